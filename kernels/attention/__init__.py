@@ -1,0 +1,86 @@
+"""Sparse attention: one op over a SparseIndex, several backends.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.index import SparseIndex
+
+__all__ = ["sparse_attention"]
+
+
+@overload
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, scale: float | None = ..., softcap: float | None = ...,
+    return_lse: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, scale: float | None = ..., softcap: float | None = ...,
+    return_lse: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention over the keys that the index names, softmax over those alone (MInference 1.0, Algorithm 5).
+
+    Args:
+        q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous.
+        k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
+        v: (B, G, K, E) values.
+        index: SparseIndex for B, H, Q and K.
+        scale: factor on the logits; D ** -0.5 if None.
+        softcap: logits become softcap * tanh(logits / softcap).
+        return_lse: also return the natural log-sum-exp of each query's computed logits.
+        backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
+
+    Returns:
+        (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E); with return_lse also (B, H, Q) fp32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together; a named backend that cannot serve the call.
+    """
+    _check(q, k, v, index)
+    module = dispatch.choose(backend, q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = module.sparse_attention(q, k, v, index, scale=scale, softcap=softcap)
+    return (out, lse) if return_lse else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex) -> None:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
+    batch, num_heads, q_len, head_dim = q.shape
+    if k.shape[0] != batch or v.shape[:3] != k.shape[:3] or k.shape[-1] != head_dim:
+        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if num_heads % k.shape[1]:
+        raise ValueError(f"{num_heads} query heads do not divide into {k.shape[1]} KV heads")
+    if not 0 < q_len <= k.shape[2]:
+        raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q_len}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device == index.diagonals.device:
+        raise ValueError(
+            f"q, k, v and index must share a device, got {q.device}, {k.device}, {v.device}, {index.diagonals.device}"
+        )
+    expected = (batch, num_heads, q_len, k.shape[2])
+    if (found := (index.batch, index.num_heads, index.q_len, index.k_len)) != expected:
+        raise ValueError(f"index is for (B, H, Q, K) = {found}, the call has {expected}")

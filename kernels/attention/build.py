@@ -1,0 +1,74 @@
+"""Compiles cpu.cpp for this machine at first use and keeps the result in the cache folder."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("cpu.cpp")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-w")
+_log = logging.getLogger("headwise")
+
+
+@functools.cache
+def load() -> str | None:
+    """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
+
+    The library is compiled beside its place and renamed into it, so that an interrupted or a parallel build does no harm.
+    HEADWISE_CACHE moves the cache folder, CXX names another compiler.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        return "no C++ compiler found (install g++, or set CXX)"
+    library = cache_folder() / f"cpu-{_key(compiler)}.so"
+    try:
+        if not library.exists():
+            _log.info("compiling the CPU kernels, once for this machine")
+            library.parent.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, library)
+        torch.ops.load_library(str(library))
+    except subprocess.CalledProcessError as error:
+        return f"{compiler} failed: {error.stderr.strip().splitlines()[0] if error.stderr.strip() else 'no message'}"
+    except OSError as error:
+        return f"the compiled library cannot be loaded: {error}"
+    return None
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept."""
+    root = os.environ.get("HEADWISE_CACHE") or Path.home() / ".cache" / "headwise"
+    return Path(root) / "kernels"
+
+
+def _compile(compiler: str, library: Path) -> None:
+    from torch.utils.cpp_extension import include_paths
+
+    libraries = Path(torch.__file__).parent / "lib"
+    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder) / library.name
+        command = [compiler, *_FLAGS, *openmp, abi, *(f"-I{path}" for path in include_paths())]
+        command += [str(_SOURCE), "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        os.replace(built, library)
+
+
+def _key(compiler: str) -> str:
+    """What the library depends on: source, flags, torch and the instructions of this processor."""
+    processor = platform.machine()
+    if (cpuinfo := Path("/proc/cpuinfo")).exists():
+        flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
+        processor += flags[0] if flags else ""
+    parts = (_SOURCE.read_text(), *_FLAGS, compiler, torch.__version__, sys.platform, processor)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

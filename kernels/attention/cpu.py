@@ -1,0 +1,51 @@
+"""Sparse attention on the CPU in native code: cpu.cpp, compiled at first use.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.attention import build
+from kernels.index import SparseIndex
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot serve the call; None where it can."""
+    if q.device.type != "cpu":
+        return f"it serves tensors on the CPU, not on {q.device.type}"
+    if q.dtype not in _DTYPES:
+        return f"it serves float32, float16 and bfloat16, not {q.dtype}"
+    return build.load()
+
+
+def engines(dtype: torch.dtype) -> list[str]:
+    """The engines of this processor for a dtype, fastest first: "brgemm" (AMX), "dot" (AVX-512 bf16), "float"."""
+    if reason := build.load():
+        raise ValueError(reason)
+    found: list[str] = torch.ops.headwise.engines(dtype)
+    return found
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    *,
+    scale: float,
+    softcap: float | None,
+    engine: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See kernels.attention.sparse_attention; `engine` takes another than the fastest. float16 computes in float32."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.columns))
+    chosen = engine or engines(q.dtype)[0]
+    out: tuple[Tensor, Tensor] = torch.ops.headwise.sparse_attention(
+        q, k, v, *entries, scale, softcap or 0.0, chosen
+    )
+    return out

@@ -1,0 +1,190 @@
+"""SparseIndex: the one sparse format that every attention pattern lowers to.
+
+Shapes: B batch, H query heads, Q query length, K key length, R query tiles (rows), N key tiles.
+
+Tiles are TILE x TILE and lie on the grid of absolute key positions. Queries are the last Q of the K positions, so row 0
+holds the tile of the first query (position K - Q) and every row has exactly one tile on the causal diagonal. A key is
+computed for a row if one of three things says so:
+
+* `diagonals`: tile offsets d; row at tile t computes key tile t - d. The same for all rows of a head, so a slash costs
+  one number however long the prompt is.
+* `tiles`: key tiles listed row by row (block-sparse).
+* `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows whose
+  tiles hold them already. At 1M tokens a head's verticals take kilobytes where a list for each row would take megabytes.
+
+All three are ascending and padded at the end with PAD, which lies beyond every causal limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+TILE = 64
+PAD = 2**31 - 1
+# Elements of a boolean scratch (rows x tiles or rows x columns, all heads): bounds memory when counting at 1M tokens.
+_SCRATCH = 1 << 26
+
+
+def num_tiles(length: int) -> int:
+    """Tiles that `length` positions take up."""
+    return -(-length // TILE)
+
+
+def num_rows(q_len: int, k_len: int) -> int:
+    """Query tiles that the last `q_len` of `k_len` positions touch."""
+    return num_tiles(k_len) - (k_len - q_len) // TILE
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SparseIndex:
+    """Which key tiles and key columns each (batch, query head, query tile) computes.
+
+    diagonals (B, H, ND), tiles (B, H, R, NT) and columns (B, H, NC) are int32 on the device of the queries; ND, NT and NC
+    may be 0 except that every head has diagonal 0. A key that two entries name is computed once.
+    """
+
+    q_len: int
+    k_len: int
+    diagonals: Tensor
+    tiles: Tensor
+    columns: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.diagonals.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.diagonals.shape[1]
+
+    @property
+    def first_row(self) -> int:
+        """Key tile that holds the first query."""
+        return (self.k_len - self.q_len) // TILE
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.q_len, self.k_len)
+
+    @property
+    def causal_tiles(self) -> int:
+        """Tiles on and below the causal diagonal: what dense attention computes."""
+        first, last = self.first_row, num_tiles(self.k_len)
+        return (last * (last + 1) - first * (first + 1)) // 2
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.diagonals, self.tiles, self.columns))
+
+    def computed_tiles(self) -> Tensor:
+        """TILE x TILE products computed for each head, (B, H) int64, counted as the kernels execute them.
+
+        A group of TILE columns costs a tile in each row where at least one of its columns is not already in a tile.
+        """
+        count = torch.zeros(self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device)
+        groups = num_tiles(self.columns.shape[-1])
+        for rows, mask in self._row_masks():
+            count += mask.sum(dim=(2, 3))
+            if groups:
+                live = self._live_columns(rows, mask)
+                live = torch.nn.functional.pad(live, (0, groups * TILE - live.shape[-1]))
+                count += live.unflatten(-1, (groups, TILE)).any(-1).sum(dim=(2, 3))
+        return count
+
+    def density(self) -> Tensor:
+        """Share of the causal tiles that is computed, (B, H) float32."""
+        return self.computed_tiles().float() / self.causal_tiles
+
+    def flops(self, head_dim: int, v_dim: int | None = None) -> Tensor:
+        """Floating-point operations of both matrix products, (B, H) int64: "FLOPs in kernel" of MInference's Algorithm 1."""
+        return self.computed_tiles() * (2 * TILE * TILE * (head_dim + (v_dim or head_dim)))
+
+    def to_mask(self) -> Tensor:
+        """The computed keys as a mask (B, H, Q, K), causal limit applied. For tests and pictures: memory is Q x K."""
+        offset = self.k_len - self.q_len
+        parts = []
+        for rows, tiles in self._row_masks():
+            keys = tiles.repeat_interleave(TILE, dim=-1)[..., : self.k_len]
+            live = self._live_columns(rows, tiles)
+            columns = self.columns.long()[:, :, None].expand(-1, -1, len(rows), -1)
+            beyond = torch.full_like(columns, self.k_len)
+            padded = torch.nn.functional.pad(keys, (0, 1))
+            padded.scatter_(-1, torch.where(live, columns, beyond), True)
+            parts.append(padded[..., : self.k_len].repeat_interleave(TILE, dim=2))
+        skip = offset - self.first_row * TILE
+        mask = torch.cat(parts, dim=2)[:, :, skip : skip + self.q_len]
+        positions = torch.arange(self.k_len, device=mask.device)
+        return mask & (positions[None, :] <= positions[offset:, None])
+
+    def validate(self) -> None:
+        """Raise ValueError where an invariant is broken. Reads the data: for tests and for untrusted indices."""
+        if not 0 < self.q_len <= self.k_len:
+            raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
+        for name in ("diagonals", "tiles", "columns"):
+            entries: Tensor = getattr(self, name)
+            if entries.dtype != torch.int32:
+                raise ValueError(f"{name} must be int32, got {entries.dtype}")
+            if entries.numel() and int(entries.min()) < 0:
+                raise ValueError(f"{name} must not be negative, got {int(entries.min())}")
+            ahead, behind = entries[..., 1:], entries[..., :-1]
+            if not bool(((ahead > behind) | ((ahead == PAD) & (behind == PAD))).all()):
+                raise ValueError(f"{name} must be strictly ascending up to the padding")
+        if self.tiles.shape[2] != self.num_rows:
+            raise ValueError(f"tiles must have {self.num_rows} rows, got {self.tiles.shape[2]}")
+        if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
+            raise ValueError("every head must compute diagonal 0: a query always sees itself")
+
+    def _row_masks(self) -> Iterator[tuple[range, Tensor]]:
+        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out."""
+        n, heads = num_tiles(self.k_len), self.batch * self.num_heads
+        step = max(1, _SCRATCH // (heads * max(n, self.columns.shape[-1], 1)))
+        device = self.diagonals.device
+        for start in range(0, self.num_rows, step):
+            rows = range(start, min(start + step, self.num_rows))
+            at = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.first_row
+            # One column more than there are tiles takes what lies outside the causal limit, then goes.
+            mask = torch.zeros(self.batch, self.num_heads, len(rows), n + 1, dtype=torch.bool, device=device)
+            key = at - self.diagonals.long()[:, :, None]
+            mask.scatter_(-1, torch.where(key >= 0, key, n), True)
+            listed = self.tiles[:, :, rows.start : rows.stop].long()
+            mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
+            yield rows, mask[..., :n]
+
+    def _live_columns(self, rows: range, tiles: Tensor) -> Tensor:
+        """Columns that row by row are left to compute, (B, H, rows, NC) bool."""
+        at = torch.arange(rows.start, rows.stop, device=tiles.device)[:, None] + self.first_row
+        tile = (self.columns.long() // TILE)[:, :, None].expand(-1, -1, len(rows), -1)
+        below = tile < at
+        return below & ~tiles.gather(-1, torch.where(below, tile, 0))
+
+
+def empty_entries(*shape: int, device: torch.device) -> Tensor:
+    """Entries of an index that has none of that sort."""
+    return torch.empty(*shape, dtype=torch.int32, device=device)
+
+
+def ascending(mask: Tensor, width: int) -> Tensor:
+    """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest count), int32."""
+    at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
+    return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()
+
+
+def cat_heads(parts: Sequence[SparseIndex], order: Tensor) -> SparseIndex:
+    """One index from parts that hold some heads each; head i of the result is head order[i] of their concatenation."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+
+    def joined(name: str) -> Tensor:
+        entries: list[Tensor] = [getattr(part, name) for part in parts]
+        width = max(e.shape[-1] for e in entries)
+        padded = [torch.nn.functional.pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries]
+        return torch.cat(padded, dim=1).index_select(1, order)
+
+    return replace(
+        first, diagonals=joined("diagonals"), tiles=joined("tiles"), columns=joined("columns")
+    )

@@ -1,0 +1,64 @@
+"""Attention patterns: KINDS by name, and LayerPlan, which lowers a layer of unlike heads to one SparseIndex.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from kernels.index import SparseIndex, cat_heads
+from kernels.patterns.a_shape import AShape
+from kernels.patterns.base import Pattern
+from kernels.patterns.block_sparse import BlockSparse
+from kernels.patterns.dense import Dense
+from kernels.patterns.vertical_slash import VerticalSlash
+
+__all__ = ["KINDS", "AShape", "BlockSparse", "Dense", "LayerPlan", "Pattern", "VerticalSlash", "make"]
+
+KINDS: dict[str, type[Pattern]] = {cls.kind: cls for cls in (Dense, AShape, VerticalSlash, BlockSparse)}
+
+
+def make(kind: str, **sizes: int) -> Pattern:
+    """The pattern of that kind with those sizes; ValueError names an unknown kind or size."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(KINDS)}")
+    known = [field.name for field in fields(KINDS[kind])]
+    if unknown := sorted(set(sizes) - set(known)):
+        raise ValueError(f"{kind} has no size {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+    return KINDS[kind](**sizes)
+
+
+class LayerPlan:
+    """The patterns of one layer, sorted by kind once so that each forward builds each kind in one call."""
+
+    def __init__(self, patterns: Sequence[Pattern], num_kv_heads: int) -> None:
+        if not patterns or len(patterns) % num_kv_heads:
+            raise ValueError(f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads")
+        self.patterns = tuple(patterns)
+        self.num_kv_heads = num_kv_heads
+        self._kinds: dict[type[Pattern], list[int]] = {}
+        for head, pattern in enumerate(patterns):
+            self._kinds.setdefault(type(pattern), []).append(head)
+        grouped = [head for heads in self._kinds.values() for head in heads]
+        self._order = torch.tensor(grouped).argsort()
+
+    def build(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> SparseIndex:
+        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys (B, G, K, D)."""
+        if q.shape[1] != len(self.patterns) or k.shape[1] != self.num_kv_heads:
+            raise ValueError(
+                f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "
+                f"got {q.shape[1]} and {k.shape[1]}"
+            )
+        if not 0 < q.shape[2] <= k.shape[2]:
+            raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        parts = [
+            cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale)
+            for cls, heads in self._kinds.items()
+        ]
+        return cat_heads(parts, self._order.to(q.device))

@@ -1,0 +1,51 @@
+"""A-shape: attention sinks and a local window (MInference 1.0, section 3; StreamingLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_rows, num_tiles
+from kernels.patterns.base import Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class AShape(Pattern):
+    """The first `sink` keys and the last `window` keys before each query, both in tokens.
+
+    Whole tiles are computed, so a query may see up to TILE - 1 keys more than its window; the first tile is always kept.
+    """
+
+    kind: ClassVar[str] = "a_shape"
+
+    sink: int
+    window: int
+
+    @classmethod
+    def build_index(
+        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> SparseIndex:
+        """See Pattern.build_index. Static: reads no tensor data."""
+        batch, k_len, device = q.shape[0], k.shape[2], q.device
+        n = num_tiles(k_len)
+        # A window of w tokens reaches back over (w - 1) positions, which touch this many tiles beside the query's own.
+        reach = [min((p.window - 1 + TILE - 1) // TILE, n - 1) for p in patterns]
+        sinks = [min(max(p.sink, TILE), k_len) for p in patterns]
+        return SparseIndex(
+            q_len=q.shape[2],
+            k_len=k_len,
+            diagonals=_first([r + 1 for r in reach], batch, device),
+            tiles=empty_entries(batch, len(heads), num_rows(q.shape[2], k_len), 0, device=device),
+            columns=_first(sinks, batch, device),
+        )
+
+
+def _first(counts: Sequence[int], batch: int, device: torch.device) -> Tensor:
+    """0, 1, ... counts[head] - 1 for each head, padded: (batch, heads, max count)."""
+    at = torch.arange(max(counts), dtype=torch.int32, device=device)
+    limit = torch.tensor(counts, dtype=torch.int32, device=device)[:, None]
+    return torch.where(at < limit, at, PAD).expand(batch, -1, -1).contiguous()

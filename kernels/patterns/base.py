@@ -1,0 +1,42 @@
+"""What every attention pattern is: a frozen set of sizes and a builder that lowers many heads at once.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, h heads of one kind in a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from kernels.index import SparseIndex
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """Base of all patterns: fields are positive integers, sizes in tokens unless the pattern says otherwise."""
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{self.kind}: {field.name} must be a positive integer, got {value!r}")
+
+    @classmethod
+    def build_index(
+        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> SparseIndex:
+        """The index of h heads in one call.
+
+        Args:
+            patterns: h patterns of this kind, one a head.
+            heads: the h query heads of q that they belong to.
+            q: (B, H, Q, D) queries, the last Q of the K positions.
+            k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
+            scale: factor on the logits.
+        """
+        raise NotImplementedError
