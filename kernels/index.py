@@ -185,6 +185,4 @@ def cat_heads(parts: Sequence[SparseIndex], order: Tensor) -> SparseIndex:
         padded = [torch.nn.functional.pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries]
         return torch.cat(padded, dim=1).index_select(1, order)
 
-    return replace(
-        first, diagonals=joined("diagonals"), tiles=joined("tiles"), columns=joined("columns")
-    )
+    return replace(first, diagonals=joined("diagonals"), tiles=joined("tiles"), columns=joined("columns"))

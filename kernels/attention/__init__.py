@@ -17,15 +17,29 @@ __all__ = ["sparse_attention"]
 
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, scale: float | None = ..., softcap: float | None = ...,
-    return_lse: Literal[False] = ..., backend: str = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
 ) -> Tensor: ...
 
 
 @overload
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, scale: float | None = ..., softcap: float | None = ...,
-    return_lse: Literal[True], backend: str = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    *,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -67,10 +81,14 @@ def sparse_attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
+        raise ValueError(
+            f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D"
+        )
     batch, num_heads, q_len, head_dim = q.shape
     if k.shape[0] != batch or v.shape[:3] != k.shape[:3] or k.shape[-1] != head_dim:
-        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        raise ValueError(
+            f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
     if num_heads % k.shape[1]:
         raise ValueError(f"{num_heads} query heads do not divide into {k.shape[1]} KV heads")
     if not 0 < q_len <= k.shape[2]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,22 +26,26 @@ class AShape(Pattern):
     window: int
 
     @classmethod
-    def build_index(
-        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
-    ) -> SparseIndex:
-        """See Pattern.build_index. Static: reads no tensor data."""
-        batch, k_len, device = q.shape[0], k.shape[2], q.device
+    def prepare(
+        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare. Static: reads no tensor data."""
+        batch, q_len, k_len, device = q.shape[0], q.shape[2], k.shape[2], q.device
         n = num_tiles(k_len)
-        # A window of w tokens reaches back over (w - 1) positions, which touch this many tiles beside the query's own.
-        reach = [min((p.window - 1 + TILE - 1) // TILE, n - 1) for p in patterns]
-        sinks = [min(max(p.sink, TILE), k_len) for p in patterns]
-        return SparseIndex(
-            q_len=q.shape[2],
-            k_len=k_len,
-            diagonals=_first([r + 1 for r in reach], batch, device),
-            tiles=empty_entries(batch, len(heads), num_rows(q.shape[2], k_len), 0, device=device),
-            columns=_first(sinks, batch, device),
-        )
+
+        def build(patterns: Sequence[Self]) -> SparseIndex:
+            # A window of w tokens reaches back over w - 1 positions, which touch this many tiles beside the query's own.
+            reach = [min((p.window - 1 + TILE - 1) // TILE, n - 1) for p in patterns]
+            sinks = [min(max(p.sink, TILE), k_len) for p in patterns]
+            return SparseIndex(
+                q_len=q_len,
+                k_len=k_len,
+                diagonals=_first([r + 1 for r in reach], batch, device),
+                tiles=empty_entries(batch, len(heads), num_rows(q_len, k_len), 0, device=device),
+                columns=_first(sinks, batch, device),
+            )
+
+        return build
 
 
 def _first(counts: Sequence[int], batch: int, device: torch.device) -> Tensor:

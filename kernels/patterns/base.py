@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
@@ -27,16 +27,26 @@ class Pattern:
                 raise ValueError(f"{self.kind}: {field.name} must be a positive integer, got {value!r}")
 
     @classmethod
-    def build_index(
-        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
-    ) -> SparseIndex:
-        """The index of h heads in one call.
+    def prepare(
+        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """Do what does not depend on the sizes once, for building many indices over the same tensors.
 
         Args:
-            patterns: h patterns of this kind, one a head.
+            largest: h patterns of this kind, one a head; no later pattern may be larger or differ in `last_q`.
             heads: the h query heads of q that they belong to.
             q: (B, H, Q, D) queries, the last Q of the K positions.
             k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
             scale: factor on the logits.
+
+        Returns:
+            A function from h patterns to the index of those h heads.
         """
         raise NotImplementedError
+
+    @classmethod
+    def build_index(
+        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> SparseIndex:
+        """The index of h heads in one call; arguments as in `prepare`."""
+        return cls.prepare(patterns, heads, q, k, scale=scale)(patterns)

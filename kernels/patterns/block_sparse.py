@@ -5,7 +5,7 @@ Shapes: B batch, h heads of this kind, R query tiles, N key tiles, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -31,12 +31,13 @@ class BlockSparse(Pattern):
     blocks: int
 
     @classmethod
-    def build_index(
-        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
-    ) -> SparseIndex:
-        """See Pattern.build_index. `scale` does not change an order and is not used."""
-        ranked = rank(q, k, heads, max(p.blocks for p in patterns))
-        return select(ranked, [p.blocks for p in patterns], q_len=q.shape[2], k_len=k.shape[2])
+    def prepare(
+        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare. `scale` does not change an order and is not used."""
+        ranked = rank(q, k, heads, max(p.blocks for p in largest))
+        q_len, k_len = q.shape[2], k.shape[2]
+        return lambda patterns: select(ranked, [p.blocks for p in patterns], q_len=q_len, k_len=k_len)
 
 
 def rank(q: Tensor, k: Tensor, heads: Sequence[int], most: int) -> Tensor:

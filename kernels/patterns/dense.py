@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -20,11 +20,12 @@ class Dense(Pattern):
     kind: ClassVar[str] = "dense"
 
     @classmethod
-    def build_index(
-        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
-    ) -> SparseIndex:
-        """See Pattern.build_index."""
-        return dense_index(q.shape[0], len(heads), q.shape[2], k.shape[2], q.device)
+    def prepare(
+        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare."""
+        index = dense_index(q.shape[0], len(heads), q.shape[2], k.shape[2], q.device)
+        return lambda patterns: index
 
 
 def dense_index(batch: int, num_heads: int, q_len: int, k_len: int, device: torch.device) -> SparseIndex:

@@ -5,7 +5,7 @@ Shapes: B batch, h heads of this kind, L last queries, K key length, N key tiles
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -33,12 +33,15 @@ class VerticalSlash(Pattern):
     last_q: int = 64
 
     @classmethod
-    def build_index(
-        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
-    ) -> SparseIndex:
-        """See Pattern.build_index."""
-        ranking = rank(q, k, heads, [p.last_q for p in patterns], scale=scale)
-        return select(ranking, [p.vertical for p in patterns], [p.slash for p in patterns], q_len=q.shape[2])
+    def prepare(
+        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare."""
+        ranking = rank(q, k, heads, [p.last_q for p in largest], scale=scale)
+        q_len = q.shape[2]
+        return lambda patterns: select(
+            ranking, [p.vertical for p in patterns], [p.slash for p in patterns], q_len=q_len
+        )
 
 
 class Ranking(NamedTuple):
