@@ -1,0 +1,27 @@
+"""The errors that a user can put right."""
+
+from __future__ import annotations
+
+
+class HeadwiseError(ValueError):
+    """A user's mistake. str() is one clear line: what is wrong, the value, and what would be right.
+
+    Commands print it as `error: <line>` and exit with status 2 (see artifacts.command_line); anything else
+    that escapes is a bug.
+    """
+
+
+class ArtifactError(HeadwiseError):
+    """An artifact that cannot be read, trusted or written."""
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """The value as it goes into an error's line: its repr, on one line, at most `limit` characters."""
+    # Slicing first keeps a 16 MiB string from being quoted whole only to be cut.
+    text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= limit else f"{text[: limit - 4]}...{text[-1]}"
+
+
+def one_line(text: str) -> str:
+    """The text with line breaks and control characters escaped: it prints as one line and moves no cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

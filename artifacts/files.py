@@ -1,0 +1,92 @@
+"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+from artifacts.errors import HeadwiseError, shorten
+
+# File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the artifact's.
+_LONGEST_NAME = 200
+
+
+def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write beside `path`, flush to disk, rename onto it.
+
+    After a failure `path` is as it was and nothing else is left.
+
+    Raises:
+        HeadwiseError: the file cannot be written; the line says why.
+    """
+    target = Path(path)
+    beside = _beside(target)
+    try:
+        try:
+            _write_new(beside, data, mode=target.stat().st_mode & 0o777 if target.exists() else None)
+            os.replace(beside, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
+        _sync_directory(target.parent)
+    except OSError as error:
+        raise HeadwiseError(f"cannot write {shorten(str(target))}: {_reason(error)}") from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Find out before long work starts whether a file can be written at `path`; leaves nothing behind.
+
+    Raises:
+        HeadwiseError: `path` is empty or a directory, its directory is missing or refuses new files, or its
+            name is too long.
+    """
+    target = Path(path)
+    shown = shorten(str(path))
+    if not os.fspath(path) or not target.name or target.is_dir():
+        raise HeadwiseError(f"cannot write {shown}: it is a directory, give a file's name")
+    if len(os.fsencode(target.name)) > _LONGEST_NAME:
+        raise HeadwiseError(f"cannot write {shown}: the name has more than {_LONGEST_NAME} bytes")
+    if target.exists() and not target.is_file():
+        raise HeadwiseError(f"cannot write {shown}: it is no regular file")
+    folder = target.parent
+    if not folder.is_dir():
+        wrong = "is no directory" if folder.exists() else "does not exist"
+        raise HeadwiseError(f"cannot write {shown}: the directory {shorten(str(folder))} {wrong}")
+    # Trying is the only test that also knows of read-only mounts, quotas and access lists.
+    beside = _beside(target)
+    try:
+        _write_new(beside, b"", mode=None)
+        beside.unlink()
+    except OSError as error:
+        raise HeadwiseError(f"cannot write {shown}: {_reason(error)}") from error
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    with open(handle, "wb") as file:
+        if mode is not None:
+            os.chmod(path, mode)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(folder: Path) -> None:
+    """Make the rename itself survive a power cut, where the system can (Windows cannot open a directory)."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,53 @@
+"""Older artifacts to the current schema: pure steps from dict to dict, one a version, chained.
+
+A step never changes once released, knows no pydantic model (those move on), and does not touch the mapping it
+is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from artifacts.errors import ArtifactError, shorten
+from artifacts.schema import SCHEMA_VERSION
+
+Step = Callable[[dict[str, Any]], dict[str, Any]]
+
+MIGRATIONS: dict[int, Step] = {}
+"""MIGRATIONS[n] makes version n + 1 of version n and sets its schema_version. Version 1 is the first."""
+
+
+def version_of(fields: Mapping[str, Any]) -> int:
+    """The schema version of an artifact's fields.
+
+    Raises:
+        ArtifactError: no usable schema_version, or one that is newer than SCHEMA_VERSION.
+    """
+    if "schema_version" not in fields:
+        raise ArtifactError(
+            f"schema_version: missing, is this an artifact? this headwise writes {SCHEMA_VERSION}"
+        )
+    version = fields["schema_version"]
+    if type(version) is not int or version < 1:
+        raise ArtifactError(
+            f"schema_version: must be a whole number from 1 to {SCHEMA_VERSION}, got {shorten(version)}"
+        )
+    if version > SCHEMA_VERSION:
+        raise ArtifactError(
+            f"schema_version: {version} is newer than this headwise reads (up to {SCHEMA_VERSION}): "
+            "upgrade headwise"
+        )
+    return version
+
+
+def migrate(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same artifact in the current schema version; a copy, whatever the version.
+
+    Raises:
+        ArtifactError: see version_of.
+    """
+    result = dict(fields)
+    for version in range(version_of(fields), SCHEMA_VERSION):
+        result = MIGRATIONS[version](result)
+    return result

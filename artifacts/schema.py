@@ -1,0 +1,240 @@
+"""Version 1 of the artifact: what Headwise found for one model, as immutable data.
+
+docs/artifact.md explains each field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from math import isfinite
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+
+from artifacts.errors import shorten
+from artifacts.patterns import KINDS, Pattern, Record
+
+SCHEMA_VERSION = 1
+
+
+def _matching(pattern: str, wanted: str) -> AfterValidator:
+    """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(f"must be {wanted}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _share(value: float) -> float:
+    # Means of float32 shares end up a rounding error above one.
+    if not 0.0 <= value <= 1.0001:
+        raise ValueError("must be from 0 to 1")
+    return min(value, 1.0)
+
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, AfterValidator(_share)]
+Sha256 = Annotated[str, _matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
+Timestamp = Annotated[
+    str,
+    _matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"),
+]
+KindName = Annotated[str, _matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
+PatternName = Annotated[
+    str,
+    _matching("[A-Za-z][A-Za-z0-9_.-]{0,63}", "a letter and then up to 63 letters, digits, '_', '.' or '-'"),
+]
+# A bare name: a path could reach any file, and the pair could no longer be moved together.
+SidecarName = Annotated[
+    str,
+    _matching(
+        r"[^/\\:\x00-\x1f.][^/\\:\x00-\x1f]*\.safetensors",
+        "the bare name of a .safetensors file beside this one",
+    ),
+]
+
+
+def now() -> str:
+    """This second in UTC, as an artifact writes it."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def check(entry: JsonValue, path: str) -> None:
+        if isinstance(entry, float) and not isfinite(entry):
+            raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
+        for key, inner in _entries(entry):
+            check(inner, f"{path}.{key}" if path else str(key))
+
+    check(value, "")
+    return value
+
+
+def _entries(value: JsonValue) -> Iterator[tuple[str | int, JsonValue]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list):
+        yield from enumerate(value)
+
+
+class ModelInfo(Record):
+    """Which model the artifact is for; runtime.fingerprint makes it and compares it."""
+
+    name: Text
+    revision: Text | None = None
+    architecture: Text
+    config_sha256: Sha256
+    weights_sha256: Sha256
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    rope: Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+    max_positions: Count
+
+    @model_validator(mode="after")
+    def _groups(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}"
+            )
+        return self
+
+
+class Calibration(Record):
+    """The prompts that the search looked at; lengths in tokens, sha256 over their token ids."""
+
+    task: Text
+    lengths: Annotated[tuple[Count, ...], Field(min_length=1)]
+    samples: Count
+    sha256: Sha256
+
+
+class Summary(Record):
+    """Means over the searched heads with their chosen patterns, and how many heads each kind won.
+
+    recall: attention mass kept (0 to 1). error: relative L2 of the output. density: share of the causal area
+    computed.
+    best_single_kind: the kind with the highest mean recall if every head had to take it.
+    """
+
+    recall: Share
+    error: Annotated[float, Field(ge=0.0)]
+    density: Share
+    winners: dict[KindName, Annotated[int, Field(ge=0)]]
+    best_single_kind: KindName
+    best_single_kind_recall: Share
+
+
+class SearchInfo(Record):
+    """How the patterns were found, so that anyone can find them again."""
+
+    tool_version: Text
+    command: Text
+    preset: Literal["paper", "scaled"]
+    seed: Annotated[int, Field(ge=0)]
+    calibration: Calibration
+    budget: Text
+    target_density: Annotated[Share, Field(gt=0.0)]
+    device: Text
+    dtype: Text
+    kernel_backend: Text
+    summary: Summary
+
+
+class Prefill(Record):
+    """The pattern's name for every layer and query head; None for a layer left as it is: it slides.
+
+    dense_below: prompts with fewer tokens are served densely.
+    """
+
+    dense_below: Annotated[int, Field(ge=0)]
+    layers: tuple[tuple[PatternName, ...] | None, ...]
+
+
+class Measurement(Record):
+    """One measured number against its baseline, with the command that measures it again."""
+
+    name: Text
+    value: float
+    unit: str
+    baseline: float | None = None
+    baseline_name: Text | None = None
+    length: Count | None = None
+    samples: Count | None = None
+    command: Text
+    device: Text
+    versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.baseline is None) != (self.baseline_name is None):
+            raise ValueError("baseline and baseline_name go together: give both or neither")
+        return self
+
+
+class Sidecar(Record):
+    """The safetensors file beside the YAML, by its bare name, and the SHA-256 of its bytes."""
+
+    file: SidecarName
+    sha256: Sha256
+
+
+class Artifact(Record):
+    """What was found for a model: a pattern for every searched head, how it was found, what was measured with
+    it.
+
+    artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
+    """
+
+    schema_version: Literal[1] = 1
+    created_at: Timestamp = Field(default_factory=now)
+    model: ModelInfo
+    search: SearchInfo
+    patterns: dict[PatternName, Pattern]
+    prefill: Prefill
+    evidence: tuple[Measurement, ...] = ()
+    sidecar: Sidecar | None = None
+    content_sha256: Sha256 | Literal[""] = ""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        rows = self.prefill.layers
+        if len(rows) != self.model.num_layers:
+            raise ValueError(
+                f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers"
+            )
+        unused = dict.fromkeys(self.patterns)
+        for layer, row in enumerate(rows):
+            if row is None:
+                continue
+            if len(row) != self.model.num_heads:
+                raise ValueError(
+                    f"prefill.layers[{layer}] has {len(row)} names, "
+                    f"the model has {self.model.num_heads} query heads"
+                )
+            for head, name in enumerate(row):
+                if name not in self.patterns:
+                    raise ValueError(
+                        f"prefill.layers[{layer}][{head}]: {_unknown(name, list(self.patterns))}"
+                    )
+                unused.pop(name, None)
+        if unused:
+            raise ValueError(
+                f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers"
+            )
+        return self
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known[:5]) or 'none'}"
+    return f"no pattern is called {shorten(name)}, {hint}"

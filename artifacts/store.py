@@ -1,0 +1,227 @@
+"""An artifact on disk: `cfg.yaml` to read and diff, and beside it `cfg.<8 hex>.safetensors` for the arrays.
+
+The sidecar's name has the first digits of its SHA-256, so that a new one never takes an old one's place: the
+new sidecar is written first, the YAML's rename switches from the old pair to the new one at once, and only
+then the old sidecar goes. Whenever the writer dies, the YAML names a sidecar that is there and right; at
+worst an unused one stays behind. One writer at a time for a path; any number of readers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from artifacts import strict_yaml
+from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.files import atomic_write, check_writable
+from artifacts.hashing import content_sha256
+from artifacts.migrations import migrate, version_of
+from artifacts.patterns import pattern_name
+from artifacts.schema import SCHEMA_VERSION, Artifact, Sidecar
+from artifacts.sidecar import check, read_arrays, to_bytes
+from artifacts.validation import to_artifact
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+__all__ = ["MAX_BYTES", "load", "load_arrays", "pattern_name", "save"]
+
+MAX_BYTES = 16 * 2**20
+_HEADER = (
+    "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
+)
+_ATTEMPTS = 5
+
+T = TypeVar("T")
+
+
+def save(
+    artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None
+) -> Artifact:
+    """Write the artifact to `path` and its arrays, if any, beside it.
+
+    The same content gives the same bytes but for created_at and the commands. An existing pair is replaced; a
+    reader finds the old pair or the new one. After a failure the old pair is as it was, without new files.
+
+    Returns:
+        The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
+
+    Raises:
+        ArtifactError: a field is not as the schema wants it (possible with model_copy), or the YAML has more
+            than 16 MiB.
+        HeadwiseError: the files cannot be written.
+    """
+    path = Path(path)
+    check_writable(path)
+    data = to_bytes(arrays) if arrays else None
+    sidecar = None
+    if data is not None:
+        digest = hashlib.sha256(data).hexdigest()
+        sidecar = {"file": f"{path.stem}.{digest[:8]}.safetensors", "sha256": digest}
+    fields = artifact.model_dump(mode="json") | {"sidecar": sidecar, "content_sha256": ""}
+    with _naming(path):
+        to_artifact(fields)
+        fields["content_sha256"] = content_sha256(fields)
+        text = _to_yaml(fields)
+        saved = to_artifact(fields)
+    _write_pair(path, text, saved.sidecar, data)
+    return saved
+
+
+def load(path: str | os.PathLike[str], *, check_sidecar: bool = True) -> Artifact:
+    """Read an artifact, of this or an older schema version, and check it against its hash.
+
+    Args:
+        path: the YAML file.
+        check_sidecar: also hash the sidecar; without it the sidecar need not be there.
+
+    Raises:
+        ArtifactError: the file cannot be read, is no artifact, was changed, is of a newer schema version, or
+            its sidecar is missing or changed. The line names the file, the field, its value and what would be
+            right.
+    """
+    path = Path(path)
+    if not check_sidecar:
+        return _parse(path, _read(path))
+    return _load_pair(path, check)[0]
+
+
+def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
+    """The arrays beside the artifact at `path` (the YAML file), by name; empty where it has no sidecar.
+
+    Raises:
+        ArtifactError: as load().
+    """
+    return _load_pair(Path(path), read_arrays)[1] or {}
+
+
+def _load_pair(path: Path, read: Callable[[Path, Sidecar], T]) -> tuple[Artifact, T | None]:
+    data = _read(path)
+    for _ in range(_ATTEMPTS):
+        artifact = _parse(path, data)
+        if artifact.sidecar is None:
+            return artifact, None
+        file = path.with_name(artifact.sidecar.file)
+        try:
+            with _naming(path):
+                return artifact, read(file, artifact.sidecar)
+        except FileNotFoundError:
+            # A writer may have switched to a new pair since the YAML was read.
+            before, data = data, _read(path)
+            if data == before:
+                break
+    raise ArtifactError(
+        f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
+        f"{shorten(str(path.parent))}; the two files belong together"
+    )
+
+
+def _parse(path: Path, data: bytes) -> Artifact:
+    with _naming(path):
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"not UTF-8 text (byte {error.start}), is this the YAML file?") from None
+        fields = strict_yaml.parse(text)
+        if not isinstance(fields, dict):
+            raise ArtifactError(f"must be a mapping with schema_version and so on, got {shorten(fields)}")
+        if version_of(fields) < SCHEMA_VERSION:
+            # A step relies on the old fields being as they were written.
+            _check_content(fields)
+            fields = migrate(fields)
+            fields["content_sha256"] = content_sha256(fields)
+        missing = [name for name in Artifact.model_fields if name not in fields]
+        if missing:
+            raise ArtifactError(f"{missing[0]}: missing (is the file cut short?)")
+        artifact = to_artifact(fields)
+        _check_content(fields)
+        return artifact
+
+
+def _check_content(fields: Mapping[str, Any]) -> None:
+    stated = fields.get("content_sha256")
+    try:
+        actual = content_sha256(fields)
+    except ValueError as error:
+        raise ArtifactError(f"holds a number that is not finite ({error})") from None
+    if stated != actual:
+        raise ArtifactError(
+            f"content_sha256: says {shorten(stated, 14)} but the content gives {shorten(actual, 14)}: "
+            "the file was changed after it was written; restore it or run the search again"
+        )
+
+
+def _read(path: Path) -> bytes:
+    shown = one_line(str(path))
+    if path.is_dir():
+        raise ArtifactError(f"{shown}: is a directory, give the artifact's YAML file")
+    try:
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{shown}: is no regular file")
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ArtifactError(f"{shown}: no such file") from None
+    except OSError as error:
+        raise ArtifactError(f"{shown}: cannot be read, {(error.strerror or str(error)).lower()}") from None
+    if len(data) > MAX_BYTES:
+        raise ArtifactError(
+            f"{shown}: has more than {MAX_BYTES} bytes, too large for an artifact's YAML file"
+        )
+    return data
+
+
+def _to_yaml(fields: Mapping[str, Any]) -> bytes:
+    text = _HEADER + strict_yaml.dump(fields)
+    # A file that would not come back as it went in must never reach the disk.
+    if strict_yaml.parse(text) != fields:
+        raise ArtifactError("a field has no exact form in YAML")
+    data = text.encode()
+    if len(data) > MAX_BYTES:
+        raise ArtifactError(f"comes to {len(data)} bytes of YAML, an artifact may have {MAX_BYTES}")
+    return data
+
+
+def _write_pair(path: Path, text: bytes, sidecar: Sidecar | None, data: bytes | None) -> None:
+    previous = _sidecar_of(path)
+    if sidecar is None or data is None:
+        atomic_write(path, text)
+    else:
+        file = path.with_name(sidecar.file)
+        existed = file.exists()
+        try:
+            atomic_write(file, data)
+            atomic_write(path, text)
+        except BaseException:
+            if not existed and _sidecar_of(path) != sidecar.file:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+            raise
+    # Only what save() named itself: a hand-written YAML must not get other files removed.
+    ours = re.compile(re.escape(path.stem) + r"\.[0-9a-f]{8}\.safetensors")
+    if previous is not None and (sidecar is None or previous != sidecar.file) and ours.fullmatch(previous):
+        with contextlib.suppress(OSError):
+            path.with_name(previous).unlink()
+
+
+def _sidecar_of(path: Path) -> str | None:
+    """The sidecar that the YAML at `path` names; None where there is no readable artifact."""
+    try:
+        sidecar = strict_yaml.parse(_read(path).decode())["sidecar"]
+        return str(sidecar["file"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name in front of an ArtifactError's line."""
+    try:
+        yield
+    except ArtifactError as error:
+        raise ArtifactError(f"{one_line(str(path))}: {error}") from None

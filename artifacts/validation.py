@@ -1,0 +1,106 @@
+"""Plain data to an Artifact, and pydantic's reports to one line that names field, value and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from artifacts.errors import ArtifactError, shorten
+from artifacts.patterns import KINDS
+from artifacts.schema import Artifact
+
+_WANTED = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "string_unicode": "must be valid Unicode text",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "literal_error": "must be {expected}",
+    "union_tag_invalid": "must be one of {expected_tags}",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+}
+
+
+def to_artifact(fields: Mapping[str, Any]) -> Artifact:
+    """The artifact of a mapping as it was read from YAML.
+
+    Raises:
+        ArtifactError: one line with the first wrong field's path, its value, what would be right, and how
+            many more are wrong.
+    """
+    try:
+        # The JSON mode is as strict as the Python mode, but takes a list for a tuple: YAML has no tuples.
+        return Artifact.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        raise ArtifactError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """One line for the first of pydantic's errors, unknown fields first; "and N more" for the rest."""
+    details = error.errors(include_url=False)
+    first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
+    line = _describe(first, details)
+    return line if len(details) == 1 else f"{line} (and {len(details) - 1} more)"
+
+
+def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    where = _path(detail["loc"])
+    if kind == "missing":
+        return f"{where}: missing"
+    if kind == "extra_forbidden":
+        missing = [
+            str(d["loc"][-1])
+            for d in others
+            if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]
+        ]
+        near = difflib.get_close_matches(str(detail["loc"][-1]), missing, n=1)
+        return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
+    if kind == "union_tag_not_found":
+        return f"{where}.kind: missing, must be one of {', '.join(KINDS)}"
+    if kind == "union_tag_invalid":
+        where, value = f"{where}.kind", context["tag"]
+    if kind == "value_error":
+        message = str(context["error"])
+        if isinstance(value, dict | list):
+            # A check of several fields together, whose message has the values.
+            return f"{where}: {message}" if where else message
+        return f"{where}: {message}, got {shorten(value)}"
+    wanted = _WANTED.get(kind, detail["msg"].replace("Input should be", "must be"))
+    return f"{where}: {wanted.format(**context)}, got {shorten(value)}"
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """('prefill', 'layers', 3, 2) -> prefill.layers[3][2], without pydantic's names for alternatives."""
+    parts = [part for part in loc if part != "[key]"]
+    if len(parts) > 2 and parts[0] == "patterns" and parts[2] in KINDS:
+        del parts[2]
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += ("." if path else "") + (
+                part if part.isidentifier() and len(part) < 65 else _quoted(part)
+            )
+    return path
+
+
+def _quoted(key: str) -> str:
+    return key if key and len(key) < 65 and all(c.isalnum() or c in "_.-" for c in key) else shorten(key, 40)
