@@ -72,7 +72,9 @@ def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     with open(handle, "wb") as file:
         if mode is not None:
-            os.chmod(path, mode)
+            # Some file systems have no modes to set.
+            with contextlib.suppress(PermissionError):
+                os.chmod(path, mode)
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Annotated, Literal, Self
@@ -43,6 +42,7 @@ Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, AfterValidator(_share)]
 Sha256 = Annotated[str, _matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
+SavedSha256 = Annotated[str, _matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
     str,
     _matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"),
@@ -71,18 +71,15 @@ def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
     def check(entry: JsonValue, path: str) -> None:
         if isinstance(entry, float) and not isfinite(entry):
             raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
-        for key, inner in _entries(entry):
-            check(inner, f"{path}.{key}" if path else str(key))
+        if isinstance(entry, dict):
+            for key, inner in entry.items():
+                check(inner, f"{path}.{key}" if path else key)
+        elif isinstance(entry, list):
+            for i, inner in enumerate(entry):
+                check(inner, f"{path}[{i}]")
 
     check(value, "")
     return value
-
-
-def _entries(value: JsonValue) -> Iterator[tuple[str | int, JsonValue]]:
-    if isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, list):
-        yield from enumerate(value)
 
 
 class ModelInfo(Record):
@@ -203,7 +200,7 @@ class Artifact(Record):
     prefill: Prefill
     evidence: tuple[Measurement, ...] = ()
     sidecar: Sidecar | None = None
-    content_sha256: Sha256 | Literal[""] = ""
+    content_sha256: SavedSha256 = ""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -63,12 +63,12 @@ def save(
     if data is not None:
         digest = hashlib.sha256(data).hexdigest()
         sidecar = {"file": f"{path.stem}.{digest[:8]}.safetensors", "sha256": digest}
-    fields = artifact.model_dump(mode="json") | {"sidecar": sidecar, "content_sha256": ""}
+    fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
     with _naming(path):
-        to_artifact(fields)
+        checked = to_artifact(fields)
         fields["content_sha256"] = content_sha256(fields)
         text = _to_yaml(fields)
-        saved = to_artifact(fields)
+    saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
     _write_pair(path, text, saved.sidecar, data)
     return saved
 
@@ -136,7 +136,8 @@ def _parse(path: Path, data: bytes) -> Artifact:
             fields = migrate(fields)
             fields["content_sha256"] = content_sha256(fields)
         missing = [name for name in Artifact.model_fields if name not in fields]
-        if missing:
+        if missing and fields.keys() <= Artifact.model_fields.keys():
+            # Otherwise a misspelt name is what is wrong, and to_artifact says so.
             raise ArtifactError(f"{missing[0]}: missing (is the file cut short?)")
         artifact = to_artifact(fields)
         _check_content(fields)

@@ -65,12 +65,12 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
     if kind == "missing":
         return f"{where}: missing"
     if kind == "extra_forbidden":
-        missing = [
-            str(d["loc"][-1])
-            for d in others
-            if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]
+        # A misspelt field is missing under its right name, unless it has a default, as some at the top have.
+        beside = [
+            d["loc"][-1] for d in others if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]
         ]
-        near = difflib.get_close_matches(str(detail["loc"][-1]), missing, n=1)
+        known = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
+        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
     if kind == "union_tag_not_found":
         return f"{where}.kind: missing, must be one of {', '.join(KINDS)}"
@@ -81,9 +81,14 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
         if isinstance(value, dict | list):
             # A check of several fields together, whose message has the values.
             return f"{where}: {message}" if where else message
-        return f"{where}: {message}, got {shorten(value)}"
+        return f"{where}: {message}, got {_shown(value)}"
     wanted = _WANTED.get(kind, detail["msg"].replace("Input should be", "must be"))
-    return f"{where}: {wanted.format(**context)}, got {shorten(value)}"
+    return f"{where}: {wanted.format(**context)}, got {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    """As YAML has it: true and null, not Python's names for them."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else shorten(value)
 
 
 def _path(loc: Sequence[int | str]) -> str:

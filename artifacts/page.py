@@ -1,0 +1,169 @@
+"""An artifact as a page of text for a terminal of 80 columns or more."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import isnan
+from typing import TYPE_CHECKING
+
+from artifacts.errors import one_line
+from artifacts.schema import Artifact, Measurement
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+LETTERS = {"vertical_slash": "V", "a_shape": "A", "block_sparse": "B", "dense": "D"}
+LEFT_ALONE = "."
+_LABEL = 13
+# More heads than fit beside the means are wrapped.
+_MAP_HEADS = 48
+_MAP_WRAP = 32
+_MEANS = ("recall", "error", "density")
+
+
+def render(
+    artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96
+) -> str:
+    """The page that `python -m artifacts show` prints.
+
+    Args:
+        artifact: what to show.
+        file: the YAML file's name, for the first line.
+        arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads), give
+            a mean for each layer.
+        sidecar: one line on the sidecar's state.
+        width: columns that sentences may take.
+    """
+    parts = [
+        _head(artifact, file, sidecar, width),
+        _winners(artifact),
+        _map(artifact, arrays),
+        _evidence(artifact.evidence, width),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
+    model, search, summary = artifact.model, artifact.search, artifact.search.summary
+    calibration = search.calibration
+    lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
+    searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
+    revision = f" at {model.revision}" if model.revision else ""
+    shape = f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
+    origin = (
+        f"headwise {search.tool_version}, preset {search.preset}, budget {search.budget}, seed {search.seed}"
+    )
+    machine = f"{search.device}, {search.dtype}, {search.kernel_backend} kernels"
+    prompts = f"{_plural(calibration.samples, 'prompt')} of {lengths} tokens"
+    means = f"recall {summary.recall:.4f}, output error {summary.error:.4f}, density {summary.density:.4f}"
+    target = f"(target {search.target_density:.4f})"
+    facts = f"head dim {model.head_dim}, {model.max_positions:,} positions"
+    rows = [
+        ("artifact", f"{file} (schema {artifact.schema_version}, written {artifact.created_at})"),
+        ("content", artifact.content_sha256),
+        ("sidecar", sidecar),
+        ("model", f"{model.name}{revision}, {model.architecture}: {shape}, {facts}"),
+        ("search", f"{origin}; {machine}"),
+        ("", f"$ {search.command}"),
+        ("calibration", f"{calibration.task}, {prompts}"),
+        ("found", f"{means} {target}; means over {_plural(searched, 'head')}"),
+        ("", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"),
+        ("prefill", f"dense below {artifact.prefill.dense_below:,} tokens"),
+    ]
+    return [line for label, text in rows for line in _labelled(label, text, width)]
+
+
+def _winners(artifact: Artifact) -> list[str]:
+    winners = artifact.search.summary.winners
+    total = sum(winners.values()) or 1
+    rows = [["kind", "heads", "share", "patterns"]]
+    for kind, heads in sorted(winners.items(), key=lambda pair: (-pair[1], pair[0])):
+        counts = Counter(
+            name
+            for row in artifact.prefill.layers
+            for name in row or ()
+            if artifact.patterns[name].kind == kind
+        )
+        common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
+        more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
+        rows.append([kind, str(heads), f"{heads / total:.1%}", common + more])
+    return ["winners by kind", *_table(rows, left=(0, 3))]
+
+
+def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
+    legend = ", ".join(f"{letter} {kind}" for kind, letter in LETTERS.items())
+    heads = artifact.model.num_heads
+    label = "query heads"
+    per_line = heads if heads <= _MAP_HEADS else _MAP_WRAP
+    column = max(per_line, len(label))
+    means = {
+        name: array
+        for name in _MEANS
+        if (array := arrays.get(f"chosen.{name}")) is not None
+        and array.shape == (artifact.model.num_layers, heads)
+    }
+    lines = [f"pattern map: {legend}, {LEFT_ALONE} slides already"]
+    lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
+    for layer, row in enumerate(artifact.prefill.layers):
+        letters = (
+            "".join(LETTERS[artifact.patterns[name].kind] for name in row) if row else LEFT_ALONE * heads
+        )
+        first, *rest = (letters[i : i + per_line] for i in range(0, heads, per_line))
+        tail = "".join(_mean(array[layer].tolist()) for array in means.values())
+        lines.append(f"  {layer:>5}  {first:{column}}{tail}".rstrip())
+        lines += [f"         {more}" for more in rest]
+    return lines
+
+
+def _mean(values: Sequence[float]) -> str:
+    known = [value for value in values if not isnan(value)]
+    return f"{sum(known) / len(known):>9.4f}" if known else f"{'-':>9}"
+
+
+def _evidence(evidence: Sequence[Measurement], width: int) -> list[str]:
+    if not evidence:
+        return ["evidence: none measured yet"]
+    rows = [["measured", "value", "baseline", "", "length", "samples"]]
+    for m in evidence:
+        baseline = "-" if m.baseline is None else f"{_number(m.baseline)} {m.unit}".strip()
+        length = "-" if m.length is None else f"{m.length:,}"
+        samples = "-" if m.samples is None else str(m.samples)
+        value = f"{_number(m.value)} {m.unit}".strip()
+        rows.append([m.name, value, baseline, m.baseline_name or "", length, samples])
+    lines = ["evidence", *_table(rows, left=(0, 3))]
+    # Most entries share a command and a machine: said once.
+    for command in dict.fromkeys(m.command for m in evidence):
+        lines += _labelled("", f"$ {command}", width, indent=2)
+    for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence):
+        lines += _labelled(
+            "", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2
+        )
+    return lines
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterator[str]:
+    """`label        text`, wrapped under its first word; control characters escaped: no value moves the cursor."""
+    lines = textwrap.wrap(one_line(text), width - indent, break_on_hyphens=False) or [""]
+    for i, line in enumerate(lines):
+        yield f"{label if i == 0 else '':{indent}}{line}"
+
+
+def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        columns = enumerate(zip(row, widths, strict=True))
+        padded = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in columns]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return lines
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
