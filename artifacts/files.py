@@ -33,7 +33,7 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
             raise
         _sync_directory(target.parent)
     except OSError as error:
-        raise HeadwiseError(f"cannot write {shorten(str(target))}: {_reason(error)}") from error
+        raise HeadwiseError(f"cannot write {_quoted(target)}: {_reason(error)}") from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -44,7 +44,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             name is too long.
     """
     target = Path(path)
-    shown = shorten(str(path))
+    shown = _quoted(path)
     if not os.fspath(path) or not target.name or target.is_dir():
         raise HeadwiseError(f"cannot write {shown}: it is a directory, give a file's name")
     if len(os.fsencode(target.name)) > _LONGEST_NAME:
@@ -54,14 +54,21 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     folder = target.parent
     if not folder.is_dir():
         wrong = "is no directory" if folder.exists() else "does not exist"
-        raise HeadwiseError(f"cannot write {shown}: the directory {shorten(str(folder))} {wrong}")
+        raise HeadwiseError(f"cannot write {shown}: the directory {_quoted(folder)} {wrong}")
     # Trying is the only test that also knows of read-only mounts, quotas and access lists.
-    beside = _beside(target)
     try:
-        _write_new(beside, b"", mode=None)
-        beside.unlink()
+        beside = _beside(target)
+        try:
+            _write_new(beside, b"", mode=None)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise HeadwiseError(f"cannot write {shown}: {_reason(error)}") from error
+
+
+def _quoted(path: str | os.PathLike[str]) -> str:
+    # Cut short later than other values: the end is what tells two paths apart.
+    return shorten(str(path), 400)
 
 
 def _beside(target: Path) -> Path:

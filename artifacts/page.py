@@ -31,8 +31,8 @@ def render(
     Args:
         artifact: what to show.
         file: the YAML file's name, for the first line.
-        arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads), give
-            a mean for each layer.
+        arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads),
+            give a mean for each layer.
         sidecar: one line on the sidecar's state.
         width: columns that sentences may take.
     """
@@ -57,7 +57,7 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
     )
     machine = f"{search.device}, {search.dtype}, {search.kernel_backend} kernels"
     prompts = f"{_plural(calibration.samples, 'prompt')} of {lengths} tokens"
-    means = f"recall {summary.recall:.4f}, output error {summary.error:.4f}, density {summary.density:.4f}"
+    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
     target = f"(target {search.target_density:.4f})"
     facts = f"head dim {model.head_dim}, {model.max_positions:,} positions"
     rows = [
@@ -104,7 +104,7 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         if (array := arrays.get(f"chosen.{name}")) is not None
         and array.shape == (artifact.model.num_layers, heads)
     }
-    lines = [f"pattern map: {legend}, {LEFT_ALONE} slides already"]
+    lines = [f"map: {legend}, {LEFT_ALONE} slides already"]
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):
         letters = (
@@ -148,7 +148,7 @@ def _number(value: float) -> str:
 
 
 def _labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterator[str]:
-    """`label        text`, wrapped under its first word; control characters escaped: no value moves the cursor."""
+    """The text beside its label, wrapped under itself, without the power to move the cursor."""
     lines = textwrap.wrap(one_line(text), width - indent, break_on_hyphens=False) or [""]
     for i, line in enumerate(lines):
         yield f"{label if i == 0 else '':{indent}}{line}"

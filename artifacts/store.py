@@ -117,7 +117,7 @@ def _load_pair(path: Path, read: Callable[[Path, Sidecar], T]) -> tuple[Artifact
                 break
     raise ArtifactError(
         f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
-        f"{shorten(str(path.parent))}; the two files belong together"
+        f"{shorten(str(path.parent), 400)}; the two files belong together"
     )
 
 

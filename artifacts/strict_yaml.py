@@ -128,7 +128,12 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # In the other styles YAML folds line breaks, among them three that Python does not write as such.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
 
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-0123456789")
 )

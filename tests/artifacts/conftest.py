@@ -1,0 +1,120 @@
+"""A small artifact with every kind of pattern and a layer that slides, and a way to damage its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import artifacts
+
+CREATED = "2025-11-21T12:00:00Z"
+
+
+def build(**changes: Any) -> artifacts.Artifact:
+    patterns = (
+        artifacts.VerticalSlash(vertical=100, slash=1800),
+        artifacts.VerticalSlash(vertical=30, slash=2048, last_q=32),
+        artifacts.AShape(sink=64, window=512),
+        artifacts.BlockSparse(blocks=9),
+        artifacts.Dense(),
+    )
+    names = [artifacts.pattern_name(pattern) for pattern in patterns]
+    fields: dict[str, Any] = {
+        "created_at": CREATED,
+        "model": artifacts.ModelInfo(
+            name="tiny",
+            revision="12e45",
+            architecture="LlamaForCausalLM",
+            config_sha256="a" * 64,
+            weights_sha256="b" * 64,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            rope={"rope_theta": 100000.0, "factors": [1e-05, 2]},
+            max_positions=8192,
+        ),
+        "search": artifacts.SearchInfo(
+            tool_version="0.1.0",
+            command="python -m search.heads --model tiny --out cfg.yaml",
+            preset="scaled",
+            seed=7,
+            calibration=artifacts.Calibration(
+                task="kv_retrieval", lengths=(4096,), samples=1, sha256="c" * 64
+            ),
+            budget="0.25",
+            target_density=0.25,
+            device="cpu",
+            dtype="bfloat16",
+            kernel_backend="cpu",
+            summary=artifacts.Summary(
+                recall=0.93,
+                error=1e-05,
+                density=0.24,
+                winners={"vertical_slash": 4, "a_shape": 2, "block_sparse": 1, "dense": 1},
+                best_single_kind="vertical_slash",
+                best_single_kind_recall=0.9,
+            ),
+        ),
+        "patterns": dict(zip(names, patterns, strict=True)),
+        "prefill": artifacts.Prefill(
+            dense_below=4096, layers=(tuple(names[:4]), None, (names[0], names[0], names[2], names[4]))
+        ),
+        "evidence": (
+            artifacts.Measurement(
+                name="prefill",
+                value=2.5,
+                unit="s",
+                baseline=3.75,
+                baseline_name="dense sdpa",
+                length=8192,
+                samples=5,
+                command="python -m profiling.bench cfg.yaml",
+                device="cpu",
+                versions={"torch": "2.13"},
+            ),
+        ),
+    }
+    return artifacts.Artifact(**fields | changes)
+
+
+def build_arrays() -> dict[str, np.ndarray]:
+    recall = np.linspace(0.5, 1.0, 12, dtype=np.float32).reshape(3, 4)
+    recall[1] = np.nan
+    return {"chosen.recall": recall, "chosen.candidate": np.arange(12, dtype=np.int32).reshape(3, 4)}
+
+
+@pytest.fixture
+def make() -> Callable[..., artifacts.Artifact]:
+    """make(field=value, ...) -> an artifact that was never saved."""
+    return build
+
+
+@pytest.fixture
+def arrays() -> dict[str, np.ndarray]:
+    return build_arrays()
+
+
+@pytest.fixture
+def saved(tmp_path: Path, arrays: dict[str, np.ndarray]) -> Path:
+    """The YAML file of a saved artifact with a sidecar."""
+    path = tmp_path / "cfg.yaml"
+    artifacts.save(build(), path, arrays)
+    return path
+
+
+@pytest.fixture
+def edit(saved: Path) -> Callable[[str, str], Path]:
+    """edit(old, new) -> the saved YAML file with its one `old` replaced by hand."""
+
+    def edit(old: str, new: str) -> Path:
+        text = saved.read_text()
+        assert text.count(old) == 1, f"{old!r} must be there once"
+        saved.write_text(text.replace(old, new))
+        return saved
+
+    return edit

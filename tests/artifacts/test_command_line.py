@@ -1,0 +1,171 @@
+"""The commands as a user meets them: output, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from artifacts import ArtifactError, HeadwiseError, load, save
+from artifacts.__main__ import main
+from artifacts.command_line import ArgumentParser, run_command
+
+
+def run(*args, **kwargs):
+    command = [sys.executable, "-m", "artifacts", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def outcome(main, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_command(main, [])
+    return caught.value.code, *capsys.readouterr()
+
+
+def raising(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+def test_exit_codes(capsys):
+    assert outcome(lambda argv: None, capsys) == (0, "", "")
+    assert outcome(lambda argv: 3, capsys) == (3, "", "")
+    assert outcome(raising(HeadwiseError("no such model")), capsys) == (2, "", "error: no such model\n")
+    assert outcome(raising(ArtifactError("two\nlines\x1b[2J")), capsys) == (
+        2,
+        "",
+        "error: two\\nlines\\x1b[2J\n",
+    )
+    assert outcome(raising(KeyboardInterrupt()), capsys) == (130, "", "interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_command(raising(ZeroDivisionError()), [])
+
+
+def test_bad_arguments_give_one_line(capsys):
+    parser = ArgumentParser(prog="tool")
+    parser.add_argument("--length", type=int)
+    for argv, said in ((["--length", "x\ny"], "invalid int value: 'x\\\\ny'"), (["--len", "5"], "--len")):
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args(argv)
+        err = capsys.readouterr().err
+        assert caught.value.code == 2
+        assert err.startswith("error: ") and err.count("\n") == 1 and "tool --help" in err
+        assert said.replace("\\\\", "\\") in err
+
+
+def test_validate(saved):
+    done = run("validate", saved)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"ok: {saved} (schema 1, content ")
+    facts = json.loads(run("validate", saved, "--json").stdout)
+    assert facts["valid"] is True and facts["content_sha256"] == load(saved).content_sha256
+    assert facts["arrays"]["chosen.recall"] == {"dtype": "float32", "shape": [3, 4]}
+
+
+def test_validate_refuses_in_one_line_with_status_2(saved, tmp_path):
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    sidecar.write_bytes(b"changed")
+    for file in (saved, tmp_path / "none.yaml"):
+        done = run("validate", file)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {file}: ") and done.stderr.count("\n") == 1
+
+
+def test_no_action_and_no_file():
+    for args in ((), ("show",), ("look", "cfg.yaml")):
+        done = run(*args)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_help_teaches():
+    for args in (("--help",), ("show", "--help"), ("validate", "--help")):
+        done = run(*args)
+        assert done.returncode == 0 and ("YAML file" in done.stdout or "examples" in done.stdout)
+
+
+def page(path, capsys, monkeypatch, columns=80):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    main(["show", str(path)])
+    return capsys.readouterr().out
+
+
+def test_show(saved, capsys, monkeypatch):
+    text = page(saved, capsys, monkeypatch)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for expected in (
+        "tiny at 12e45, LlamaForCausalLM: 3 layers of 4 query and 2 KV heads",
+        "$ python -m search.heads --model tiny --out cfg.yaml",
+        "kv_retrieval, 1 prompt of 4,096 tokens",
+        "recall 0.9300, output error 0.0000, density 0.2400",
+        "best single kind: vertical_slash, recall 0.9000",
+        "vertical_slash      4  50.0%  vs_100_1800 x3, vs_30_2048_q32 x1",
+        "prefill   2.5 s    3.75 s  dense sdpa   8,192        5",
+    ):
+        assert expected in text
+    rows = [
+        line.split() for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "012"
+    ]
+    recall = np.linspace(0.5, 1.0, 12).reshape(3, 4).mean(1)
+    assert rows == [["0", "VVAB", f"{recall[0]:.4f}"], ["1", "....", "-"], ["2", "VVAD", f"{recall[2]:.4f}"]]
+
+
+def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    sidecar.unlink()
+    text = page(saved, capsys, monkeypatch, columns=100)
+    assert "sidecar      PROBLEM: " in text and "is missing from" in text
+    assert "0  VVAB" in text
+
+
+def test_show_wraps_many_heads(tmp_path, make, capsys, monkeypatch):
+    artifact = make()
+    model = artifact.model.model_copy(update={"num_heads": 128, "num_layers": 1})
+    rows = (("bs_9",) * 127 + ("dense",),)
+    patterns = {name: artifact.patterns[name] for name in ("bs_9", "dense")}
+    prefill = artifact.prefill.model_copy(update={"layers": rows})
+    save(
+        artifact.model_copy(update={"model": model, "patterns": patterns, "prefill": prefill}),
+        tmp_path / "a.yaml",
+    )
+    text = page(tmp_path / "a.yaml", capsys, monkeypatch)
+    assert f"{'B' * 32}\n         {'B' * 32}\n         {'B' * 32}\n         {'B' * 31}D\n" in text
+
+
+def test_show_moves_no_cursor(tmp_path, make, capsys, monkeypatch):
+    artifact = make()
+    model = artifact.model.model_copy(update={"name": "evil\x1b[2J"})
+    save(artifact.model_copy(update={"model": model, "evidence": ()}), tmp_path / "a.yaml")
+    text = page(tmp_path / "a.yaml", capsys, monkeypatch)
+    assert "\x1b" not in text and "evil\\x1b[2J" in text
+    assert "evidence: none measured yet" in text
+
+
+def test_show_json_is_the_artifact(saved, capsys):
+    main(["show", str(saved), "--json"])
+    assert type(load(saved)).model_validate_json(capsys.readouterr().out) == load(saved)
+
+
+def test_a_closed_pipe_is_quiet(saved):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "artifacts", "show", str(saved)]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_without_the_letters(tmp_path, make):
+    artifact = make()
+    model = artifact.model.model_copy(update={"name": "modèle"})
+    save(artifact.model_copy(update={"model": model}), tmp_path / "a.yaml")
+    done = run("show", tmp_path / "a.yaml", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "mod\\xe8le" in done.stdout

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from artifacts import HeadwiseError
+from artifacts.files import atomic_write, check_writable
+
+
+def test_writes_and_replaces_and_keeps_the_mode(tmp_path):
+    path = tmp_path / "a.bin"
+    atomic_write(path, b"one")
+    path.chmod(0o640)
+    atomic_write(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_follows_the_umask(tmp_path):
+    former = os.umask(0o027)
+    try:
+        atomic_write(tmp_path / "a.bin", b"")
+    finally:
+        os.umask(former)
+    assert (tmp_path / "a.bin").stat().st_mode & 0o777 == 0o640
+
+
+def test_check_writable_leaves_nothing(tmp_path):
+    check_writable(tmp_path / "new.yaml")
+    (tmp_path / "old.yaml").write_text("kept")
+    check_writable(tmp_path / "old.yaml")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "it is a directory"),
+        ("none/cfg.yaml", r"the directory '.*none' does not exist"),
+        ("file/cfg.yaml", r"the directory '.*file' is no directory"),
+        ("x" * 201, "more than 200 bytes"),
+    ],
+)
+def test_check_writable_says_why_not(tmp_path, name, why):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HeadwiseError, match=why):
+        check_writable(tmp_path / name)
+
+
+def test_no_path_and_a_device():
+    with pytest.raises(HeadwiseError, match="cannot write ''"):
+        check_writable("")
+    with pytest.raises(HeadwiseError, match="no regular file"):
+        check_writable(os.devnull)
+
+
+@pytest.mark.parametrize(
+    "write", [check_writable, lambda path: atomic_write(path, b"new")], ids=["check", "write"]
+)
+def test_a_folder_that_refuses_files(tmp_path, monkeypatch, write):
+    """Root may write into any folder, so the refusal is played."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(HeadwiseError, match=r"cannot write '.*cfg\.yaml': permission denied"):
+        write(tmp_path / "cfg.yaml")
+
+
+def test_a_failed_rename_leaves_the_old_file_alone(tmp_path):
+    target = tmp_path / "cfg.yaml"
+    target.mkdir()
+    with pytest.raises(HeadwiseError, match="cannot write"):
+        atomic_write(target, b"new")
+    assert list(tmp_path.iterdir()) == [target]

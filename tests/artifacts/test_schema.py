@@ -1,0 +1,76 @@
+"""What the models refuse when an artifact is made in Python, and what they leave alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from artifacts import AShape, BlockSparse, Dense, Prefill, Summary, VerticalSlash, pattern_name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        (Dense(), "dense"),
+        (AShape(sink=1024, window=4096), "a_1024_4096"),
+        (VerticalSlash(vertical=1000, slash=6096), "vs_1000_6096"),
+        (VerticalSlash(vertical=1000, slash=6096, last_q=32), "vs_1000_6096_q32"),
+        (BlockSparse(blocks=100), "bs_100"),
+    ],
+)
+def test_pattern_name(pattern, name):
+    assert pattern_name(pattern) == name
+
+
+@pytest.mark.parametrize(
+    ("make_pattern", "sizes"),
+    [
+        (AShape, {"sink": 0, "window": 1}),
+        (AShape, {"sink": 1.0, "window": 1}),
+        (AShape, {"sink": True, "window": 1}),
+        (AShape, {"sink": 1, "window": 1, "extra": 1}),
+        (VerticalSlash, {"vertical": 1, "slash": 1, "last_q": 1025}),
+        (BlockSparse, {}),
+    ],
+)
+def test_wrong_sizes_are_refused(make_pattern, sizes):
+    with pytest.raises(ValidationError):
+        make_pattern(**sizes)
+
+
+def test_artifacts_do_not_change(make):
+    artifact = make()
+    with pytest.raises(ValidationError):
+        artifact.model = None
+    with pytest.raises(ValidationError):
+        artifact.prefill.dense_below = 1
+
+
+def test_a_mean_a_rounding_error_above_one_is_one(make):
+    summary = make().search.summary.model_dump()
+    assert Summary(**summary | {"recall": 1.0 + 1e-6}).recall == 1.0
+    with pytest.raises(ValidationError):
+        Summary(**summary | {"recall": 1.01})
+
+
+def test_all_layers_may_be_left_alone(make):
+    assert make(patterns={}, prefill=Prefill(dense_below=0, layers=(None,) * 3)).prefill.layers == (None,) * 3
+
+
+def test_made_now_unless_told(make):
+    fields = {name: getattr(make(), name) for name in ("model", "search", "patterns", "prefill")}
+    artifact = type(make())(**fields)
+    assert artifact.created_at.endswith("Z") and artifact.created_at > "2025"
+    assert artifact.evidence == () and artifact.sidecar is None and artifact.content_sha256 == ""
+
+
+def test_importing_loads_nothing_heavy():
+    code = "import sys, artifacts, artifacts.command_line; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "artifacts.store" in loaded
+    assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)

@@ -1,0 +1,252 @@
+"""A pair of files that comes back as it went in, and that no crash and no reader ever sees half of."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, pattern_name, save
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_round_trip(tmp_path, make, arrays):
+    artifact = make()
+    result = save(artifact, tmp_path / "cfg.yaml", arrays)
+    assert load(tmp_path / "cfg.yaml") == result
+    filled = {"sidecar": result.sidecar, "content_sha256": result.content_sha256}
+    assert result == artifact.model_copy(update=filled)
+    back = load_arrays(tmp_path / "cfg.yaml")
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array)
+        assert back[name].dtype == array.dtype
+
+
+def test_without_arrays_there_is_one_file(tmp_path, make):
+    result = save(make(), tmp_path / "cfg.yaml")
+    assert result.sidecar is None and names(tmp_path) == ["cfg.yaml"]
+    assert load_arrays(tmp_path / "cfg.yaml") == {}
+
+
+def test_rows_and_patterns_take_one_line_each(saved):
+    text = saved.read_text()
+    assert "  vs_100_1800: {kind: vertical_slash, vertical: 100, slash: 1800, last_q: 64}\n" in text
+    assert "  - [vs_100_1800, vs_30_2048_q32, a_64_512, bs_9]\n  - null\n" in text
+
+
+def test_same_content_same_bytes(tmp_path, make, arrays):
+    for run, order in (("one", list(arrays)), ("two", list(arrays)[::-1])):
+        (tmp_path / run).mkdir()
+        # Another layout in memory is the same content.
+        save(make(), tmp_path / run / "cfg.yaml", {name: np.asfortranarray(arrays[name]) for name in order})
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert names(one) == names(two)
+    assert [(one / name).read_bytes() for name in names(one)] == [
+        (two / name).read_bytes() for name in names(two)
+    ]
+
+
+def test_hash_leaves_out_time_commands_and_the_files_name(tmp_path, make, arrays):
+    artifact = make()
+    other = artifact.model_copy(
+        update={
+            "created_at": "2026-01-01T00:00:00Z",
+            "search": artifact.search.model_copy(update={"command": "another"}),
+            "evidence": tuple(m.model_copy(update={"command": "another"}) for m in artifact.evidence),
+        }
+    )
+    first = save(artifact, tmp_path / "a.yaml", arrays).content_sha256
+    assert save(other, tmp_path / "b.yaml", arrays).content_sha256 == first
+    arrays["chosen.recall"][0, 0] = 0.75
+    assert save(other, tmp_path / "c.yaml", arrays).content_sha256 != first
+
+
+def test_arrays_of_every_layout(tmp_path, make):
+    given = {
+        "scalar": np.array(2.5, dtype=np.float64),
+        "empty": np.zeros((0, 3), dtype=np.int64),
+        "strided": np.arange(20, dtype=np.int32).reshape(4, 5)[::2, ::-1],
+        "big_endian": np.arange(5, dtype=">f4"),
+        "half": np.arange(5, dtype=np.float16),
+        "flags": np.array([True, False]),
+    }
+    save(make(), tmp_path / "cfg.yaml", given)
+    for name, array in load_arrays(tmp_path / "cfg.yaml").items():
+        assert array.shape == given[name].shape
+        np.testing.assert_array_equal(array, given[name])
+
+
+def test_saving_again_leaves_one_pair_and_no_other_file_is_touched(tmp_path, make, arrays):
+    path = tmp_path / "cfg.yaml"
+    save(make(), path, arrays)
+    foreign = tmp_path / "cfg.0123abcd.safetensors"
+    foreign.write_bytes(b"someone else's")
+    arrays["chosen.recall"][0, 0] = 0.75
+    result = save(make(), path, arrays)
+    assert names(tmp_path) == sorted(["cfg.yaml", result.sidecar.file, foreign.name])
+    assert load_arrays(path)["chosen.recall"][0, 0] == 0.75
+    save(make(), path, arrays)
+    assert load(path).sidecar == result.sidecar
+    save(make(), path)
+    assert names(tmp_path) == sorted(["cfg.yaml", foreign.name])
+
+
+def test_a_sidecar_that_save_did_not_name_is_never_removed(saved, make):
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    precious = sidecar.rename(saved.parent / "precious.safetensors")
+    saved.write_text(saved.read_text().replace(sidecar.name, precious.name))
+    assert load(saved).sidecar.file == precious.name
+    save(make(), saved)
+    assert precious.exists()
+
+
+def test_5120_heads_come_back(tmp_path, make):
+    artifact = make()
+    patterns = {pattern_name(p): p for p in (AShape(sink=i, window=64 * i) for i in range(1, 41))}
+    rows = tuple(tuple(list(patterns)[(7 * layer + head) % 40] for head in range(64)) for layer in range(80))
+    model = artifact.model.model_copy(update={"num_layers": 80, "num_heads": 64})
+    big = make(model=model, patterns=patterns, prefill=Prefill(dense_below=1, layers=rows))
+    assert save(big, tmp_path / "big.yaml") == load(tmp_path / "big.yaml")
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync", "open"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, monkeypatch, step, at):
+    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+    real, calls = getattr(os, step), 0
+
+    def failing(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    arrays["chosen.recall"][0, 0] = 0.75
+    monkeypatch.setattr(os, step, failing)
+    try:
+        save(make(), saved, arrays)
+    except HeadwiseError as error:
+        assert "no space left on device" in str(error)
+        monkeypatch.undo()
+        assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
+    else:
+        # Flushing the directory is a courtesy, and some steps come fewer times.
+        monkeypatch.undo()
+        assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+        assert len(names(saved.parent)) == 2
+
+
+def test_interrupted_right_after_the_switch_the_new_pair_is_whole(saved, make, arrays, monkeypatch):
+    real = os.replace
+
+    def interrupted(source, target):
+        real(source, target)
+        if str(target) == str(saved):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    arrays["chosen.recall"][0, 0] = 0.75
+    with pytest.raises(KeyboardInterrupt):
+        save(make(), saved, arrays)
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
+KILLED = """
+import os, pickle, signal, sys
+from pathlib import Path
+from artifacts import save
+artifact, path, arrays, limit = pickle.load(sys.stdin.buffer)
+calls = 0
+def counted(real):
+    def step(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls > limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return step
+for name in ("open", "fsync", "replace", "unlink"):
+    setattr(os, name, counted(getattr(os, name)))
+save(artifact, path, arrays)
+print("done")
+"""
+
+
+def test_killed_at_any_step_there_is_a_whole_pair(saved, make, arrays):
+    """Each run lives one file operation longer, until one comes to the end."""
+    import pickle
+
+    seen = set()
+    arrays["chosen.recall"][0, 0] = 0.75
+    for limit in range(100):
+        request = pickle.dumps((make(), saved, arrays, limit))
+        run = subprocess.run([sys.executable, "-c", KILLED], input=request, capture_output=True)
+        seen.add(float(load_arrays(saved)["chosen.recall"][0, 0]))
+        if run.stdout:
+            break
+        assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    assert limit > 6, "the steps must have been counted"
+    assert seen == {0.5, 0.75}
+
+
+def test_a_reader_finds_a_pair_while_it_is_replaced(saved, make, arrays):
+    done = threading.Event()
+    failures = []
+
+    def read():
+        while not done.is_set():
+            try:
+                load(saved)
+                load_arrays(saved)
+            except Exception as error:
+                failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for i in range(40):
+        arrays["chosen.recall"][0, 0] = i / 40
+        save(make(), saved, arrays)
+    done.set()
+    reader.join()
+    assert failures == []
+
+
+def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, arrays, monkeypatch):
+    """The one moment that loses the old sidecar under a reader's hands: it has read the old YAML already."""
+    import artifacts.store as store
+
+    real, switched = store._read, False
+
+    def read(path):
+        nonlocal switched
+        data = real(path)
+        if not switched:
+            switched = True
+            arrays["chosen.recall"][0, 0] = 0.75
+            save(make(), saved, arrays)
+        return data
+
+    monkeypatch.setattr(store, "_read", read)
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
+def test_sidecar_names_carry_their_digest(saved):
+    sidecar = load(saved).sidecar
+    assert re.fullmatch(r"cfg\.[0-9a-f]{8}\.safetensors", sidecar.file)
+    assert sidecar.file == f"cfg.{sidecar.sha256[:8]}.safetensors"
+
+
+def test_pattern_names():
+    assert pattern_name(Dense()) == "dense"
+    assert pattern_name(AShape(sink=1024, window=4096)) == "a_1024_4096"
