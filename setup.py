@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class BuildPy(build_py):
-    """Leaves kernels/__init__.py out: in site-packages both packages share one folder, and theirs keeps its own."""
+    """Leaves kernels/__init__.py out: in site-packages both share one folder, and theirs keeps its own."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules = super().find_package_modules(package, package_dir)

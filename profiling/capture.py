@@ -1,0 +1,210 @@
+"""Hands out queries, keys and values of every attention layer during one dense forward pass.
+
+Shapes: B batch (1 here), H query heads, G KV heads, S prompt length, D head dim, E value dim.
+
+The pass goes through an attention function of our own, registered with transformers; no forward is replaced.
+One layer's tensors are alive at a time and no S x S tensor is ever made, masks included: memory grows linearly
+with S.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from artifacts import HeadwiseError
+from profiling.dense import LayerMask, blockwise_attention
+from runtime.layers import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CAPTURE_NAME = "headwise_capture"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerInputs:
+    """What one attention layer attends with, after position encoding; valid in the visit, not to be written to.
+
+    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries.
+    scale: factor on q k^T.
+    sliding_window: keys that a query sees, itself included, where the layer is local (or a chunk's size), else None.
+    softcap: c in c * tanh(scores / c), None without.
+    sinks: (H,) logits of a virtual key without value, None without.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+Visit = Callable[[LayerInputs], None]
+
+
+def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
+    """Run one dense forward pass over a prompt and call `visit` once for each attention layer, in order.
+
+    Args:
+        model: any transformers causal model whose attention goes through AttentionInterface. It is left as it
+            was, also where `visit` raises.
+        input_ids: (1, S) on the model's device, without padding.
+        visit: may do anything but write to the tensors; the pass goes on with dense attention's output.
+
+    Raises:
+        HeadwiseError: no attention arrives, or one that is not causal or has a bias.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
+        raise ValueError(f"input_ids must have the shape (1, S), got {tuple(input_ids.shape)}")
+    run = _Run(visit)
+    with torch.inference_mode(), _switched(model, run):
+        _forward(model, input_ids)
+    if not run.visits:
+        raise HeadwiseError(
+            f"model without attention: no layer of {type(model).__name__} goes through transformers' "
+            "AttentionInterface"
+        )
+
+
+@dataclass(eq=False)
+class _Run:
+    visit: Visit
+    visits: int = 0
+    masks: dict[int, LayerMask] = field(default_factory=dict)
+
+
+_run: ContextVar[_Run] = ContextVar("headwise_capture")
+
+
+@contextmanager
+def _switched(model: PreTrainedModel, run: _Run) -> Iterator[None]:
+    """Our attention in place of the model's, dropout off."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(CAPTURE_NAME, _attention)
+    AttentionMaskInterface.register(CAPTURE_NAME, _mask)
+    config = text_config(model)
+    former = config._attn_implementation
+    training = [module for module in model.modules() if module.training]
+    token = _run.set(run)
+    try:
+        model.eval()
+        # The key "" leaves nested configurations, such as a vision tower's, alone.
+        config._attn_implementation = {"": CAPTURE_NAME}
+        yield
+    finally:
+        config._attn_implementation = {"": former}
+        for module in training:
+            module.training = True
+        _run.reset(token)
+
+
+def _forward(model: PreTrainedModel, input_ids: Tensor) -> None:
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+    else:
+        model.base_model(input_ids=input_ids, use_cache=False)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """None for a causal layer; else the mask's shape over one element, which stands for the LayerMask."""
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is None or mask_function is causal_mask_function:
+        return None
+    if local_size is None:
+        raise HeadwiseError(
+            "the model's mask is not plainly causal over the prompt: Headwise is for causal models"
+        )
+    standin = torch.ones(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    made = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
+    _run.get().masks[standin.untyped_storage().data_ptr()] = made
+    return standin.expand(batch_size, 1, q_length, kv_length)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S, H, E)."""
+    run = _run.get()
+    layer = getattr(module, "layer_idx", None)
+    layer = run.visits if layer is None else int(layer)
+    mask = _known(run, layer, attention_mask)
+    _refuse(module, layer, query, key, kwargs)
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    if mask is not None:
+        window = mask.local_size
+    inputs = LayerInputs(
+        layer=layer,
+        q=query,
+        k=key,
+        v=value,
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window=None if window is None else int(window),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    run.visits += 1
+    run.visit(inputs)
+    if mask is None and inputs.softcap is None and inputs.sinks is None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return dense(module, query, key, value, None, dropout=0.0, scaling=inputs.scale, is_causal=True)
+    out = blockwise_attention(
+        query, key, value, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _known(run: _Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:
+    if attention_mask is None:
+        return None
+    mask = run.masks.get(attention_mask.untyped_storage().data_ptr())
+    if mask is None:
+        raise HeadwiseError(
+            f"layer {layer} attends with a mask or a bias of its own: only causal attention can be captured"
+        )
+    return mask
+
+
+def _refuse(module: nn.Module, layer: int, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise HeadwiseError(
+            f"layer {layer} of {type(module).__name__} is not causal: Headwise is for causal models"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise HeadwiseError(f"layer {layer} adds a position bias to its scores, which Headwise does not know")
+    if query.shape[2] != key.shape[2]:
+        raise HeadwiseError(
+            f"layer {layer} has {query.shape[2]} queries and {key.shape[2]} keys: not self-attention"
+        )

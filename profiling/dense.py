@@ -1,0 +1,114 @@
+"""Dense attention in blocks of queries, for layers that sdpa cannot serve without an S x S mask.
+
+Shapes: H query heads, G KV heads, S length, D head dim, E value dim; batch 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256
+# Scores held at a time: 64 MiB in fp32.
+_SCORES = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMask:
+    """A local causal mask that is made in pieces: no query sees a key `local_size` or more tokens back.
+
+    `standin` is the one element that stands for it while the model hands it around.
+    """
+
+    standin: Tensor
+    function: Callable[..., Any]
+    local_size: int
+    use_vmap: bool
+
+    def piece(self, queries: range, keys: range) -> Tensor:
+        """(1, 1, queries, keys) bool, True where the query sees the key."""
+        from transformers.masking_utils import sdpa_mask
+
+        made = sdpa_mask(
+            batch_size=1,
+            q_length=len(queries),
+            kv_length=len(keys),
+            q_offset=queries.start,
+            kv_offset=keys.start,
+            mask_function=self.function,
+            allow_is_causal_skip=False,
+            use_vmap=self.use_vmap,
+            device=self.standin.device,
+        )
+        assert made is not None
+        return made
+
+
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: LayerMask | None = None,
+) -> Tensor:
+    """softmax(softcap(scale q k^T) under the mask, beside the sinks) v; causal without a mask.
+
+    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E). Returns (1, H, S, E) in q's dtype.
+    """
+    heads, length = q.shape[1], q.shape[2]
+    plain = softcap is None and sinks is None
+    block = BLOCK if plain else max(1, min(BLOCK, _SCORES // (heads * length)))
+    reach = length if mask is None else mask.local_size
+    out = q.new_empty(1, heads, length, v.shape[-1])
+    for start in range(0, length, block):
+        queries = range(start, min(start + block, length))
+        keys = range(max(0, start - reach), queries.stop)
+        visible = _causal(queries, keys, q.device) if mask is None else mask.piece(queries, keys)
+        part = (
+            q[:, :, start : queries.stop],
+            k[:, :, keys.start : keys.stop],
+            v[:, :, keys.start : keys.stop],
+        )
+        if plain:
+            group = heads // k.shape[1]
+            wide = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in part[1:]]
+            done = F.scaled_dot_product_attention(part[0], *wide, attn_mask=visible, scale=scale)
+        else:
+            done = _explicit(*part, visible, scale, softcap, sinks)
+        out[:, :, start : queries.stop] = done
+    return out
+
+
+def _causal(queries: range, keys: range, device: torch.device) -> Tensor:
+    rows = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    return (rows >= torch.arange(keys.start, keys.stop, device=device))[None, None]
+
+
+def _explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    groups = k.shape[1]
+    grouped = q.float().unflatten(1, (groups, -1))
+    scores = grouped @ k.float().unsqueeze(2).transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, :, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(1, groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)

@@ -1,0 +1,60 @@
+"""Tiny random models, one for each way in which a layer can attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+GROUPED = {**SHARED, "num_key_value_heads": 2}
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def tiny(family: str) -> Any:
+    """A random model in fp32; weights are large enough for attention to be uneven."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    configs: dict[str, Callable[[], Any]] = {
+        "llama": lambda: t.LlamaConfig(**GROUPED),
+        "qwen2": lambda: t.Qwen2Config(**GROUPED),
+        "qwen3": lambda: t.Qwen3Config(**GROUPED, head_dim=32),
+        "gpt_neox": lambda: t.GPTNeoXConfig(**SHARED),
+        "mistral": lambda: t.MistralConfig(**GROUPED, sliding_window=24),
+        "gemma3": lambda: t.Gemma3TextConfig(**GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS),
+        "gemma2": lambda: t.Gemma2Config(**GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS),
+        "gpt_oss": lambda: t.GptOssConfig(
+            **GROUPED,
+            head_dim=32,
+            sliding_window=16,
+            layer_types=LAYERS,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        ),
+        "mamba": lambda: t.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
+        "bert": lambda: t.BertConfig(**SHARED, is_decoder=False),
+    }
+    model = t.AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1, 2, parameter.numel()))
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
