@@ -120,21 +120,31 @@ class SparseIndex:
         positions = torch.arange(self.k_len, device=mask.device)
         return mask & (positions[None, :] <= positions[offset:, None])
 
-    def validate(self) -> None:
-        """Raise ValueError where an invariant is broken. Reads the data: for tests and for untrusted indices."""
+    def check_shapes(self) -> None:
+        """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no data."""
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
-        for name in ("diagonals", "tiles", "columns"):
+        heads = tuple(self.diagonals.shape[:2])
+        for name, rows in (("diagonals", ()), ("tiles", (self.num_rows,)), ("columns", ())):
             entries: Tensor = getattr(self, name)
             if entries.dtype != torch.int32:
                 raise ValueError(f"{name} must be int32, got {entries.dtype}")
+            if entries.device != self.diagonals.device:
+                raise ValueError(f"{name} must be on {self.diagonals.device}, got {entries.device}")
+            if entries.dim() != 3 + len(rows) or tuple(entries.shape[:-1]) != (*heads, *rows):
+                expected = ", ".join(map(str, (*heads, *rows)))
+                raise ValueError(f"{name} must be ({expected}, any width), got {tuple(entries.shape)}")
+
+    def validate(self) -> None:
+        """Raise ValueError where an invariant is broken. Reads the data: for tests and for untrusted indices."""
+        self.check_shapes()
+        for name in ("diagonals", "tiles", "columns"):
+            entries: Tensor = getattr(self, name)
             if entries.numel() and int(entries.min()) < 0:
                 raise ValueError(f"{name} must not be negative, got {int(entries.min())}")
             ahead, behind = entries[..., 1:], entries[..., :-1]
             if not bool(((ahead > behind) | ((ahead == PAD) & (behind == PAD))).all()):
                 raise ValueError(f"{name} must be strictly ascending up to the padding")
-        if self.tiles.shape[2] != self.num_rows:
-            raise ValueError(f"tiles must have {self.num_rows} rows, got {self.tiles.shape[2]}")
         if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
             raise ValueError("every head must compute diagonal 0: a query always sees itself")
 

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ KINDS: dict[str, type[Pattern]] = {cls.kind: cls for cls in (Dense, AShape, Vert
 
 
 def make(kind: str, **sizes: int) -> Pattern:
-    """The pattern of that kind with those sizes; ValueError names an unknown kind or size."""
+    """The pattern of that kind with those sizes; ValueError names an unknown kind, an unknown size or a missing one."""
     if kind not in KINDS:
         raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(KINDS)}")
-    known = [field.name for field in fields(KINDS[kind])]
+    known = {field.name: field.default is MISSING for field in fields(KINDS[kind])}
     if unknown := sorted(set(sizes) - set(known)):
         raise ValueError(f"{kind} has no size {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
+    if missing := [name for name, needed in known.items() if needed and name not in sizes]:
+        raise ValueError(f"{kind} needs a size {missing[0]!r}")
     return KINDS[kind](**sizes)
 
 
@@ -37,7 +39,7 @@ class LayerPlan:
     """The patterns of one layer, sorted by kind once so that each forward builds each kind in one call."""
 
     def __init__(self, patterns: Sequence[Pattern], num_kv_heads: int) -> None:
-        if not patterns or len(patterns) % num_kv_heads:
+        if not patterns or num_kv_heads < 1 or len(patterns) % num_kv_heads:
             raise ValueError(f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads")
         self.patterns = tuple(patterns)
         self.num_kv_heads = num_kv_heads
@@ -49,6 +51,12 @@ class LayerPlan:
 
     def build(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> SparseIndex:
         """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys (B, G, K, D)."""
+        if not q.dim() == k.dim() == 4:
+            raise ValueError(f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D")
+        if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            raise ValueError(
+                f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(k.shape)}"
+            )
         if q.shape[1] != len(self.patterns) or k.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "

@@ -23,7 +23,7 @@ _SCRATCH_BYTES = 1 << 28
 class BlockSparse(Pattern):
     """For each query tile the `blocks` key tiles whose mean key has the largest product with the mean query.
 
-    The query's own tile and the first tile are always among them.
+    The query's own tile and the first tile are always among them, so that 1 and 2 blocks are the same.
     """
 
     kind: ClassVar[str] = "block_sparse"
@@ -41,11 +41,11 @@ class BlockSparse(Pattern):
 
 
 def rank(q: Tensor, k: Tensor, heads: Sequence[int], most: int) -> Tensor:
-    """Key tiles before each query tile's own, best first: (B, h, R, min(most, N) - 1) int64, padded."""
+    """Key tiles before each query tile's own, best first: (B, h, R, W) int64, padded; W = min(max(most, 2), N) - 1."""
     batch, num_heads, q_len, _ = q.shape
     group, k_len = num_heads // k.shape[1], k.shape[2]
     first, n, rows = (k_len - q_len) // TILE, num_tiles(k_len), num_rows(q_len, k_len)
-    width = min(most, n) - 1
+    width = min(max(most, 2), n) - 1
     pooled_q = _pool(q[:, list(heads)], lead=(k_len - q_len) % TILE)
     pooled_k = _pool(k, lead=0)[:, [head // group for head in heads]].transpose(2, 3)
     ranked = torch.empty(batch, len(heads), rows, width, dtype=torch.int64, device=q.device)
@@ -62,16 +62,17 @@ def rank(q: Tensor, k: Tensor, heads: Sequence[int], most: int) -> Tensor:
 
 
 def select(ranked: Tensor, blocks: Sequence[int], *, q_len: int, k_len: int) -> SparseIndex:
-    """The index of the own tile and the best `blocks[i] - 1` others of each head i."""
+    """The index of the own tile and the best `blocks[i] - 1` others, at least one, of each head i."""
     batch, heads, _, width = ranked.shape
-    limit = torch.tensor(blocks, device=ranked.device)[:, None, None] - 1
+    others = [max(count, 2) - 1 for count in blocks]
+    limit = torch.tensor(others, device=ranked.device)[:, None, None]
     place = torch.arange(width, device=ranked.device)
     kept = torch.where(place < limit, ranked, PAD).to(torch.int32).sort(dim=-1).values
     return SparseIndex(
         q_len=q_len,
         k_len=k_len,
         diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=ranked.device),
-        tiles=kept[..., : max(blocks) - 1].contiguous(),
+        tiles=kept[..., : max(others)].contiguous(),
         columns=empty_entries(batch, heads, 0, device=ranked.device),
     )
 

@@ -71,20 +71,20 @@ def estimate(
         last = min(asked, q.shape[2])
         keys = k[:, kv_head].transpose(1, 2)
         for start in range(0, len(members), step):
-            at = members[start : start + step]
+            some = members[start : start + step]
             # One KV head's query heads share a matrix product: K is read once and never repeated.
-            queries = q[:, [heads[i] for i in at], -last:].flatten(1, 2)
-            logits = torch.matmul(queries, keys).float().unflatten(1, (len(at), last)).mul_(scale)
+            queries = q[:, [heads[i] for i in some], -last:].flatten(1, 2)
+            logits = torch.matmul(queries, keys).float().unflatten(1, (len(some), last)).mul_(scale)
             corner = torch.ones(last, last, dtype=torch.bool, device=q.device).triu(1)
             logits[..., -last:].masked_fill_(corner, float("-inf"))
             # Rows stand one further right each in a padded buffer, so that one strided view lines the diagonals up.
-            padded = torch.zeros(batch, len(at), last, last + k_len, dtype=torch.float32, device=q.device)
+            padded = torch.zeros(batch, len(some), last, last + k_len, dtype=torch.float32, device=q.device)
             torch.softmax(logits, dim=-1, out=logits)
             padded[..., last:] = logits
             strides = (*padded.stride()[:2], last + k_len + 1, 1)
-            lined_up = padded.as_strided((batch, len(at), last, k_len + 1), strides)
-            vertical[:, at] = logits.sum(2)
-            slash[:, at] = lined_up.sum(2)[..., 1:].flip(-1)
+            lined_up = padded.as_strided((batch, len(some), last, k_len + 1), strides)
+            vertical[:, some] = logits.sum(2)
+            slash[:, some] = lined_up.sum(2)[..., 1:].flip(-1)
     return vertical, slash
 
 

@@ -1,0 +1,41 @@
+"""Memory that is never handed out clean, and layers whose heads differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.patterns import Pattern, make
+
+LAYER = (
+    make("vertical_slash", vertical=80, slash=90),
+    make("block_sparse", blocks=3),
+    make("a_shape", sink=70, window=100),
+    make("dense"),
+    make("vertical_slash", vertical=600, slash=350, last_q=32),
+    make("block_sparse", blocks=1),
+    make("a_shape", sink=1, window=1),
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN (or the largest integer), in C++ too: what a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def layer_of_unlike_heads() -> tuple[Pattern, ...]:
+    """Every kind, small and large; take as many as there are heads, round and round."""
+    return LAYER

@@ -1,0 +1,182 @@
+"""One conformance suite: every backend and CPU engine, every case, against the fp32 reference.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import cpu, reference, sparse_attention
+from kernels.index import SparseIndex
+from kernels.patterns import LayerPlan, Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    q_len: int
+    k_len: int
+    batch: int = 1
+    heads: int = 7
+    kv_heads: int = 1
+    head_dim: int = 64
+    v_dim: int = 64
+    scale: float | None = None
+    softcap: float | None = None
+    layout: str = "contiguous"
+
+
+def square(length: int, **more: object) -> Case:
+    return Case(q_len=length, k_len=length, **more)  # type: ignore[arg-type]
+
+
+CASES = {
+    **{f"length {n}": square(n) for n in (1, 63, 64, 65, 1000)},
+    "length 4097": square(4097, heads=2),
+    **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3), (16, 2), (5, 1))},
+    "batch 2": square(200, batch=2, heads=6, kv_heads=2),
+    **{
+        f"{q} of {k}": Case(q_len=q, k_len=k)
+        for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))
+    },
+    "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
+    "batch 3, 65 of 130": Case(q_len=65, k_len=130, batch=3, heads=4, kv_heads=2),
+    **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (80, 96, 128, 256)},
+    **{
+        f"D {d}, E {e}": square(200, head_dim=d, v_dim=e)
+        for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))
+    },
+    "own scale": square(300, scale=0.5),
+    "soft-cap 2": square(300, scale=0.5, softcap=2.0),
+    "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
+    "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
+    "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
+    "expanded": Case(q_len=100, k_len=300, batch=2, heads=6, kv_heads=2, layout="expanded"),
+}
+ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["brgemm", "dot", "float"]}
+SERVERS = [(d, s) for d, engines in ENGINES.items() for s in ("reference", *(f"cpu {e}" for e in engines))]
+
+# Largest absolute error and relative L2 error of standard normal inputs. float16 is computed in float32.
+TOLERANCES = {
+    ("out", torch.float32): (1e-5, 2e-6),
+    ("out", torch.float16): (2e-3, 4e-4),
+    ("out", torch.bfloat16): (2e-2, 5e-3),
+    ("lse", torch.float32): (1e-5, 2e-6),
+    ("lse", torch.float16): (1e-5, 2e-6),
+    ("lse", torch.bfloat16): (2e-4, 2e-5),
+}
+
+
+def check(actual: Tensor, expected: Tensor, op: str, dtype: torch.dtype) -> None:
+    """Fails with both errors and the worst place; NaN anywhere fails."""
+    error = (actual.double() - expected.double()).abs().nan_to_num(nan=float("inf"))
+    worst, relative = float(error.max()), float(error.norm() / expected.double().norm().clamp_min(1e-30))
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    most, most_relative = TOLERANCES[op, dtype]
+    assert worst <= most and relative <= most_relative, (
+        f"{op} in {dtype}: largest error {worst:.3g} (allowed {most}) at {place}, "
+        f"{float(actual[place])} for {float(expected[place])}; "
+        f"relative error {relative:.3g} (allowed {most_relative})"
+    )
+
+
+def laid_out(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
+    batch, heads, length, dim = shape
+    if layout == "transposed":
+        return torch.randn(batch, length, heads, dim).to(dtype).transpose(1, 2)
+    if layout == "strided":
+        return torch.randn(batch, heads + 1, 2 * length, 3 * dim).to(dtype)[:, 1:, ::2, ::3]
+    if layout == "expanded":
+        return torch.randn(1, heads, length, dim).to(dtype).expand(batch, -1, -1, -1)
+    return torch.randn(shape).to(dtype)
+
+
+@functools.cache
+def problem(
+    name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]
+) -> tuple[Tensor, Tensor, Tensor, SparseIndex, Tensor, Tensor]:
+    """q, k, v, their index, and the oracle's out and lse."""
+    case = CASES[name]
+    torch.manual_seed(list(CASES).index(name))
+    q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), case.layout, dtype)
+    k = laid_out((case.batch, case.kv_heads, case.k_len, case.head_dim), case.layout, dtype)
+    v = laid_out((case.batch, case.kv_heads, case.k_len, case.v_dim), case.layout, dtype)
+    patterns = list(itertools.islice(itertools.cycle(layer), case.heads))
+    index = LayerPlan(patterns, case.kv_heads).build(q, k, scale=case.scale)
+    index.validate()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    out, lse = reference.sparse_attention(
+        q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap
+    )
+    return q, k, v, index, out, lse
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS])
+def test_backend_agrees_with_the_reference(
+    name: str, dtype: torch.dtype, server: str, layer_of_unlike_heads: tuple[Pattern, ...]
+) -> None:
+    case = CASES[name]
+    backend, _, engine = server.partition(" ")
+    if engine and engine not in cpu.engines(dtype):
+        pytest.skip(f"this processor or build has no engine {engine!r}")
+    q, k, v, index, expected, expected_lse = problem(name, dtype, layer_of_unlike_heads)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    if backend == "cpu":
+        out, lse = cpu.sparse_attention(q, k, v, index, scale=scale, softcap=case.softcap, engine=engine)
+    else:
+        out, lse = sparse_attention(
+            q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True, backend=backend
+        )
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.shape == expected.shape and lse.shape == expected_lse.shape
+    assert out.transpose(1, 2).is_contiguous()
+    check(out, expected, "out", dtype)
+    check(lse, expected_lse, "lse", dtype)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "4097" not in n])
+def test_reference_is_softmax_over_the_mask(name: str, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+    case = CASES[name]
+    q, k, v, index, out, lse = problem(name, torch.float32, layer_of_unlike_heads)
+    group = case.heads // case.kv_heads
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    logits = q.double() @ keys.transpose(2, 3) * (case.head_dim**-0.5 if case.scale is None else case.scale)
+    if case.softcap is not None:
+        logits = case.softcap * (logits / case.softcap).tanh()
+    logits = logits.masked_fill(~index.to_mask(), float("-inf"))
+    check(out, logits.softmax(-1) @ values, "out", torch.float32)
+    check(lse, logits.logsumexp(-1), "lse", torch.float32)
+
+
+def test_default_scale_backend_and_result(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+    q, k, v, index, expected, expected_lse = problem("9 heads on 3", torch.float32, layer_of_unlike_heads)
+    check(sparse_attention(q, k, v, index), expected, "out", torch.float32)
+    out, lse = sparse_attention(q, k, v, index, return_lse=True)
+    check(out, expected, "out", torch.float32)
+    check(lse, expected_lse, "lse", torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "server"), [s for s in SERVERS if s[1] != "reference"])
+def test_same_bits_again_and_for_any_number_of_threads(
+    dtype: torch.dtype, server: str, layer_of_unlike_heads: tuple[Pattern, ...]
+) -> None:
+    engine = server.partition(" ")[2]
+    if engine not in cpu.engines(dtype):
+        pytest.skip(f"this processor or build has no engine {engine!r}")
+    q, k, v, index, _, _ = problem("length 1000", dtype, layer_of_unlike_heads)
+    results = []
+    try:
+        for threads in (1, 2, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(cpu.sparse_attention(q, k, v, index, scale=0.125, softcap=None, engine=engine))
+    finally:
+        torch.set_num_threads(2)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])

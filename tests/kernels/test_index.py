@@ -1,0 +1,198 @@
+"""What every index must hold to, whatever pattern, size and length it was built for."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
+from kernels.patterns import KINDS, LayerPlan, Pattern, make
+
+sizes = st.one_of(st.integers(1, 8), st.integers(1, 700))
+pattern = st.one_of(
+    st.just(make("dense")),
+    st.builds(lambda a, b: make("a_shape", sink=a, window=b), sizes, sizes),
+    st.builds(
+        lambda a, b, c: make("vertical_slash", vertical=a, slash=b, last_q=c),
+        sizes,
+        sizes,
+        st.integers(1, 100),
+    ),
+    st.builds(lambda a: make("block_sparse", blocks=a), st.integers(1, 9)),
+)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
+    """Patterns of a layer, KV heads, q (B, H, Q, 8), k (B, G, K, 8)."""
+    k_len = draw(st.one_of(st.integers(1, 500), st.sampled_from([63, 64, 65, 128, 449])))
+    q_len = draw(st.one_of(st.just(k_len), st.integers(1, k_len)))
+    kv_heads, group, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    patterns = draw(st.lists(pattern, min_size=kv_heads * group, max_size=kv_heads * group))
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    q = torch.randn(batch, kv_heads * group, q_len, 8)
+    return patterns, kv_heads, q, torch.randn(batch, kv_heads, k_len, 8)
+
+
+def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int], list[list[int]]]:
+    """Key tiles and groups of key columns that a row computes, by the words of the module's docstring."""
+    at = index.first_row + row
+    named = [at - d for d in index.diagonals[b, head].tolist()] + index.tiles[b, head, row].tolist()
+    tiles = {t for t in named if 0 <= t <= at}
+    columns = index.columns[b, head].tolist()
+    groups = [columns[i : i + TILE] for i in range(0, len(columns), TILE)]
+    live = [[c for c in group if c // TILE < at and c // TILE not in tiles] for group in groups]
+    return tiles, [group for group in live if group]
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers())
+def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
+    patterns, kv_heads, q, k = layer
+    index = LayerPlan(patterns, kv_heads).build(q, k)
+    index.validate()
+    q_len, k_len = q.shape[2], k.shape[2]
+    offset = k_len - q_len
+    mask, computed = index.to_mask(), index.computed_tiles()
+    assert mask.shape == (*q.shape[:3], k_len)
+    assert index.diagonals.dtype == index.tiles.dtype == index.columns.dtype == torch.int32
+
+    positions = torch.arange(k_len)
+    causal = positions <= positions[offset:, None]
+    assert not (mask & ~causal).any(), "a key beyond the causal limit"
+    assert mask[:, :, torch.arange(q_len), positions[offset:]].all(), "a query that does not see itself"
+    assert (mask[..., :TILE] == causal[:, :TILE]).all(), "a query that does not see the whole first tile"
+
+    for b in range(index.batch):
+        for head in range(index.num_heads):
+            count, by_hand = 0, torch.zeros(index.num_rows * TILE, num_tiles(k_len) * TILE, dtype=torch.int64)
+            for row in range(index.num_rows):
+                tiles, groups = executed(index, b, head, row)
+                count += len(tiles) + len(groups)
+                for tile in tiles:
+                    by_hand[row * TILE : (row + 1) * TILE, tile * TILE : (tile + 1) * TILE] += 1
+                for group in groups:
+                    by_hand[row * TILE : (row + 1) * TILE, group] += 1
+            assert by_hand.max() == 1, "a key computed twice"
+            skip = offset % TILE
+            by_hand = by_hand[skip : skip + q_len, :k_len].bool() & causal
+            assert torch.equal(mask[b, head], by_hand)
+            assert computed[b, head] == count
+    assert torch.equal(index.flops(16, 48), computed * 2 * TILE * TILE * (16 + 48))
+    assert torch.equal(index.flops(16), index.flops(16, 16))
+
+
+@settings(max_examples=30, deadline=None)
+@given(layers())
+def test_a_head_is_built_alike_in_any_company(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
+    patterns, kv_heads, q, k = layer
+    together = LayerPlan(patterns, kv_heads).build(q, k)
+    group = len(patterns) // kv_heads
+    for head, alone in enumerate(patterns):
+        one = slice(head // group, head // group + 1)
+        index = LayerPlan([alone], 1).build(q[:, head : head + 1], k[:, one])
+        assert torch.equal(index.to_mask()[:, 0], together.to_mask()[:, head])
+        assert torch.equal(index.computed_tiles()[:, 0], together.computed_tiles()[:, head])
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers(), st.data())
+def test_more_budget_never_takes_a_key_away(
+    layer: tuple[list[Pattern], int, Tensor, Tensor], data: st.DataObject
+) -> None:
+    patterns, kv_heads, q, k = layer
+    larger = [
+        replace(p, **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name != "last_q"})
+        for p in patterns
+    ]
+    less = LayerPlan(patterns, kv_heads).build(q, k)
+    more = LayerPlan(larger, kv_heads).build(q, k)
+    assert not (less.to_mask() & ~more.to_mask()).any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 500), st.data())
+def test_dense_computes_everything_once(k_len: int, data: st.DataObject) -> None:
+    q_len = data.draw(st.integers(1, k_len))
+    index = LayerPlan([make("dense")], 1).build(torch.zeros(1, 1, q_len, 4), torch.zeros(1, 1, k_len, 4))
+    assert index.density().tolist() == [[1.0]]
+    assert torch.equal(index.to_mask()[0, 0], torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len))
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers())
+def test_static_patterns_do_not_know_about_chunks(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
+    _, kv_heads, q, k = layer
+    patterns = [make("a_shape", sink=100, window=70) if i % 2 else make("dense") for i in range(q.shape[1])]
+    plan = LayerPlan(patterns, kv_heads)
+    whole = plan.build(torch.zeros(*q.shape[:2], k.shape[2], 8), k).to_mask()
+    assert torch.equal(plan.build(q, k).to_mask(), whole[:, :, k.shape[2] - q.shape[2] :])
+
+
+def test_counting_in_chunks_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 3, 700, 8), torch.randn(2, 1, 900, 8)
+    index = LayerPlan([make(kind, **size) for kind, size in SOME], 1).build(q, k)
+    mask, computed = index.to_mask(), index.computed_tiles()
+    monkeypatch.setattr("kernels.index._SCRATCH", 1)
+    assert torch.equal(index.to_mask(), mask) and torch.equal(index.computed_tiles(), computed)
+
+
+SOME: list[tuple[str, dict[str, int]]] = [
+    ("vertical_slash", {"vertical": 200, "slash": 130}),
+    ("block_sparse", {"blocks": 4}),
+    ("a_shape", {"sink": 100, "window": 90}),
+]
+
+
+def test_a_million_tokens_cost_kilobytes_a_head() -> None:
+    """1,000 verticals and slashes in 95 tiles: nothing that is stored grows with the rows."""
+    length = 1 << 20
+    index = SparseIndex(
+        q_len=length,
+        k_len=length,
+        diagonals=torch.arange(95, dtype=torch.int32)[None, None],
+        tiles=torch.empty(1, 1, num_rows(length, length), 0, dtype=torch.int32),
+        columns=torch.arange(0, 1000 * 997, 997, dtype=torch.int32)[None, None],
+    )
+    index.validate()
+    assert index.nbytes == 4 * 1095
+    # Every row computes its slashes; a group of columns costs a tile once its first column lies before them.
+    rows = index.num_rows
+    slashes = sum(min(row + 1, 95) for row in range(rows))
+    groups = sum(max(0, rows - (997 * g + 95)) for g in range(16))
+    assert abs(int(index.computed_tiles()) - slashes - groups) <= 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_len": 0}, "q_len must be between 1 and k_len=130, got 0"),
+        ({"q_len": 131}, "q_len must be between 1 and k_len=130, got 131"),
+        ({"columns": torch.zeros(1, 2, 1)}, "columns must be int32, got torch.float32"),
+        ({"columns": torch.tensor([[[-1], [3]]], dtype=torch.int32)}, "columns must not be negative, got -1"),
+        (
+            {"columns": torch.tensor([[[3, 3], [3, 4]]], dtype=torch.int32)},
+            "columns must be strictly ascending",
+        ),
+        ({"diagonals": torch.tensor([[[0, PAD], [1, 2]]], dtype=torch.int32)}, "diagonal 0"),
+        ({"diagonals": torch.tensor([[[PAD, 0], [0, 2]]], dtype=torch.int32)}, "diagonals must be strictly"),
+        ({"tiles": torch.zeros(1, 2, 4, 1, dtype=torch.int32)}, "tiles must be"),
+        ({"tiles": torch.zeros(1, 3, 3, 1, dtype=torch.int32)}, "tiles must be"),
+        ({"columns": torch.zeros(2, 2, 0, dtype=torch.int32)}, "columns must be"),
+        ({"diagonals": torch.zeros(1, 2, dtype=torch.int32)}, "diagonals must be"),
+    ],
+)
+def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -> None:
+    index = LayerPlan([make("dense")] * 2, 1).build(torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4))
+    with pytest.raises(ValueError, match=message):
+        replace(index, **change).validate()  # type: ignore[arg-type]
+
+
+def test_every_kind_is_drawn_here() -> None:
+    assert {"dense", "a_shape", "vertical_slash", "block_sparse"} == set(KINDS), "extend `pattern` above"

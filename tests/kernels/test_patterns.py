@@ -1,0 +1,201 @@
+"""What each pattern promises, against the plainest computation of it that there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.index import PAD, TILE
+from kernels.patterns import KINDS, LayerPlan, make
+
+LENGTHS = [(1, 1), (64, 64), (65, 65), (300, 300), (1, 300), (63, 257), (200, 450), (64, 640)]
+
+
+def problem(q_len: int, k_len: int, *, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(q_len * 1000 + k_len)
+    return torch.randn(2, heads, q_len, 16) * 2, torch.randn(2, kv_heads, k_len, 16)
+
+
+def kept(index_row: Tensor) -> set[int]:
+    return {int(i) for i in index_row if i != PAD}
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize(
+    ("sink", "window"), [(1, 1), (64, 64), (65, 65), (100, 2), (3, 130), (9999, 1), (1, 9999)]
+)
+def test_a_shape_keeps_sinks_and_window(q_len: int, k_len: int, sink: int, window: int) -> None:
+    q, k = problem(q_len, k_len)
+    mask = LayerPlan([make("a_shape", sink=sink, window=window)] * 4, 2).build(q, k).to_mask()
+    key, query = torch.arange(k_len), torch.arange(k_len - q_len, k_len)[:, None]
+    causal, distance = key <= query, query - key
+    assert mask[..., causal & ((key < sink) | (distance < window))].all()
+    # Whole tiles: up to the edge of the one in which the first query's window ends, seen from the last query.
+    beyond = (key >= max(sink, TILE)) & (distance >= window + 2 * (TILE - 1))
+    assert not mask[..., causal & beyond].any()
+
+
+def last_attention(q: Tensor, k: Tensor, last_q: int) -> tuple[Tensor, Tensor]:
+    """Mass on each column and at each distance from the last queries, (B, H, K) fp64, by the definition."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    last, k_len = min(last_q, q.shape[2]), k.shape[2]
+    query = torch.arange(k_len - last, k_len)[:, None]
+    distance = query - torch.arange(k_len)
+    logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * 16**-0.5
+    weights = logits.masked_fill(distance < 0, float("-inf")).softmax(-1)
+    slash = torch.zeros(*weights.shape[:2], k_len, dtype=torch.float64)
+    for row in range(last):
+        seen = distance[row] >= 0
+        slash[..., distance[row][seen]] += weights[:, :, row, seen]
+    return weights.sum(2), slash
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize(
+    ("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)]
+)
+def test_vertical_slash_keeps_the_best(
+    q_len: int, k_len: int, vertical: int, slash: int, last_q: int
+) -> None:
+    q, k = problem(q_len, k_len)
+    head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q)
+    index = LayerPlan([head] * 4, 2).build(q, k)
+    mask = index.to_mask()
+    query = torch.arange(k_len - q_len, k_len)
+    columns, distances = last_attention(q, k, last_q)
+    columns[..., :TILE], distances[..., :TILE] = float("inf"), float("inf")
+    for b in range(2):
+        for h in range(4):
+            best = columns[b, h].topk(min(max(vertical, TILE), k_len)).indices
+            assert kept(index.columns[b, h]) == set(best.tolist())
+            assert (mask[b, h][:, best] == (best <= query[:, None])).all()
+            best = distances[b, h].topk(min(max(slash, TILE), k_len)).indices
+            offsets = {o for s in best.tolist() for o in (s // TILE, -(-s // TILE)) if o < -(-k_len // TILE)}
+            assert kept(index.diagonals[b, h]) == offsets
+            key = query - best[:, None]
+            rows = torch.arange(q_len).expand_as(key)
+            assert mask[b, h][rows[key >= 0], key[key >= 0]].all(), "a diagonal has holes"
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 99])
+def test_block_sparse_keeps_the_nearest_means(q_len: int, k_len: int, blocks: int) -> None:
+    q, k = problem(q_len, k_len)
+    index = LayerPlan([make("block_sparse", blocks=blocks)] * 4, 2).build(q, k)
+    offset = k_len - q_len
+    for b in range(2):
+        for h in range(4):
+            keys = [part.double().mean(0) for part in k[b, h // 2].split(TILE)]
+            for row in range(index.num_rows):
+                at = offset // TILE + row
+                queries = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
+                mean = q[b, h, queries].double().mean(0)
+                ranked = sorted(range(1, at), key=lambda t: -float(mean @ keys[t]))
+                expected = {0, *ranked[: max(blocks, 2) - 2]} if at else set()
+                assert kept(index.tiles[b, h, row]) == expected
+            assert kept(index.diagonals[b, h]) == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
+    """Where keys stand out far beyond rounding, 16 bits and a transposed view choose the same."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 300, 16).abs()
+    k = torch.randn(1, 1, 300, 16) * 0.01
+    k[:, :, [70, 130, 200]] += 3
+    patterns = [make("vertical_slash", vertical=67, slash=64), make("block_sparse", blocks=4)]
+    plan = LayerPlan(patterns, 1)
+    exact = plan.build(q, k)
+    assert {70, 130, 200} < kept(exact.columns[0, 0])
+    rounded = plan.build(*(x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype) for x in (q, k)))
+    assert torch.equal(rounded.to_mask(), exact.to_mask())
+
+
+def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
+    q, k = problem(300, 450)
+    sizes: dict[str, list[dict[str, int]]] = {
+        "dense": [{}, {}],
+        "a_shape": [{"sink": 200, "window": 300}, {"sink": 70, "window": 10}],
+        "vertical_slash": [{"vertical": 300, "slash": 200}, {"vertical": 80, "slash": 150}],
+        "block_sparse": [{"blocks": 6}, {"blocks": 3}],
+    }
+    assert sizes.keys() == KINDS.keys()
+    for kind, (large, small) in sizes.items():
+        cls = KINDS[kind]
+        build = cls.prepare([make(kind, **large)] * 2, [1, 3], q, k, scale=0.25)
+        fresh = cls.build_index([make(kind, **small)] * 2, [1, 3], q, k, scale=0.25)
+        assert torch.equal(build([make(kind, **small)] * 2).to_mask(), fresh.to_mask())
+
+
+def test_ties_go_the_same_way_each_time() -> None:
+    """Identical keys: nothing to choose by, and yet the choice is a choice of whole indices that validate."""
+    q, k = torch.ones(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
+    plan = LayerPlan([make("vertical_slash", vertical=100, slash=100), make("block_sparse", blocks=3)], 1)
+    first, second = plan.build(q, k), plan.build(q, k)
+    first.validate()
+    assert torch.equal(first.to_mask(), second.to_mask())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        (
+            "slash_only",
+            {},
+            "unknown pattern kind 'slash_only'; known: dense, a_shape, vertical_slash, block_sparse",
+        ),
+        (
+            "a_shape",
+            {"sink": 1, "window": 1, "blocks": 2},
+            "a_shape has no size 'blocks'; it has: sink, window",
+        ),
+        ("dense", {"blocks": 2}, "dense has no size 'blocks'; it has: none"),
+        ("a_shape", {"sink": 0, "window": 1}, "a_shape: sink must be a positive integer, got 0"),
+        ("a_shape", {"sink": 1, "window": -5}, "a_shape: window must be a positive integer, got -5"),
+        ("vertical_slash", {"vertical": 1.5, "slash": 1}, "vertical must be a positive integer, got 1.5"),
+        (
+            "vertical_slash",
+            {"vertical": 1, "slash": 1, "last_q": 0},
+            "last_q must be a positive integer, got 0",
+        ),
+        ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
+        ("block_sparse", {}, "block_sparse needs a size 'blocks'"),
+    ],
+)
+def test_make_names_what_is_wrong(kind: str, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(kind, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "message"),
+    [
+        (0, 1, "0 query heads do not divide into 1 KV heads"),
+        (3, 2, "3 query heads do not divide into 2 KV heads"),
+        (3, 0, "3 query heads do not divide into 0 KV heads"),
+        (3, -1, "3 query heads do not divide into -1 KV heads"),
+    ],
+)
+def test_plan_refuses_heads_that_do_not_divide(heads: int, kv_heads: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerPlan([make("dense")] * heads, kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "message"),
+    [
+        ((1, 3, 5, 8), (1, 2, 5, 8), "planned for 4 query and 2 KV heads, got 3 and 2"),
+        ((1, 4, 5, 8), (1, 1, 5, 8), "planned for 4 query and 2 KV heads, got 4 and 1"),
+        ((1, 4, 6, 8), (1, 2, 5, 8), "query length must be between 1 and key length 5, got 6"),
+        ((1, 4, 0, 8), (1, 2, 5, 8), "query length must be between 1 and key length 5, got 0"),
+        ((4, 5, 8), (1, 2, 5, 8), "q and k must be 4-D"),
+        ((2, 4, 5, 8), (1, 2, 5, 8), "q and k must share batch and head dim"),
+        ((1, 4, 5, 4), (1, 2, 5, 8), "q and k must share batch and head dim"),
+    ],
+)
+def test_plan_names_what_does_not_fit(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerPlan([make("dense")] * 4, 2).build(torch.zeros(q_shape), torch.zeros(k_shape))
