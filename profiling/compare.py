@@ -1,0 +1,205 @@
+"""Dense attention against an artifact on one model: prefill time, density, recall, perplexity and passkey answers.
+
+python -m profiling.compare --model smollm2 --config cfg.yaml --length 8192 --text novel.txt --passkeys 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from artifacts import HeadwiseError, load
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write, check_writable
+from profiling.fidelity import fidelity
+from profiling.latency import interleaved, medians, prefill
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import Prompt, make_prompts
+from profiling.quality import answers, is_right, perplexity
+from runtime import load as load_headwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What to compare; 0 leaves a measurement out."""
+
+    model: str
+    config: Path
+    length: int
+    passkey_length: int | None = None
+    passkeys: int = 20
+    text: str | None = None
+    texts: int = 1
+    repeats: int = 5
+    seed: int = 1000
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method's figures; None where they were not asked for."""
+
+    method: str
+    prefill_seconds: float | None
+    density: float
+    recall: float
+    perplexity: float | None
+    passkeys_right: int | None
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Both rows with what is needed to repeat them."""
+
+    rows: tuple[Row, Row]
+    expected: tuple[str, ...]
+    all_seconds: dict[str, list[float]]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+
+
+def run(config: Comparison) -> Result:
+    """Load the model and compare."""
+    load(config.config)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    return compare(config, loaded)
+
+
+def compare(config: Comparison, loaded: LoadedModel) -> Result:
+    """Compare on a model that is loaded; the model is left as it was."""
+    artifact = load(config.config)
+    if config.length < artifact.prefill.dense_below:
+        raise HeadwiseError(
+            f"--length {config.length} is below the artifact's dense_below of {artifact.prefill.dense_below}: "
+            "both sides would be dense; ask for a longer prompt"
+        )
+    model, headwise = loaded.model, load_headwise(config.config)
+
+    def make(task: str, length: int, samples: int) -> list[Prompt]:
+        return make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=config.seed)
+
+    timed = make(f"text:{config.text}" if config.text else "passkey", config.length, 1)[0]
+    kept = fidelity(model, artifact, timed)
+    ids = torch.tensor([timed.input_ids], device=model.device)
+
+    def sparse_prefill() -> None:
+        with headwise.apply(model):
+            prefill(model, ids)
+
+    seconds: dict[str, list[float]] = {}
+    if config.repeats:
+        runs = {"dense": lambda: prefill(model, ids), "headwise": sparse_prefill}
+        seconds = interleaved(runs, repeats=config.repeats, device=config.device)
+    task = f"passkey:{config.text}" if config.text else "passkey"
+    keys = make(task, config.passkey_length or config.length, config.passkeys) if config.passkeys else []
+    texts = make(f"text:{config.text}", config.length, config.texts) if config.text else []
+
+    def row(method: str, density: float, recall: float) -> Row:
+        given = answers(model, loaded.tokenizer, keys, label=f"{method}: passkeys")
+        return Row(
+            method=method,
+            prefill_seconds=medians(seconds).get(method),
+            density=density,
+            recall=recall,
+            perplexity=perplexity(model, texts) if texts else None,
+            passkeys_right=sum(is_right(key, text) for key, text in zip(keys, given, strict=True)) if keys else None,
+            answers=tuple(given),
+        )
+
+    dense = row("dense", 1.0, 1.0)
+    with headwise.apply(model):
+        sparse = row("headwise", float(np.nanmean(kept.density)), float(np.nanmean(kept.recall)))
+    return Result(
+        rows=(dense, sparse),
+        expected=tuple(key.answer or "" for key in keys),
+        all_seconds=seconds,
+        settings={**asdict(config), "config": config.config.name, "content_sha256": artifact.content_sha256},
+        versions={
+            **{name: version(name) for name in ("torch", "transformers")},
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    )
+
+
+def table(result: Result) -> str:
+    """The comparison as an aligned text table."""
+    dense, sparse = result.rows
+    total = len(result.expected)
+    lines = [["", "prefill s", "speed-up", "density", "recall", "perplexity", "passkeys"]]
+    for row in result.rows:
+        speedup = (
+            f"{dense.prefill_seconds / row.prefill_seconds:.2f}x"
+            if dense.prefill_seconds and row.prefill_seconds
+            else "-"
+        )
+        lines.append(
+            [
+                row.method,
+                "-" if row.prefill_seconds is None else f"{row.prefill_seconds:.3f}",
+                speedup,
+                f"{row.density:.3f}",
+                f"{row.recall:.3f}",
+                "-" if row.perplexity is None else f"{row.perplexity:.3f}",
+                "-" if row.passkeys_right is None else f"{row.passkeys_right}/{total}",
+            ]
+        )
+    if dense.perplexity and sparse.perplexity:
+        lines[2][5] += f" ({100 * (sparse.perplexity / dense.perplexity - 1):+.1f}%)"
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.compare."""
+    p = ArgumentParser(prog="python -m profiling.compare", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
+    p.add_argument("--length", required=True, type=int, help="tokens of the timed prompt and of the long text")
+    p.add_argument("--text", help="long text for perplexity and as the haystack; without it there is no perplexity")
+    p.add_argument("--texts", type=int, default=1, help="windows of the text that perplexity is taken over")
+    p.add_argument("--passkeys", type=int, default=20, help="seeded passkey trials (0: none)")
+    p.add_argument("--passkey-length", type=int, help="tokens of a passkey prompt (default: --length)")
+    p.add_argument("--repeats", type=int, default=5, help="timed rounds, dense and sparse in turn (0: none)")
+    p.add_argument("--seed", type=int, default=Comparison.seed)
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = vars(parser().parse_args(argv))
+    to_json = options.pop("json")
+    if to_json:
+        check_writable(to_json)
+    result = run(Comparison(**options))
+    print(table(result))
+    if to_json:
+        command = "python -m profiling.compare " + " ".join(sys.argv[1:] if argv is None else argv)
+        record = {"command": command, **asdict(result)}
+        atomic_write(to_json, (json.dumps(record, indent=1) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,41 @@
+"""Wall time of alternatives, measured side by side so that a noisy machine is noisy for all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], *, repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each alternative, `repeats` times in turn after one untimed round."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in tqdm(range(repeats + 1), desc="timing", disable=None, leave=False):
+        for name, run in runs.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            run()
+            _synchronize(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each alternative."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: torch.Tensor) -> None:
+    """One prefill as serving does it: the cache is filled, only the last token's logits are computed."""
+    model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,133 @@
+"""The pattern map: which pattern each head got (colour by kind) and how much attention it keeps (shade by recall).
+
+python -m profiling.pattern_map cfg.yaml --out cfg
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from artifacts import Artifact, load, load_arrays
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import check_writable
+
+# Okabe and Ito's palette: told apart with any colour vision.
+COLOURS = {
+    "vertical_slash": "#0072B2",
+    "a_shape": "#E69F00",
+    "block_sparse": "#009E73",
+    "dense": "#D55E00",
+}
+LEFT_ALONE = "#D9D9D9"
+# Recall at which a cell is palest; below it shades no longer tell heads apart.
+PALEST = 0.5
+
+
+def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
+    """Draw an artifact's pattern map.
+
+    Args:
+        config: the artifact; its sidecar holds the recall of every head.
+        stem: <stem>.png, <stem>.svg and <stem>.csv are written.
+
+    Returns:
+        The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall, error, density.
+    """
+    artifact, arrays = load(config), load_arrays(config)
+    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
+    for path in paths:
+        check_writable(path)
+    _write_numbers(artifact, arrays, paths[2])
+    figure = _figure(artifact, arrays["chosen.recall"])
+    for path in paths[:2]:
+        # Without these two, the same map would be another file each time.
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+    return paths
+
+
+def _figure(artifact: Artifact, recall: np.ndarray) -> Any:
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "headwise"
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    layers, heads = artifact.model.num_layers, artifact.model.num_heads
+    image = np.ones((heads, layers, 3))
+    counts: dict[str, int] = {}
+    for layer, row in enumerate(artifact.prefill.layers):
+        for head in range(heads):
+            if row is None:
+                image[head, layer] = to_rgb(LEFT_ALONE)
+                continue
+            kind = artifact.patterns[row[head]].kind
+            counts[kind] = counts.get(kind, 0) + 1
+            strength = np.clip((recall[layer, head] - PALEST) / (1 - PALEST), 0.0, 1.0)
+            colour = np.array(to_rgb(COLOURS[kind]))
+            image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
+
+    cell = min(0.32, 14 / layers)
+    figure = Figure(
+        figsize=(max(6.5, layers * cell + 1.2), max(2.2, heads * cell) + 1.5), layout="constrained", dpi=150
+    )
+    axes = figure.subplots()
+    axes.imshow(image, aspect="equal", interpolation="nearest", origin="lower")
+    axes.set_xlabel("layer")
+    axes.set_ylabel("query head")
+    axes.set_xticks(range(0, layers, max(1, layers // 15)))
+    axes.set_yticks(range(0, heads, max(1, heads // 12)))
+    if layers * heads <= 4096:
+        axes.set_xticks(np.arange(-0.5, layers), minor=True)
+        axes.set_yticks(np.arange(-0.5, heads), minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.6)
+        axes.tick_params(which="minor", length=0)
+    search, summary = artifact.search, artifact.search.summary
+    lengths = ", ".join(str(length) for length in search.calibration.lengths)
+    axes.set_title(
+        f"{artifact.model.name}: pattern of each head, shade by recall\n"
+        f"{search.calibration.task}, {lengths} tokens, budget {search.budget}: density {summary.density:.3f}, "
+        f"recall {summary.recall:.3f}; {search.dtype} on {search.device}, {search.kernel_backend} kernels",
+        loc="left",
+        fontsize=8,
+    )
+    handles = [Patch(color=COLOURS[kind], label=f"{kind} {count}") for kind, count in sorted(counts.items())]
+    if None in artifact.prefill.layers:
+        handles.append(Patch(color=LEFT_ALONE, label="slides already"))
+    handles += [
+        Patch(color=str(1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))), label=f"recall {value:.2f}")
+        for value in (1.0, 0.75, PALEST)
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=7, frameon=False)
+    return figure
+
+
+def _write_numbers(artifact: Artifact, arrays: dict[str, np.ndarray], path: Path) -> None:
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
+        for layer, row in enumerate(artifact.prefill.layers):
+            for head, name in enumerate(row or ()):
+                measures = [f"{arrays[f'chosen.{m}'][layer, head]:.6g}" for m in ("recall", "error", "density")]
+                writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
+    beside.replace(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    parser = ArgumentParser(prog="python -m profiling.pattern_map", description=__doc__)
+    parser.add_argument("config", type=Path, help="artifact, such as cfg.yaml")
+    parser.add_argument("--out", type=Path, required=True, help="stem of the .png, .svg and .csv to write")
+    options = parser.parse_args(argv)
+    for path in draw_pattern_map(options.config, options.out):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

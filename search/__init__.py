@@ -1,0 +1,1 @@
+"""Finds the cheapest attention pattern that each head can live with, and writes it as an artifact."""

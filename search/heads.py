@@ -1,0 +1,269 @@
+"""python -m search.heads: find a sparse pattern for every attention head of a model and write the artifact.
+
+MInference 1.0, Algorithm 1 (kernel-aware sparse pattern search): every candidate is brought to the same computed tiles,
+run through the kernels that will serve, and the one nearest to dense attention's output wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+import kernels.dispatch as dispatch
+from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import check_writable
+from profiling.capture import LayerInputs, capture
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from runtime.fingerprint import fingerprint
+from search.choose import mean_scores
+from search.journal import Journal
+from search.record import Finding, build_artifact
+from search.report import print_report
+from search.score import Score, score_layer
+from search.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
+
+DEFAULT_BUDGET = "0.25"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSearch:
+    """What a search is asked to do; None takes the default that depends on the model or the preset."""
+
+    model: str
+    out: Path
+    calibration: str = "kv_retrieval"
+    length: int | None = None
+    samples: int = 1
+    budget: str | None = None
+    preset: Literal["paper", "scaled"] = "scaled"
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    backend: str = "auto"
+    revision: str | None = None
+    dense_below: int | None = None
+    beyond_positions: bool = False
+    fresh: bool = False
+    picture: bool = True
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "samples", "dense_below"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def run(config: HeadSearch) -> Artifact:
+    """Search and write `config.out` with its sidecar; a killed run goes on from the layers it finished.
+
+    Raises:
+        HeadwiseError: anything the user has to put right; no file is written then.
+    """
+    check_writable(config.out)
+    parse_task(config.calibration)
+    if config.length is not None and config.budget is not None:
+        target_tiles(config.budget, config.length)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    config = resolve(config, model)
+    return search_model(config, loaded, model)
+
+
+def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact:
+    """The search on a model that is loaded and fingerprinted; `config` has no defaults left open."""
+    assert config.length is not None and config.budget is not None
+    target = target_tiles(config.budget, config.length)
+    backend = _serving_backend(config, model)
+    prompts = make_prompts(
+        config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
+    )
+    families = initial_space(config.length, scaled=config.preset == "scaled")
+    calibration = Calibration(
+        task=parse_task(config.calibration).name,
+        lengths=(config.length,),
+        samples=config.samples,
+        sha256=digest(prompts),
+    )
+    journal = Journal.open(
+        config.out.with_suffix(".resume.jsonl"),
+        _settings(config, model, calibration, families, target),
+        fresh=config.fresh,
+    )
+    if len(journal):
+        print(f"going on with {journal.path}: {len(journal)} layers are finished", file=sys.stderr)
+    progress = tqdm(total=model.num_layers * len(prompts), desc="layers", unit="layer", disable=None)
+    with progress:
+        for sample, prompt in enumerate(prompts):
+            _score_prompt(config, loaded, prompt, sample, families, target, journal, progress)
+    findings = [_finding(journal, layer, len(prompts)) for layer in range(model.num_layers)]
+    if all(finding.slides is not None for finding in findings):
+        raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
+    artifact = build_artifact(
+        config,
+        model,
+        calibration,
+        families,
+        findings,
+        target_density=target / target_tiles("1", config.length),
+        kernel_backend=backend,
+    )
+    if config.picture:
+        from profiling.pattern_map import draw_pattern_map
+
+        draw_pattern_map(config.out, config.out.with_suffix(""))
+    journal.remove()
+    return artifact
+
+
+def _serving_backend(config: HeadSearch, model: ModelInfo) -> str:
+    """The name of the backend that will score, and so the one to serve."""
+    probe = torch.empty(1, 1, 1, model.head_dim, dtype=getattr(torch, config.dtype), device=config.device)
+    try:
+        return dispatch.choose(config.backend, probe, probe, probe).__name__.rpartition(".")[2]
+    except ValueError as error:
+        raise HeadwiseError(f"--backend {config.backend}: {error}") from None
+
+
+def resolve(config: HeadSearch, model: ModelInfo) -> HeadSearch:
+    """Fill in the defaults that depend on the preset and the model; refuse a length past its positions."""
+    paper = config.preset == "paper"
+    length = config.length or (PAPER_LENGTH if paper else min(PAPER_LENGTH, model.max_positions))
+    if length > model.max_positions and not config.beyond_positions:
+        raise HeadwiseError(
+            f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
+            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
+        )
+    # Sizes are token counts: at half the length they cover about twice the share, and there sparsity stops paying.
+    dense_below = config.dense_below if config.dense_below is not None else length // 2
+    return replace(
+        config,
+        length=length,
+        budget=config.budget or (PAPER_BUDGET if paper else DEFAULT_BUDGET),
+        dense_below=dense_below,
+    )
+
+
+def _settings(
+    config: HeadSearch, model: ModelInfo, calibration: Calibration, families: Sequence[Family], target: int
+) -> dict[str, Any]:
+    """All that a layer's scores depend on."""
+    return {
+        "model": model.name,
+        "weights": model.weights_sha256,
+        "length": config.length,
+        "budget": config.budget,
+        "preset": config.preset,
+        "calibration": calibration.task,
+        "samples": config.samples,
+        "seed": config.seed,
+        "prompts": calibration.sha256,
+        "dtype": config.dtype,
+        "device": config.device,
+        "backend": config.backend,
+        "target tiles": target,
+        "space": [family.name for family in families],
+    }
+
+
+def _score_prompt(
+    config: HeadSearch,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    sample: int,
+    families: Sequence[Family],
+    target: int,
+    journal: Journal,
+    progress: tqdm[Any],
+) -> None:
+    """One forward pass over a prompt; each layer that the journal lacks is scored as the pass comes by."""
+
+    def visit(inputs: LayerInputs) -> None:
+        progress.update()
+        key = f"{sample}.{inputs.layer}"
+        if key in journal:
+            return
+        if inputs.sliding_window is not None:
+            journal.add(key, {"slides": inputs.sliding_window})
+            return
+        if inputs.sinks is not None:
+            raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no kernel serves yet")
+        settled = None
+        if sample:
+            first = journal[f"0.{inputs.layer}"]["heads"]
+            settled = [[score["sizes"] for score in head] for head in first]
+        scores = score_layer(inputs, families, target, settled, backend=config.backend)
+        journal.add(key, {"heads": [[asdict(score) for score in head] for head in scores]})
+
+    layers = progress.total // config.samples
+    if all(f"{sample}.{layer}" in journal for layer in range(layers)):
+        progress.update(layers)
+        return
+    ids = torch.tensor([prompt.input_ids], device=loaded.model.device)
+    capture(loaded.model, ids, visit)
+
+
+def _finding(journal: Journal, layer: int, samples: int) -> Finding:
+    """A layer's scores averaged over the prompts."""
+    records = [journal[f"{sample}.{layer}"] for sample in range(samples)]
+    if "slides" in records[0]:
+        return Finding(layer=layer, slides=records[0]["slides"], heads=())
+    parsed = [[[Score(**score) for score in head] for head in record["heads"]] for record in records]
+    return Finding(layer=layer, slides=None, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m search.heads."""
+    p = ArgumentParser(prog="python -m search.heads", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--out", required=True, type=Path, help="artifact to write, such as cfg.yaml")
+    p.add_argument(
+        "--calibration",
+        default=HeadSearch.calibration,
+        help="kv_retrieval (default), passkey, passkey:FILE, text:FILE or jsonl:FILE",
+    )
+    p.add_argument("--length", type=int, help="prompt length in tokens (default: the model's positions, at most 30000)")
+    p.add_argument("--samples", type=int, default=1, help="calibration prompts; scores are averaged (default 1)")
+    p.add_argument(
+        "--budget",
+        help="what a head may compute: a fraction of dense attention or a_shape:SINK,WINDOW (default 0.25)",
+    )
+    p.add_argument(
+        "--preset",
+        choices=("scaled", "paper"),
+        default="scaled",
+        help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096; scaled: the same for shorter prompts",
+    )
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
+    p.add_argument("--revision", help="revision of a hub model")
+    p.add_argument("--dense-below", type=int, help="prompts shorter than this stay dense (default: half of --length)")
+    p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted search left")
+    p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = vars(parser().parse_args(argv))
+    config = HeadSearch(**options, command="python -m search.heads " + shlex.join(argv))
+    artifact = run(config)
+    print_report(artifact, config.out)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
