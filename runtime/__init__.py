@@ -1,0 +1,13 @@
+"""Applies an artifact to a transformers model: sparse prefill through its attention interface.
+
+    from runtime import load
+
+    with load("cfg.yaml").apply(model):
+        model.generate(...)
+
+Importing this package and loading an artifact import neither torch nor transformers.
+"""
+
+from runtime.headwise import Handle, Headwise, load
+
+__all__ = ["Handle", "Headwise", "load"]

@@ -1,0 +1,95 @@
+"""Puts an artifact on a model and takes it off again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from artifacts import Artifact, HeadwiseError
+from kernels.dispatch import BACKENDS
+from kernels.patterns import LayerPlan, make
+from runtime.attention import ATTENTION_NAME, register
+from runtime.fingerprint import check
+from runtime.layers import attention_layers, text_config
+from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Applied:
+    """An artifact at work on a model; detach() ends it."""
+
+    def __init__(self, model: PreTrainedModel, layers: dict[nn.Module, Layer], settings: Settings) -> None:
+        self._model: PreTrainedModel | None = model
+        self._former = _implementations(model.config)
+        self._modules = list(layers)
+        self.calls: Counter[str] = settings.calls
+        config = text_config(model)
+        remember(config, layers, settings)
+        config._attn_implementation = {**_implementations(config), "": ATTENTION_NAME}
+
+    def detach(self) -> None:
+        """Give the model its former attention back, nested configurations too; later calls do nothing."""
+        if self._model is None:
+            return
+        model, self._model = self._model, None
+        model.config._attn_implementation = self._former
+        forget(text_config(model), self._modules)
+        self._modules = []
+
+
+def attach(artifact: Artifact, model: nn.Module, *, strict: bool, check_weights: bool, backend: str) -> Applied:
+    """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
+    if backend not in ("auto", *BACKENDS):
+        raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
+    modules = attention_layers(model)
+    model = _servable(model, modules)
+    check(artifact.model, model, weights=check_weights)
+    settings = Settings(
+        dense_below=artifact.prefill.dense_below,
+        dense="eager" if text_config(model)._attn_implementation == "eager" else "sdpa",
+        strict=strict,
+        backend=backend,
+    )
+    layers = _plan(artifact, modules, settings)
+    register()
+    return Applied(model, layers, settings)
+
+
+def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
+    name = type(model).__name__
+    if any(layer_of(module) is not None for module in modules.values()):
+        raise HeadwiseError(f"this {name} has an artifact applied already: undo that first")
+    if settings_of(text_config(model)) is not None:
+        raise HeadwiseError(
+            f"this {name} shares its configuration object with a model that has an artifact applied: give it a copy"
+        )
+    if (size := getattr(model, "tp_size", None) or 1) > 1:
+        raise HeadwiseError(f"this {name} is tensor-parallel over {size} processes, which is not supported")
+    result: PreTrainedModel = model
+    return result
+
+
+def _plan(artifact: Artifact, modules: dict[int, nn.Module], settings: Settings) -> dict[nn.Module, Layer]:
+    patterns = {name: make(**pattern.model_dump()) for name, pattern in artifact.patterns.items()}
+    layers = {}
+    for number, row in enumerate(artifact.prefill.layers):
+        if row is not None and number not in modules:
+            raise HeadwiseError(f"the artifact has patterns for layer {number}, which has no attention here")
+        if number in modules:
+            plan = None
+            if row is not None:
+                plan = LayerPlan([patterns[name] for name in row], artifact.model.num_kv_heads)
+            layers[modules[number]] = Layer(settings, plan)
+    return layers
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """What a configuration's _attn_implementation can be set to: its own and, by name, those nested in it."""
+    nested = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": config._attn_implementation} | {
+        name: _implementations(part) for name, part in nested.items() if part is not None
+    }

@@ -1,0 +1,242 @@
+"""The attention function registered with transformers: decides for each call what serves it, and serves it.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels import dispatch
+from kernels.attention import sparse_attention
+from runtime.layers import eager_attention
+from runtime.masks import MIN_QUERIES, Layout, PrefillMask, headwise_mask
+from runtime.state import Layer, layer_of
+
+ATTENTION_NAME = "headwise"
+
+
+def register() -> None:
+    """Make the name known to transformers. Any number of times."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, headwise_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, headwise_mask)
+
+
+def headwise_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer as transformers calls it.
+
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where asked for.
+    """
+    layer = layer_of(module)
+    dense = _Dense(module, layer, dropout, scaling, kwargs)
+    if layer is None:
+        return dense(query, key, value, attention_mask)
+    why = _why_dense(module, layer, query, key, value, attention_mask, dropout, kwargs)
+    layer.settings.calls[why or "sparse"] += 1
+    if why is not None:
+        return dense(query, key, value, attention_mask)
+    assert isinstance(attention_mask, PrefillMask)
+    layout, softcap = attention_mask.tokens, kwargs.get("softcap")
+    return _sparse(layer, layout, query, key, value, scaling, softcap, dense), None
+
+
+def _why_dense(
+    module: nn.Module,
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
+    if query.shape[2] == 1:
+        return "decode"
+    if layer.plan is None:
+        return "layer left alone"
+    settings = layer.settings
+    if query.shape[2] < MIN_QUERIES or key.shape[2] < settings.dense_below:
+        return "short"
+    if isinstance(mask, PrefillMask) and mask.tokens.longest < settings.dense_below:
+        return "short"
+    reason = _reason(module, layer, query, key, value, mask, dropout, kwargs)
+    if reason is not None:
+        settings.refuse(reason)
+    return reason
+
+
+def _reason(
+    module: nn.Module,
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    assert layer.plan is not None
+    if torch.compiler.is_compiling():
+        return "the prefill is being compiled"
+    if _causal(module, kwargs) is False:
+        return "attention is not causal"
+    if _wants_weights(module, kwargs):
+        return "attention weights were asked for"
+    if dropout:
+        return "attention dropout is on (the model is in training mode)"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "gradients are required (use torch.no_grad or inference_mode)"
+    for name, what in (("s_aux", "attention sinks"), ("position_bias", "a position bias")):
+        if kwargs.get(name) is not None:
+            return f"the layer uses {what}"
+    if kwargs.get("sliding_window") is not None:
+        return "the layer slides, and the artifact has patterns for it"
+    if not isinstance(mask, PrefillMask):
+        return "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+    batch, _, q_len, k_len = mask.shape
+    if (query.shape[0], query.shape[2], key.shape[2]) != (batch, q_len, k_len):
+        return "the cache holds other keys than the mask is for"
+    heads = (len(layer.plan.patterns), layer.plan.num_kv_heads)
+    if (query.shape[1], key.shape[1]) != heads:
+        found = (query.shape[1], key.shape[1])
+        return f"the layer has {found} query and KV heads, the plan is for {heads}"
+    if not query.dtype == key.dtype == value.dtype:
+        return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
+    return _no_kernel(layer.settings.backend, query, key, value)
+
+
+def _no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why no kernel serves the call. The reference always does, slower than dense: only where asked for."""
+    if backend != "auto":
+        reason = dispatch.backend(backend).supports(query, key, value)
+        return reason and f"kernel {backend}: {reason}"
+    reasons = dispatch.why_not(query, key, value)
+    fast = {name: reason for name, reason in reasons.items() if name != "reference"}
+    if None in fast.values():
+        return None
+    return "no fast kernel: " + "; ".join(f"{name}: {reason}" for name, reason in fast.items())
+
+
+def _sparse(
+    layer: Layer,
+    layout: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    dense: _Dense,
+) -> Tensor:
+    """(B, Q, H, E): each run of sequences with the same range in one call, zeros for padded queries."""
+    assert layer.plan is not None
+    batch, num_heads, q_len, _ = query.shape
+    out = None
+    for rows, start, end in _runs(layout):
+        first = max(start, layout.q_start)
+        if end <= first:
+            continue
+        whole = rows == slice(0, batch) and (first, end) == (layout.q_start, layout.q_start + q_len)
+        queries = slice(first - layout.q_start, end - layout.q_start)
+        q, k, v = query[rows, :, queries], key[rows, :, start:end], value[rows, :, start:end]
+        if end - start < layer.settings.dense_below or end - first < MIN_QUERIES:
+            part = dense(q, k, v, _causal_mask(q, k))[0]
+        else:
+            index = layer.plan.build(q, k, scale=scale)
+            backend = layer.settings.backend
+            attended = sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=backend)
+            part = attended.transpose(1, 2)
+        if whole:
+            return part
+        if out is None:
+            out = query.new_zeros(batch, q_len, num_heads, value.shape[-1])
+        out[rows, queries] = part
+    assert out is not None
+    return out
+
+
+def _runs(layout: Layout) -> list[tuple[slice, int, int]]:
+    """Neighbouring sequences with the same range, together."""
+    runs: list[tuple[slice, int, int]] = []
+    for b, (start, end) in enumerate(layout.ranges):
+        if runs and runs[-1][1:] == (start, end):
+            runs[-1] = (slice(runs[-1][0].start, b + 1), start, end)
+        else:
+            runs.append((slice(b, b + 1), start, end))
+    return runs
+
+
+class _Dense:
+    """The attention that the model had before, with the arguments of one call."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layer: Layer | None,
+        dropout: float,
+        scaling: float | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._module = module
+        self._eager = layer is not None and layer.settings.dense == "eager"
+        self._arguments = {"dropout": dropout, "scaling": scaling, **kwargs}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        module, arguments = self._module, self._arguments
+        # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
+        needs_eager = (
+            self._eager
+            or arguments.get("softcap") is not None
+            or arguments.get("s_aux") is not None
+            or _wants_weights(module, arguments)
+        )
+        eager = eager_attention(module) if needs_eager else None
+        if eager is None:
+            plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
+            result: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, **arguments)
+            return result
+        plain = mask.read() if isinstance(mask, PrefillMask) else mask
+        if plain is None and q.shape[2] > 1 and _causal(module, arguments):
+            # sdpa's meaning of no mask: queries start at the first key.
+            plain = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+        if plain is not None and plain.dtype == torch.bool:
+            zero = torch.zeros((), dtype=q.dtype, device=q.device)
+            plain = torch.where(plain, zero, torch.finfo(q.dtype).min)
+        result = eager(module, q, k, v, plain, **arguments)
+        return result
+
+
+def _causal_mask(q: Tensor, k: Tensor) -> Tensor | None:
+    """(1, 1, Q, K) for queries that are the last Q of the keys; None where sdpa does without."""
+    q_len, k_len = q.shape[2], k.shape[2]
+    if q_len in (1, k_len):
+        return None
+    return torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)[None, None]
+
+
+def _causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
+
+
+def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    wanted = kwargs.get("output_attentions")
+    if wanted is None:
+        wanted = getattr(getattr(module, "config", None), "output_attentions", False)
+    return bool(wanted)

@@ -1,0 +1,166 @@
+"""Says which model an artifact belongs to, whatever dtype, folder or library version it was loaded with.
+
+config_sha256 covers the fields of _CONFIG_FIELDS that the configuration sets, the head counts as the model
+uses them, the rotary embedding and, where a layer slides, the kind of each layer. It leaves out dtype, paths,
+cache switches, token ids and the number of positions: stretching the positions makes no other model.
+
+weights_sha256 covers every parameter's name and shape and SAMPLES of its elements, evenly strided: its time
+does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes under 2**-14
+(subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash however it is loaded.
+A float32 checkpoint gives one for float32 and bfloat16, and may give another as float16, which rounds twice.
+Tied weights count once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError, ModelInfo
+from artifacts.hashing import canonical_json
+from runtime.layers import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SAMPLES = 64
+# Positions of a model whose configuration sets no limit.
+UNLIMITED = 2**31 - 1
+_CONFIG_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "hidden_act",
+    "hidden_activation",
+    "sliding_window",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_bias",
+    "attention_chunk_size",
+    "use_parallel_residual",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+# The fields that tell two models apart, from what a person recognises first to the hashes. Not the name, that
+# a person gives, nor max_positions, that may have been stretched.
+_COMPARED = (
+    "architecture",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rope",
+    "config_sha256",
+    "weights_sha256",
+)
+
+
+def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = None) -> ModelInfo:
+    """What the artifact records of a model.
+
+    Raises:
+        HeadwiseError: a weight is not there to be read (offloaded, or sharded over processes).
+    """
+    return _info(model, name=name, revision=revision, weights_sha256=weights_sha256(model))
+
+
+def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
+    """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked for."""
+    named: dict[str, Any] = {"name": expected.name, "revision": expected.revision}
+    compare(expected, _info(model, **named, weights_sha256=expected.weights_sha256))
+    if weights:
+        compare(expected, fingerprint(model, **named))
+
+
+def compare(expected: ModelInfo, actual: ModelInfo) -> None:
+    """Raise HeadwiseError naming the first field in which the models differ, with both values."""
+    for field in _COMPARED:
+        wanted, found = getattr(expected, field), getattr(actual, field)
+        if wanted != found:
+            raise HeadwiseError(
+                f"this artifact is for another model: {field} is {wanted} in the artifact ({expected.name}), "
+                f"{found} in this model"
+            )
+
+
+def weights_sha256(model: PreTrainedModel) -> str:
+    """Hash of every parameter's name, shape and a sample of its elements, see the top of this file."""
+    digest = hashlib.sha256()
+    samples: list[Tensor] = []
+    for name, weight in sorted(model.named_parameters(), key=lambda pair: pair[0]):
+        if weight.is_meta or type(weight.data) is not Tensor:
+            raise HeadwiseError(
+                f"the weights cannot be fingerprinted: {name} is offloaded, sharded or quantized; "
+                "load the whole model, or apply with check_weights=False"
+            )
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        if weight.numel():
+            samples.append(_sample(weight.detach()))
+    for sample in _to_cpu(samples):
+        digest.update(sample.numpy().astype("<i2").tobytes())
+    return digest.hexdigest()
+
+
+def _sample(weight: Tensor) -> Tensor:
+    count = min(SAMPLES, weight.numel())
+    at = torch.arange(count, device=weight.device) * (weight.numel() // count)
+    values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
+    rounded = values.to(torch.bfloat16)
+    return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(torch.int16)
+
+
+def _to_cpu(samples: list[Tensor]) -> list[Tensor]:
+    """The samples on the CPU, in order, with one copy a device rather than one a parameter."""
+    order: dict[torch.device, list[int]] = {}
+    for i, sample in enumerate(samples):
+        order.setdefault(sample.device, []).append(i)
+    result = list(samples)
+    for members in order.values():
+        joined = torch.cat([samples[i] for i in members]).cpu()
+        for i, part in zip(members, torch.split(joined, [samples[i].numel() for i in members]), strict=True):
+            result[i] = part
+    return result
+
+
+def _info(model: PreTrainedModel, *, name: str, revision: str | None, weights_sha256: str) -> ModelInfo:
+    config = text_config(model)
+    num_heads = int(config.num_attention_heads)
+    shape: dict[str, Any] = {
+        "architecture": type(model).__name__,
+        "num_layers": int(config.num_hidden_layers),
+        "num_heads": num_heads,
+        "num_kv_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
+        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        "rope": _plain(getattr(config, "rope_parameters", None) or {}),
+    }
+    covered = shape | {field: _plain(getattr(config, field, None)) for field in _CONFIG_FIELDS}
+    kinds = list(getattr(config, "layer_types", None) or ())
+    # Some versions list the kinds of a model whose layers are all alike, some do not.
+    covered["layer_types"] = kinds if set(kinds) - {"full_attention"} else None
+    set_fields = {field: value for field, value in covered.items() if value is not None}
+    return ModelInfo(
+        name=name,
+        revision=revision,
+        **shape,
+        config_sha256=hashlib.sha256(canonical_json(set_fields)).hexdigest(),
+        weights_sha256=weights_sha256,
+        max_positions=int(getattr(config, "max_position_embeddings", None) or UNLIMITED),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON: one sort of number, because 10000 and 10000.0 are one base; None in mappings dropped."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in sorted(value.items()) if entry is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return value

@@ -1,0 +1,77 @@
+"""The public face: an artifact that can be applied to a model, and the handle that undoes it."""
+
+from __future__ import annotations
+
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import artifacts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from runtime.applied import Applied
+
+
+def load(path: str | PathLike[str]) -> Headwise:
+    """Load an artifact, ready to be applied.
+
+    Raises:
+        ArtifactError: the file or its sidecar is missing, damaged, or of another schema.
+    """
+    return Headwise(artifacts.load(path))
+
+
+class Headwise:
+    """An artifact that can be applied to the model it was made for, as often as wanted."""
+
+    def __init__(self, artifact: artifacts.Artifact) -> None:
+        self.artifact = artifact
+
+    def apply(
+        self, model: nn.Module, *, strict: bool = False, check_weights: bool = True, backend: str = "auto"
+    ) -> Handle:
+        """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
+
+        Args:
+            model: the transformers model that the artifact was made for.
+            strict: raise HeadwiseError where a prefill cannot be sparse, instead of serving it densely.
+            check_weights: compare a sample of the weights too, not only the configuration.
+            backend: the kernel; "auto" takes the fastest that serves the call, and dense attention where none
+                is fast.
+
+        Returns:
+            The handle: leaving it as a context manager, or its undo(), restores the model.
+
+        Raises:
+            HeadwiseError: the model is another one (the first field that differs is named), does not go
+                through transformers' attention interface, or has an artifact applied already.
+        """
+        from runtime.applied import attach
+
+        return Handle(attach(self.artifact, model, strict=strict, check_weights=check_weights, backend=backend))
+
+
+class Handle:
+    """An artifact at work on a model. A context manager; undo() may be called any number of times."""
+
+    def __init__(self, applied: Applied) -> None:
+        self._applied = applied
+
+    def undo(self) -> None:
+        """Give the model back the attention it had before."""
+        self._applied.detach()
+
+    def stats(self) -> dict[str, Any]:
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}."""
+        calls = dict(self._applied.calls)
+        return {"sparse": calls.pop("sparse", 0), "dense": calls}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()

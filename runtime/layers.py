@@ -1,0 +1,72 @@
+"""Finds the layers that go through transformers' attention interface, without a table of model names."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from artifacts import HeadwiseError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the model's language part, the model's own where it has no other part."""
+    return model.config.get_text_config(decoder=True)
+
+
+def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The causal self-attention modules of a model's language part by layer number, in order.
+
+    A layer is one if its class calls transformers' attention interface. Layers of another sort, such as
+    linear attention in a hybrid model, are missing from the result.
+
+    Raises:
+        HeadwiseError: not a transformers model; no layer of it goes through the attention interface; two
+            modules claim the same layer.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise HeadwiseError(f"{type(model).__name__} is not a transformers PreTrainedModel: pass the model itself")
+    config = text_config(model)
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        if not _is_layer(module, config):
+            continue
+        layer = int(module.layer_idx)
+        if layer in found:
+            raise HeadwiseError(f"{type(model).__name__} has two attentions in layer {layer}, one is {name}")
+        found[layer] = module
+    if not found:
+        raise HeadwiseError(
+            f"{type(model).__name__} has no attention that goes through transformers' attention interface"
+        )
+    return dict(sorted(found.items()))
+
+
+def eager_attention(module: nn.Module) -> Any | None:
+    """The eager attention function that the module's class would use, None where it has none."""
+    return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+
+
+def _is_layer(module: nn.Module, config: Any) -> bool:
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and getattr(module, "config", None) is config
+        and getattr(module, "is_causal", True) is not False
+        and not getattr(module, "is_cross_attention", False)
+        and _calls_interface(type(module))
+    )
+
+
+def _calls_interface(cls: type[nn.Module]) -> bool:
+    for base in cls.__mro__:
+        for member in vars(base).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+                return True
+    return False

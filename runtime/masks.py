@@ -1,0 +1,170 @@
+"""Masks that say what they are: causal over padded sequences, known by ranges, not made unless read.
+
+Shapes: B batch, Q query length, K key length (all slots of the cache).
+
+transformers makes one mask a forward and hands it to every layer. For a long padded prefill sdpa's is a
+(B, 1, Q, K) tensor, 10 GB a sequence at 100K tokens. `headwise_mask` returns a PrefillMask in its place: a
+tensor of that shape and type without memory that holds the ranges of real tokens. Code that reads it as a
+tensor gets the true mask (made once a forward), so all between mask and attention goes on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from runtime.state import settings_of
+
+# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
+MIN_QUERIES = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the real tokens are: sequence b is the slots ranges[b] = [start, end) of the cache, maybe empty.
+
+    The queries are slots q_start .. q_start + q_len; slots after them are not filled yet.
+    """
+
+    q_start: int
+    q_len: int
+    k_len: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def longest(self) -> int:
+        """Real tokens in the longest sequence, those of the cache included."""
+        return max(end - start for start, end in self.ranges)
+
+
+class PrefillMask(Tensor):
+    """A causal mask over sequences of contiguous tokens, (B, 1, Q, K), without memory until it is read.
+
+    `tokens` says where the real ones are. `for_dense()` is what the dense attention would have got: a mask,
+    or None where it needs none.
+    """
+
+    tokens: Layout
+    _make: Callable[[bool], Tensor | None]
+    _made: dict[bool, Tensor | None]
+
+    @staticmethod
+    def __new__(
+        cls,
+        layout: Layout,
+        make: Callable[[bool], Tensor | None],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PrefillMask:
+        shape = (len(layout.ranges), 1, layout.q_len, layout.k_len)
+        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        mask.tokens, mask._make, mask._made = layout, make, {}
+        return mask
+
+    def for_dense(self) -> Tensor | None:
+        return self._once(True)
+
+    def read(self) -> Tensor:
+        """The mask as a plain tensor."""
+        mask = self._once(False)
+        assert mask is not None
+        return mask
+
+    def _once(self, may_skip: bool) -> Tensor | None:
+        if may_skip not in self._made:
+            self._made[may_skip] = self._make(may_skip)
+        mask = self._made[may_skip]
+        return mask if mask is None else mask.to(self.device)
+
+    def _moved(self, device: torch.device) -> PrefillMask:
+        moved = PrefillMask(self.tokens, self._make, dtype=self.dtype, device=device)
+        moved._made = self._made
+        return moved
+
+    # Only __torch_dispatch__ is wanted: it sees the operations that composite ones come down to.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A model spread over devices moves the mask to each: that must not make it.
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0]._moved(torch.device(kwargs.get("device") or args[0].device))
+        args, kwargs = tree_map_only(PrefillMask, PrefillMask.read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def headwise_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What transformers calls for a mask: a PrefillMask for a long causal prefill, else what dense gets."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+    settings = settings_of(kwargs.get("config"))
+    name = "sdpa" if settings is None else settings.dense
+    dense = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    given: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **kwargs,
+    }
+    if (
+        settings is None
+        or q_length < MIN_QUERIES
+        or kv_length < settings.dense_below
+        or kv_offset != 0
+        or mask_function is not causal_mask_function
+        or kwargs.get("local_size") is not None
+        or kwargs.get("use_vmap")
+        or torch.compiler.is_compiling()
+    ):
+        return dense(**given)
+    start = int(q_offset)
+    ranges = _ranges(attention_mask, batch_size, start + q_length)
+    if ranges is None or start + q_length > kv_length:
+        return dense(**given)
+    # A static cache gives its own counter, which has moved on by the time the mask is read.
+    given["q_offset"] = start
+    return PrefillMask(
+        Layout(start, q_length, kv_length, ranges),
+        lambda may_skip: dense(**given) if may_skip else dense(**{**given, "allow_is_causal_skip": False}),
+        dtype=torch.bool if name == "sdpa" else kwargs.get("dtype", torch.float32),
+        device=torch.device(kwargs.get("device", "cpu")),
+    )
+
+
+def _ranges(padding: Tensor | None, batch: int, length: int) -> tuple[tuple[int, int], ...] | None:
+    """The first `length` slots' range of real tokens for each sequence; None where a sequence has holes."""
+    if padding is None:
+        return ((0, length),) * batch
+    if padding.dim() != 2 or padding.shape[0] != batch or padding.shape[1] < length:
+        return None
+    real = padding[:, :length].bool()
+    count = real.sum(1)
+    first = real.to(torch.uint8).argmax(1)
+    last = length - real.flip(1).to(torch.uint8).argmax(1)
+    rows: list[list[int]] = torch.stack([first, last, count], dim=1).tolist()
+    if any(total and end - begin != total for begin, end, total in rows):
+        return None
+    return tuple((begin, end) if total else (0, 0) for begin, end, total in rows)
