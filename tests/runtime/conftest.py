@@ -1,0 +1,192 @@
+"""Tiny random models, artifacts for them, and another sparse path: sdpa with the index as a mask."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import artifacts
+from kernels.patterns import LayerPlan, make
+from runtime import Handle, Headwise
+from runtime.fingerprint import fingerprint
+from tests.runtime.tiny import DENSE_BELOW, FAMILIES, SIZES
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "a_64_64": {"kind": "a_shape", "sink": 64, "window": 64},
+    "vs_70_70": {"kind": "vertical_slash", "vertical": 70, "slash": 70},
+    "vs_10_130_q8": {"kind": "vertical_slash", "vertical": 10, "slash": 130, "last_q": 8},
+    "bs_2": {"kind": "block_sparse", "blocks": 2},
+}
+CLASSES = {
+    "dense": artifacts.Dense,
+    "a_shape": artifacts.AShape,
+    "vertical_slash": artifacts.VerticalSlash,
+    "block_sparse": artifacts.BlockSparse,
+}
+
+
+@pytest.fixture(autouse=True)
+def _torch() -> Iterator[None]:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    # Everything here is tiny: on a busy machine threads only wait for each other.
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def build() -> Callable[..., Any]:
+    """build(family, seed=0, **config) -> a random causal model in evaluation mode."""
+
+    def build(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
+        sizes = SIZES | FAMILIES.get(family, {}) | changes
+        config = getattr(transformers, sizes.pop("config", f"{family}Config"))(**sizes)
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        # The usual initialisation makes attention nearly uniform: every pattern would give the same output.
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
+        return model
+
+    return build
+
+
+def search_info() -> artifacts.SearchInfo:
+    """Of no meaning here: the runtime reads nothing of it."""
+    calibration = artifacts.Calibration(task="passkey", lengths=(200,), samples=1, sha256="0" * 64)
+    summary = artifacts.Summary(
+        recall=1.0,
+        error=0.0,
+        density=1.0,
+        winners={"dense": 8},
+        best_single_kind="dense",
+        best_single_kind_recall=1.0,
+    )
+    return artifacts.SearchInfo(
+        tool_version="0",
+        command="none",
+        preset="scaled",
+        seed=0,
+        calibration=calibration,
+        budget="1.0",
+        target_density=1.0,
+        device="cpu",
+        dtype="float32",
+        kernel_backend="reference",
+        summary=summary,
+    )
+
+
+def sparse_rows(config: Any) -> list[list[str] | None]:
+    names = list(SPARSE)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [
+        [names[(layer + head) % len(names)] for head in range(config.num_attention_heads)]
+        if kind == "full_attention"
+        else None
+        for layer, kind in enumerate(kinds)
+    ]
+
+
+@pytest.fixture
+def artifact_for() -> Callable[..., artifacts.Artifact]:
+    """artifact_for(model, dense=, dense_below=, rows=) -> an artifact with mixed patterns for it."""
+
+    def artifact_for(
+        model: Any, *, dense: bool = False, dense_below: int = DENSE_BELOW, rows: Any = None
+    ) -> artifacts.Artifact:
+        rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
+        if dense:
+            rows = [None if row is None else ["dense"] * len(row) for row in rows]
+        used = {name for row in rows if row is not None for name in row}
+        table = {"dense": {"kind": "dense"}} | SPARSE
+        patterns = {name: CLASSES[sizes["kind"]](**sizes) for name, sizes in table.items() if name in used}
+        layers = tuple(None if row is None else tuple(row) for row in rows)
+        return artifacts.Artifact(
+            model=fingerprint(model, name="tiny"),
+            search=search_info(),
+            patterns=patterns,
+            prefill=artifacts.Prefill(dense_below=dense_below, layers=layers),
+        )
+
+    return artifact_for
+
+
+@pytest.fixture
+def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Handle]:
+    """apply(model, strict=, backend=, **artifact) -> the handle of a fresh artifact applied to it."""
+
+    def apply(model: nn.Module, *, strict: bool = False, backend: str = "reference", **changes: Any) -> Handle:
+        return Headwise(artifact_for(model, **changes)).apply(model, strict=strict, backend=backend)
+
+    return apply
+
+
+@pytest.fixture
+def masked() -> Callable[[Any], Any]:
+    """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index comes to."""
+
+    @contextmanager
+    def masked(model: Any, dense_below: int = DENSE_BELOW) -> Iterator[None]:
+        rows = sparse_rows(model.config)
+        kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+
+        def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            row = rows[module.layer_idx]
+            scale, softcap = kwargs["scaling"], kwargs.pop("softcap", None)
+            q_len, k_len = q.shape[2], k.shape[2]
+            if row is not None and q_len >= 64 and k_len >= dense_below:
+                plan = LayerPlan([make(**SPARSE[name]) for name in row], kv_heads)
+                mask = plan.build(q, k, scale=scale).to_mask()
+            elif softcap is None:
+                return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+            elif mask is None:
+                mask = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
+            group = q.shape[1] // k.shape[1]
+            logits = (q @ repeat_kv(k, group).transpose(2, 3)).float() * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            weights = logits.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
+            return (weights @ repeat_kv(v, group)).transpose(1, 2).contiguous(), None
+
+        AttentionInterface.register("masked", attention)
+        AttentionMaskInterface.register("masked", sdpa_mask)
+        former = model.config._attn_implementation
+        model.set_attn_implementation("masked")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(former)
+
+    return masked
+
+
+@pytest.fixture
+def ids() -> Callable[..., torch.Tensor]:
+    """ids(length, batch=1, seed=0) -> random tokens (batch, length), none of them special."""
+
+    def ids(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * length + seed)
+        return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator)
+
+    return ids
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """warnings() -> what the runtime has said so far."""
+    caplog.set_level(logging.WARNING, logger="headwise")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "headwise"]

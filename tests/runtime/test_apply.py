@@ -1,0 +1,197 @@
+"""Applying and undoing: the model is checked first, and given back as it was, whatever happened."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import transformers
+
+import artifacts
+from artifacts import HeadwiseError
+from runtime import Headwise, load
+from tests.runtime.tiny import FAMILIES, SIZES
+
+
+def implementations(model):
+    configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
+    return [config._attn_implementation for config in configs]
+
+
+def multimodal():
+    config = transformers.Gemma3Config(
+        text_config={k: v for k, v in (SIZES | FAMILIES["Gemma3"]).items() if k != "config"},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("before", ["sdpa", "eager", "flex_attention"])
+def test_undo_restores_the_model_whatever_happened(before, build, apply, ids):
+    model = build()
+    model.set_attn_implementation(before)
+    expected = model(ids(100)).logits if before != "flex_attention" else None
+    with pytest.raises(RuntimeError, match="inside"), apply(model) as handle:
+        assert implementations(model) == ["headwise"]
+        raise RuntimeError("inside")
+    assert implementations(model) == [before]
+    handle.undo()
+    handle.undo()
+    assert implementations(model) == [before]
+    if expected is not None:
+        assert torch.equal(model(ids(100)).logits, expected)
+
+
+def test_undo_restores_after_a_failed_forward_and_a_changed_implementation(build, apply, ids):
+    model = build()
+    with apply(model, strict=True), pytest.raises(HeadwiseError):
+        model(ids(200), output_attentions=True)
+    assert implementations(model) == ["sdpa"]
+    with apply(model):
+        model.set_attn_implementation("eager")
+    assert implementations(model) == ["sdpa"]
+
+
+def test_only_the_language_part_of_a_nested_configuration_changes(apply, ids):
+    model = multimodal()
+    model.config.vision_config._attn_implementation = "eager"
+    before = implementations(model)
+    with apply(model, strict=True) as handle:
+        assert model.config.text_config._attn_implementation == "headwise"
+        assert model.config.vision_config._attn_implementation == "eager"
+        model(ids(200))
+        assert handle.stats()["sparse"] == 2
+    assert implementations(model) == before
+    with apply(model):
+        model.set_attn_implementation("sdpa")
+    assert implementations(model) == before
+
+
+def test_permanent_until_undone_and_again(build, apply, ids):
+    model, prompt = build(), ids(200)
+    dense = model(prompt).logits
+    handle = apply(model)
+    sparse = model(prompt).logits
+    handle.undo()
+    assert torch.equal(model(prompt).logits, dense) and not torch.equal(sparse, dense)
+    with apply(model):
+        assert torch.equal(model(prompt).logits, sparse)
+
+
+def test_nested_application_is_refused_and_leaves_the_outer_one(build, apply, ids):
+    model = build()
+    with apply(model) as outer:
+        with pytest.raises(HeadwiseError, match="applied already"):
+            apply(model)
+        model(ids(200))
+        assert outer.stats()["sparse"] == 2
+    assert implementations(model) == ["sdpa"]
+
+
+def test_two_models_with_two_artifacts(build, apply, masked, ids):
+    first, second, prompt = build(), build("Qwen3", seed=1), ids(200)
+    with masked(first), masked(second):
+        expected = first(prompt).logits
+    dense = second(prompt).logits
+    with apply(first, strict=True) as one, apply(second, dense_below=256) as two:
+        torch.testing.assert_close(first(prompt).logits, expected, atol=2e-4, rtol=1e-3)
+        assert torch.equal(second(prompt).logits, dense)
+        assert one.stats() == {"sparse": 2, "dense": {}}
+        assert two.stats() == {"sparse": 0, "dense": {"short": 2}}
+        one.undo()
+        second(ids(300))
+        assert two.stats()["sparse"] == 2
+
+
+def test_a_shared_configuration_object_is_refused(build, apply):
+    model = build()
+    twin = type(model)(model.config)
+    with apply(model), pytest.raises(HeadwiseError, match="shares its configuration"):
+        apply(twin)
+
+
+def test_an_undone_model_can_be_freed(build, apply, ids):
+    model = build()
+    with apply(model):
+        model(ids(200))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [
+        ("Mistral", {"head_dim": 64, "sliding_window": None}, "architecture"),
+        ("Llama", {"num_hidden_layers": 3}, "num_layers"),
+        ("Llama", {"num_attention_heads": 8}, "num_heads"),
+        ("Llama", {"num_key_value_heads": 4}, "num_kv_heads"),
+        ("Llama", {"head_dim": 32}, "head_dim"),
+        ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope"),
+        ("Llama", {"intermediate_size": 64}, "config_sha256"),
+        ("Llama", {"seed": 1}, "weights_sha256"),
+    ],
+)
+def test_another_model_is_refused_by_the_first_field(family, changes, field, build, artifact_for, ids):
+    artifact, other = artifact_for(build()), build(family, **changes)
+    with pytest.raises(HeadwiseError) as error:
+        Headwise(artifact).apply(other)
+    assert f"model: {field} is " in str(error.value) and "\n" not in str(error.value)
+    assert implementations(other) == ["sdpa"]
+
+
+def test_other_weights_of_one_architecture_only_with_leave(build, artifact_for):
+    artifact, other = artifact_for(build()), build(seed=1)
+    Headwise(artifact).apply(other, check_weights=False).undo()
+
+
+def test_stretched_positions_are_the_same_model(build, artifact_for):
+    artifact, stretched = artifact_for(build()), build(max_position_embeddings=4096)
+    Headwise(artifact).apply(stretched).undo()
+
+
+def test_what_has_no_attention_interface_is_refused(build, artifact_for):
+    headwise = Headwise(artifact_for(build()))
+    falcon = transformers.FalconForCausalLM(
+        transformers.FalconConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=97)
+    )
+    with pytest.raises(HeadwiseError, match="FalconForCausalLM has no attention that"):
+        headwise.apply(falcon)
+    with pytest.raises(HeadwiseError, match="Linear is not a transformers"):
+        headwise.apply(torch.nn.Linear(1, 1))
+
+
+def test_from_a_file(build, artifact_for, ids, tmp_path):
+    model, path, prompt = build(), tmp_path / "cfg.yaml", ids(200)
+    artifacts.save(artifact_for(model), path, None)
+    with Headwise(artifact_for(model)).apply(model, backend="reference"):
+        expected = model(prompt).logits
+    with load(path).apply(model, strict=True, backend="reference"):
+        assert torch.equal(model(prompt).logits, expected)
+
+
+def test_an_unknown_backend_is_refused(build, artifact_for):
+    with pytest.raises(HeadwiseError, match="'warp'; known: auto"):
+        Headwise(artifact_for(build())).apply(build(), backend="warp")
+
+
+def test_importing_and_loading_pull_in_neither_torch_nor_transformers():
+    code = (
+        "import sys, runtime\n"
+        "try: runtime.load('missing.yaml')\n"
+        "except ValueError: pass\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,106 @@
+"""Caches: chunked prefill, static slots, generation with and without a cache, beams."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+CLOSE = {"atol": 2e-4, "rtol": 1e-3}
+OPTIONS = {"max_new_tokens": 6, "do_sample": False}
+
+
+def chunked(model, prompt, chunks, cache):
+    logits, at = [], 0
+    for chunk in chunks:
+        logits.append(model(prompt[:, at : at + chunk], past_key_values=cache, use_cache=True).logits)
+        at += chunk
+    assert at == prompt.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("chunks", [(100, 100, 100), (70, 64, 166), (200, 36, 64), (299, 1)])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_sparse_chunk_sees_the_whole_past(family, chunks, build, apply, masked, ids):
+    model, prompt = build(family), ids(300)
+    with masked(model):
+        expected = chunked(model, prompt, chunks, DynamicCache(config=model.config))
+    with apply(model, strict=True) as handle:
+        found = chunked(model, prompt, chunks, DynamicCache(config=model.config))
+        assert handle.stats()["sparse"] > 0
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_dense_artifact_in_chunks_is_the_whole_prompt(family, build, apply, ids):
+    model, prompt = build(family), ids(300)
+    expected = model(prompt).logits
+    with apply(model, dense=True, strict=True):
+        found = chunked(model, prompt, (100, 130, 70), DynamicCache(config=model.config))
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("chunks", [(200,), (90, 110), (130, 10, 60)])
+def test_static_cache_slots_beyond_the_prompt_are_not_seen(chunks, build, apply, ids):
+    model, prompt = build(), ids(200)
+    with apply(model, strict=True) as handle:
+        expected = chunked(model, prompt, chunks, DynamicCache(config=model.config))
+        before = handle.stats()["sparse"]
+        found = chunked(model, prompt, chunks, StaticCache(config=model.config, max_cache_len=320))
+        assert handle.stats()["sparse"] == 2 * before > 0
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(build, apply, ids, monkeypatch):
+    model, prompt = build(), ids(300)
+    expected = chunked(model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320))
+    monkeypatch.setattr("kernels.dispatch.why_not", lambda *qkv: {"cpu": "no compiler", "reference": None})
+    with apply(model, backend="auto"):
+        found = chunked(model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320))
+    assert torch.equal(found, expected)
+
+
+def test_short_prompt_in_a_long_static_cache_is_dense_and_silent(build, apply, ids, warnings):
+    model, prompt = build(), ids(100)
+    expected = model(prompt, past_key_values=StaticCache(config=model.config, max_cache_len=320)).logits
+    with apply(model, strict=True) as handle:
+        found = model(prompt, past_key_values=StaticCache(config=model.config, max_cache_len=320)).logits
+        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
+    assert torch.equal(found, expected) and not warnings()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 100},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2, "cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_generate(how, family, build, apply, masked, ids):
+    model, prompt = build(family), ids(200)
+    same = dict(how)
+    same.pop("cache_implementation", None)
+    with masked(model):
+        expected = model.generate(prompt, **OPTIONS, **same)
+    with apply(model, strict=True) as handle:
+        found = model.generate(prompt, **OPTIONS, **how)
+        assert handle.stats()["sparse"] > 0
+    assert found.tolist() == expected.tolist()
+
+
+def test_several_turns_on_one_cache(build, apply, masked, ids):
+    model, first, second = build(), ids(150), ids(80, seed=1)
+
+    def turns():
+        cache = DynamicCache(config=model.config)
+        spoken = model.generate(first, past_key_values=cache, **OPTIONS)
+        return model.generate(torch.cat([spoken, second], 1), past_key_values=cache, **OPTIONS)
+
+    with masked(model):
+        expected = turns()
+    with apply(model, strict=True):
+        assert turns().tolist() == expected.tolist()

@@ -1,0 +1,112 @@
+"""A PrefillMask is the mask that sdpa or eager would have got, and costs nothing until it is read."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.masking_utils import (
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from runtime.masks import PrefillMask, headwise_mask
+from runtime.state import Settings, forget, remember
+from tests.runtime.tiny import DENSE_BELOW
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def call(request):
+    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in for)."""
+    config = LlamaConfig()
+    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense=request.param, strict=False, backend="auto"))
+    other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
+
+    def call(**given):
+        given = {"dtype": torch.float32, "config": config, "mask_function": causal_mask_function} | given
+        return headwise_mask(**given), other(**given)
+
+    yield call
+    forget(config, [])
+
+
+def padding(ranges, length):
+    at = torch.arange(length)
+    return torch.stack([(at >= start) & (at < end) for start, end in ranges])
+
+
+@pytest.mark.parametrize("q_offset", [0, 72, torch.tensor(72)], ids=str)
+@pytest.mark.parametrize("slots", [0, 40])
+def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
+    length = int(q_offset) + 128
+    real = padding([(0, length), (30, length), (0, 50), (0, 0)], length)
+    mask, expected = call(batch_size=4, q_length=128, kv_length=length + slots, q_offset=q_offset, attention_mask=real)
+    assert isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.dtype == expected.dtype
+    assert mask.contiguous() is mask and mask.to("cpu") is mask and not mask._made
+    assert mask.tokens.ranges == ((0, length), (30, length), (0, 50), (0, 0))
+    assert torch.equal(mask.for_dense(), expected)
+    assert torch.equal(mask[:, :, 3:, :77], expected[:, :, 3:, :77])
+    assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
+
+
+def test_without_padding_dense_gets_what_it_got_before(call):
+    mask, expected = call(batch_size=2, q_length=128, kv_length=128)
+    found = mask.for_dense()
+    assert (found is None and expected is None) or torch.equal(found, expected)
+    assert mask.read().shape == (2, 1, 128, 128)
+
+
+def test_dense_gets_a_mask_where_the_caller_wants_one(call):
+    mask, expected = call(batch_size=1, q_length=128, kv_length=128, allow_is_causal_skip=False)
+    assert isinstance(mask, PrefillMask) and torch.equal(mask.for_dense(), expected)
+
+
+def test_sdpa_reads_it(call):
+    mask, _ = call(batch_size=1, q_length=128, kv_length=128)
+    q = torch.randn(1, 2, 128, 8)
+    found = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
+def test_another_device_does_not_make_it(call):
+    mask, _ = call(batch_size=1, q_length=128, kv_length=128)
+    moved = mask.to("meta")
+    assert isinstance(moved, PrefillMask) and moved.device.type == "meta" and moved.tokens == mask.tokens
+    assert not mask._made and type(mask.to(torch.float16)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16},
+        {"attention_mask": padding([(0, 128)], 128).index_fill(1, torch.tensor([9]), False)},
+        {"attention_mask": padding([(0, 128)], 128), "kv_offset": 1},
+        {"kv_length": 127, "q_length": 127},
+        {"q_length": 63, "q_offset": 65},
+    ],
+    ids=["sliding", "holes", "evicted", "short", "few queries"],
+)
+def test_everything_else_is_what_it_was(given, call):
+    mask, expected = call(**{"batch_size": 1, "q_length": 128, "kv_length": 128} | given)
+    assert not isinstance(mask, PrefillMask)
+    assert (mask is None and expected is None) or torch.equal(mask, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=130, max_size=130), min_size=1, max_size=3), st.data())
+def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
+    config = LlamaConfig()
+    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense="sdpa", strict=False, backend="auto"))
+    real = torch.tensor(rows)
+    for row in range(len(rows)):
+        if data.draw(st.booleans()):
+            start, end = sorted((data.draw(st.integers(0, 130)), data.draw(st.integers(0, 130))))
+            real[row] = padding([(start, end)], 130)[0]
+    mask = headwise_mask(len(rows), 130, 130, attention_mask=real, config=config)
+    whole = all("01" not in "".join("01"[v] for v in row).lstrip("0") for row in real.tolist())
+    assert isinstance(mask, PrefillMask) == whole
+    if whole:
+        for row, (start, end) in zip(real, mask.tokens.ranges, strict=True):
+            assert row.nonzero().flatten().tolist() == list(range(start, end))
