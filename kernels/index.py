@@ -9,8 +9,8 @@ computed for a row if one of three things says so:
 * `diagonals`: tile offsets d; row at tile t computes key tile t - d. The same for all rows of a head, so a slash costs
   one number however long the prompt is.
 * `tiles`: key tiles listed row by row (block-sparse).
-* `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows whose
-  tiles hold them already. At 1M tokens a head's verticals take kilobytes where a list for each row would take megabytes.
+* `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows
+  whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a list for each row would take 64 MB.
 
 All three are ascending and padded at the end with PAD, which lies beyond every causal limit.
 """
@@ -43,8 +43,8 @@ def num_rows(q_len: int, k_len: int) -> int:
 class SparseIndex:
     """Which key tiles and key columns each (batch, query head, query tile) computes.
 
-    diagonals (B, H, ND), tiles (B, H, R, NT) and columns (B, H, NC) are int32 on the device of the queries; ND, NT and NC
-    may be 0 except that every head has diagonal 0. A key that two entries name is computed once.
+    diagonals (B, H, ND), tiles (B, H, R, NT) and columns (B, H, NC) are int32 on the device of the queries; ND, NT and
+    NC may be 0 except that every head has diagonal 0. A key that two entries name is computed once.
     """
 
     q_len: int
@@ -86,13 +86,12 @@ class SparseIndex:
         A group of TILE columns costs a tile in each row where at least one of its columns is not already in a tile.
         """
         count = torch.zeros(self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device)
-        groups = num_tiles(self.columns.shape[-1])
+        touched = self._tiles_of_column_groups()
         for rows, mask in self._row_masks():
             count += mask.sum(dim=(2, 3))
-            if groups:
-                live = self._live_columns(rows, mask)
-                live = torch.nn.functional.pad(live, (0, groups * TILE - live.shape[-1]))
-                count += live.unflatten(-1, (groups, TILE)).any(-1).sum(dim=(2, 3))
+            # A group is computed in a row if one of the tiles it touches lies before the row's own and is not held.
+            free = ~mask & self._before(rows, mask.device)
+            count += (free.float() @ touched > 0).sum(dim=(2, 3))
         return count
 
     def density(self) -> Tensor:
@@ -100,7 +99,10 @@ class SparseIndex:
         return self.computed_tiles().float() / self.causal_tiles
 
     def flops(self, head_dim: int, v_dim: int | None = None) -> Tensor:
-        """Floating-point operations of both matrix products, (B, H) int64: "FLOPs in kernel" of MInference's Algorithm 1."""
+        """Floating-point operations of both matrix products, (B, H) int64.
+
+        The "FLOPs in kernel" of MInference 1.0, Algorithm 1.
+        """
         return self.computed_tiles() * (2 * TILE * TILE * (head_dim + (v_dim or head_dim)))
 
     def to_mask(self) -> Tensor:
@@ -164,12 +166,26 @@ class SparseIndex:
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             yield rows, mask[..., :n]
 
+    def _before(self, rows: range, device: torch.device) -> Tensor:
+        """Key tiles before each row's own, (rows, N) bool."""
+        at = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.first_row
+        return torch.arange(num_tiles(self.k_len), device=device) < at
+
+    def _tiles_of_column_groups(self) -> Tensor:
+        """Which key tiles the columns of each group of TILE lie in, (B, H, N, groups) fp32 of 0 and 1."""
+        n, columns = num_tiles(self.k_len), self.columns.shape[-1]
+        groups = num_tiles(columns)
+        touched = torch.zeros(self.batch, self.num_heads, groups * (n + 1), device=self.columns.device)
+        group = torch.arange(columns, device=self.columns.device) // TILE
+        touched.scatter_(-1, group * (n + 1) + (self.columns.long() // TILE).clamp_max(n), 1.0)
+        return touched.unflatten(-1, (groups, n + 1))[..., :n].transpose(2, 3)
+
     def _live_columns(self, rows: range, tiles: Tensor) -> Tensor:
         """Columns that row by row are left to compute, (B, H, rows, NC) bool."""
-        at = torch.arange(rows.start, rows.stop, device=tiles.device)[:, None] + self.first_row
+        free = ~tiles & self._before(rows, tiles.device)
         tile = (self.columns.long() // TILE)[:, :, None].expand(-1, -1, len(rows), -1)
-        below = tile < at
-        return below & ~tiles.gather(-1, torch.where(below, tile, 0))
+        inside = tile < free.shape[-1]
+        return inside & free.gather(-1, torch.where(inside, tile, 0))
 
 
 def empty_entries(*shape: int, device: torch.device) -> Tensor:

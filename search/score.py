@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
-from kernels.patterns import KINDS, Pattern
+from kernels.patterns import make
 from kernels.patterns.dense import dense_index
 from profiling.capture import LayerInputs
-from search.space import Family, change_space
+from search.space import Family, builders, change_space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +61,14 @@ def score_layer(
 
     dense, dense_lse = attend(dense_index(1, q.shape[1], q.shape[2], k.shape[2], q.device))
     norms = [float(dense[0, head].float().norm()) for head in heads]
+    build = builders(families, q, k, scale=scale)
     by_family = []
     for c, family in enumerate(families):
-        patterns: list[Pattern]
         if sizes is None:
-            patterns, build = change_space(family, target, q, k, scale=scale)
+            patterns = change_space(family, target, build[family.kind], num_heads=q.shape[1], length=q.shape[2])
         else:
-            patterns = [KINDS[family.kind](**sizes[head][c]) for head in heads]
-            build = KINDS[family.kind].prepare(patterns, heads, q, k, scale=scale)
-        index = build(patterns)
+            patterns = [make(family.kind, **sizes[head][c]) for head in heads]
+        index = build[family.kind](patterns)
         out, lse = attend(index)
         recall = torch.exp((lse - dense_lse)[0]).clamp_(max=1.0).mean(-1)
         tiles = index.computed_tiles()[0]

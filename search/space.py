@@ -109,22 +109,31 @@ def _a_shape_tiles(sink: int, window: int, length: int) -> int:
     return int(index.computed_tiles())
 
 
-def change_space(
-    family: Family, target: int, q: Tensor, k: Tensor, *, scale: float
-) -> tuple[list[Pattern], Callable[[Sequence[Pattern]], SparseIndex]]:
+Builder = Callable[[Sequence[Pattern]], SparseIndex]
+
+
+def builders(families: Sequence[Family], q: Tensor, k: Tensor, *, scale: float) -> dict[str, Builder]:
+    """For each kind the function from one pattern a head to their index on these q (1, H, Q, D) and k (1, G, K, D)."""
+    heads = range(q.shape[1])
+    made = {}
+    for kind in dict.fromkeys(family.kind for family in families):
+        largest = max(
+            (family.at(family.steps(k.shape[2])[1]) for family in families if family.kind == kind),
+            key=lambda pattern: max(vars(pattern).values()),
+        )
+        made[kind] = KINDS[kind].prepare([largest for _ in heads], heads, q, k, scale=scale)
+    return made
+
+
+def change_space(family: Family, target: int, build: Builder, *, num_heads: int, length: int) -> list[Pattern]:
     """ChangeSpace for all heads of a layer: each head's largest pattern that computes at most `target` tiles.
 
-    What a pattern computes is counted from its SparseIndex on these very q (1, H, Q, D) and k (1, G, K, D): a head
-    whose diagonals lie scattered gets fewer of them than one whose diagonals share tiles. The result is within one step
-    of the target from below, or the family's smallest pattern where even that computes more.
-
-    Returns:
-        One pattern a head, and the builder that lowers such a list to an index.
+    What a pattern computes is counted from its SparseIndex on the layer's own q and k: a head whose diagonals lie
+    scattered gets fewer of them than one whose diagonals share tiles. The result is within one step of the target from
+    below, or the family's smallest pattern where even that computes more.
     """
-    heads = range(q.shape[1])
-    least, most = family.steps(k.shape[2])
-    low, high = [least for _ in heads], [most for _ in heads]
-    build = KINDS[family.kind].prepare([family.at(most) for _ in heads], heads, q, k, scale=scale)
+    least, most = family.steps(length)
+    low, high = [least] * num_heads, [most] * num_heads
     while any(a < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
         tiles = build([family.at(n) for n in middle]).computed_tiles()[0].tolist()
@@ -134,4 +143,4 @@ def change_space(
                     low[head] = n
                 else:
                     high[head] = n - 1
-    return [family.at(n) for n in low], build
+    return [family.at(n) for n in low]

@@ -1,0 +1,193 @@
+"""python -m search.heads as its users run it, on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from kernels.patterns import LayerPlan, make
+from profiling.capture import LayerInputs, capture
+from profiling.models import load_model
+from profiling.prompts import make_prompts
+from runtime import load
+from search.heads import HeadSearch, main, run
+from tests.search.conftest import save_tiny
+
+LENGTH = 1000
+
+
+def config(model: Path, out: Path, **changes: object) -> HeadSearch:
+    settings = {"length": LENGTH, "dtype": "float32", "calibration": "passkey", "command": "test"}
+    return HeadSearch(model=str(model), out=out, **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("found") / "cfg.yaml"
+    run(config(tiny_model, out, samples=2))
+    return out
+
+
+def test_writes_a_valid_pair_and_the_picture_and_nothing_else(found: Path) -> None:
+    artifact = artifacts.load(found)
+    assert artifact.sidecar is not None
+    expected = {"cfg.yaml", artifact.sidecar.file, "cfg.png", "cfg.svg", "cfg.csv"}
+    assert {path.name for path in found.parent.iterdir()} == expected
+    assert artifact.prefill.dense_below == LENGTH // 2
+    assert artifact.search.calibration.samples == 2
+    assert len((found.parent / "cfg.csv").read_text().splitlines()) == 1 + 3 * 6
+
+
+def test_scores_are_what_the_reference_measures(tiny_model: Path, tmp_path: Path) -> None:
+    """Recall, error and density of the chosen patterns, recomputed with plain softmax over the whole matrix."""
+    out = tmp_path / "cfg.yaml"
+    run(config(tiny_model, out))
+    artifact, arrays = artifacts.load(out), artifacts.load_arrays(out)
+    loaded = load_model(str(tiny_model), dtype="float32")
+    prompt = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=1, seed=0)[0]
+
+    def visit(inputs: LayerInputs) -> None:
+        row = artifact.prefill.layers[inputs.layer]
+        assert row is not None
+        plan = LayerPlan([make(**artifact.patterns[name].model_dump()) for name in row], 2)
+        index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+        k, v = (x.repeat_interleave(3, dim=1) for x in (inputs.k, inputs.v))
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        logits = (inputs.q @ k.transpose(2, 3) * inputs.scale).masked_fill(~causal, float("-inf"))
+        weights = logits.softmax(-1)
+        kept = index.to_mask()
+        dense, sparse = weights @ v, logits.masked_fill(~kept, float("-inf")).softmax(-1) @ v
+        error = (sparse - dense).norm(dim=(2, 3)) / dense.norm(dim=(2, 3))
+        at = inputs.layer
+        np.testing.assert_allclose(arrays["chosen.error"][at], error[0], atol=1e-4, rtol=1e-3)
+        np.testing.assert_allclose(arrays["chosen.recall"][at], (weights * kept).sum(-1).mean(-1)[0], atol=1e-4)
+        np.testing.assert_allclose(arrays["chosen.density"][at], index.density()[0], atol=1e-6)
+
+    capture(loaded.model, torch.tensor([prompt.input_ids]), visit)
+
+
+def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(found: Path) -> None:
+    artifact, arrays = artifacts.load(found), artifacts.load_arrays(found)
+    errors = np.stack([arrays[name] for name in sorted(arrays) if name.endswith(".error") and "candidates" in name])
+    density = np.stack([arrays[name] for name in sorted(arrays) if name.endswith(".density") and "candidates" in name])
+    # What costs more on the second prompt than on the first, where sizes were settled, is still a candidate.
+    fits = density <= artifact.search.target_density + 0.05
+    np.testing.assert_array_less(arrays["chosen.error"] - 1e-6, np.where(fits, errors, np.inf).min(0) + 1e-6)
+    assert artifact.search.summary.density <= artifact.search.target_density + 0.02
+    assert sum(artifact.search.summary.winners.values()) == 18
+
+
+def test_runtime_serves_it(found: Path, tiny_model: Path) -> None:
+    loaded = load_model(str(tiny_model), dtype="float32")
+    ids = torch.randint(0, 256, (1, LENGTH))
+    with torch.no_grad():
+        dense = loaded.model(ids).logits
+        with load(found).apply(loaded.model, strict=True):
+            sparse = loaded.model(ids).logits
+            short = loaded.model(ids[:, :100]).logits
+        torch.testing.assert_close(short, loaded.model(ids[:, :100]).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(loaded.model(ids).logits, dense, atol=0, rtol=0)
+    assert (sparse - dense).abs().max() > 1e-3
+
+
+def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    again = run(config(tiny_model, tmp_path / "cfg.yaml", samples=2))
+    assert again.content_sha256 == artifacts.load(found).content_sha256
+    other = run(config(tiny_model, tmp_path / "other.yaml", samples=2, seed=1))
+    assert other.content_sha256 != again.content_sha256
+
+
+@pytest.mark.slow
+def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cfg.yaml"
+    resume = tmp_path / "cfg.resume.jsonl"
+    command = [sys.executable, "-m", "search.heads", "--model", str(tiny_model), "--out", str(out)]
+    command += ["--length", str(LENGTH), "--dtype", "float32", "--calibration", "passkey", "--samples", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (resume.exists() and resume.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = resume.read_bytes().count(b"\n") - 1
+    assert not out.exists()
+    if finished == 6:
+        pytest.skip("it finished all layers before the kill reached it")
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"{finished} layers are finished" in second.stderr
+    assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
+    assert not resume.exists()
+
+
+def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = save_tiny(
+        tmp_path / "hybrid", family="Gemma3", config="Gemma3Text", head_dim=16, sliding_window=64, layer_types=layers
+    )
+    artifact = run(config(model, tmp_path / "cfg.yaml"))
+    assert [row is None for row in artifact.prefill.layers] == [True, False, True]
+    assert sum(artifact.search.summary.winners.values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"--model": "no/such-model-anywhere"}, "unknown model"),
+        ({"--length": "4000"}, "--beyond-positions"),
+        ({"--budget": "0.001"}, "impossible"),
+        ({"--budget": "2"}, "at most 1"),
+        ({"--out": "missing/cfg.yaml"}, "missing"),
+        ({"--calibration": "guessing"}, "kv_retrieval"),
+        ({"--backend": "abacus"}, "abacus"),
+        ({"--length": "0"}, "at least 1"),
+        ({"--samples": "0"}, "at least 1"),
+        ({"--preset": "paper"}, "30000"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_bad_input_is_one_line_and_leaves_no_file(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from artifacts import HeadwiseError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = {"--model": str(tiny_model), "--out": "cfg.yaml", "--length": "1000", "--dtype": "float32", **changes}
+    if "--preset" in changes:
+        del options["--length"]
+    with pytest.raises(HeadwiseError, match=says) as caught:
+        main([word for option in options.items() for word in option])
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_without_attention(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "mamba", family="Mamba", num_hidden_layers=2, state_size=4)
+    result = subprocess.run(
+        [sys.executable, "-m", "search.heads", "--model", str(model), "--out", str(tmp_path / "cfg.yaml")],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "without attention" in errors[0] and "Traceback" not in result.stderr
+    assert not list(tmp_path.glob("cfg*"))
+
+
+def test_damaged_resume_file(tiny_model: Path, tmp_path: Path) -> None:
+    from artifacts import HeadwiseError
+
+    (tmp_path / "cfg.resume.jsonl").write_text('{"sha256": "0", "content": {}}\n')
+    with pytest.raises(HeadwiseError, match=r"cfg\.resume\.jsonl is damaged at line 1"):
+        run(config(tiny_model, tmp_path / "cfg.yaml"))
+    assert [path.name for path in tmp_path.iterdir()] == ["cfg.resume.jsonl"]
