@@ -101,9 +101,7 @@ def _parser() -> ArgumentParser:
         ("validate", "check fields, hashes and sidecar; exit status 2 and one line if anything is wrong"),
     ):
         action = actions.add_parser(name, help=short, description=short.capitalize() + ".")
-        action.add_argument(
-            "file", metavar="FILE", type=Path, help="the artifact's YAML file, such as cfg.yaml"
-        )
+        action.add_argument("file", metavar="FILE", type=Path, help="the artifact's YAML file, such as cfg.yaml")
         action.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     return parser
 

@@ -33,9 +33,7 @@ class ArgumentParser(argparse.ArgumentParser):
         sys.exit(BAD_USE)
 
 
-def run_command(
-    main: Callable[[list[str] | None], int | None], argv: Sequence[str] | None = None
-) -> NoReturn:
+def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command's main and exit: HeadwiseError becomes one line `error: ...` on stderr and status 2.
 
     An interruption ends with one line and status 130, a closed pipe silently with 141; any other exception

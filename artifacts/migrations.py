@@ -25,9 +25,7 @@ def version_of(fields: Mapping[str, Any]) -> int:
         ArtifactError: no usable schema_version, or one that is newer than SCHEMA_VERSION.
     """
     if "schema_version" not in fields:
-        raise ArtifactError(
-            f"schema_version: missing, is this an artifact? this headwise writes {SCHEMA_VERSION}"
-        )
+        raise ArtifactError(f"schema_version: missing, is this an artifact? this headwise writes {SCHEMA_VERSION}")
     version = fields["schema_version"]
     if type(version) is not int or version < 1:
         raise ArtifactError(
@@ -35,8 +33,7 @@ def version_of(fields: Mapping[str, Any]) -> int:
         )
     if version > SCHEMA_VERSION:
         raise ArtifactError(
-            f"schema_version: {version} is newer than this headwise reads (up to {SCHEMA_VERSION}): "
-            "upgrade headwise"
+            f"schema_version: {version} is newer than this headwise reads (up to {SCHEMA_VERSION}): upgrade headwise"
         )
     return version
 

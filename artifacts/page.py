@@ -23,9 +23,7 @@ _MAP_WRAP = 32
 _MEANS = ("recall", "error", "density")
 
 
-def render(
-    artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96
-) -> str:
+def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96) -> str:
     """The page that `python -m artifacts show` prints.
 
     Args:
@@ -52,9 +50,7 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
     searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
     revision = f" at {model.revision}" if model.revision else ""
     shape = f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
-    origin = (
-        f"headwise {search.tool_version}, preset {search.preset}, budget {search.budget}, seed {search.seed}"
-    )
+    origin = f"headwise {search.tool_version}, preset {search.preset}, budget {search.budget}, seed {search.seed}"
     machine = f"{search.device}, {search.dtype}, {search.kernel_backend} kernels"
     prompts = f"{_plural(calibration.samples, 'prompt')} of {lengths} tokens"
     means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
@@ -81,10 +77,7 @@ def _winners(artifact: Artifact) -> list[str]:
     rows = [["kind", "heads", "share", "patterns"]]
     for kind, heads in sorted(winners.items(), key=lambda pair: (-pair[1], pair[0])):
         counts = Counter(
-            name
-            for row in artifact.prefill.layers
-            for name in row or ()
-            if artifact.patterns[name].kind == kind
+            name for row in artifact.prefill.layers for name in row or () if artifact.patterns[name].kind == kind
         )
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
         more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
@@ -101,15 +94,12 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     means = {
         name: array
         for name in _MEANS
-        if (array := arrays.get(f"chosen.{name}")) is not None
-        and array.shape == (artifact.model.num_layers, heads)
+        if (array := arrays.get(f"chosen.{name}")) is not None and array.shape == (artifact.model.num_layers, heads)
     }
     lines = [f"map: {legend}, {LEFT_ALONE} slides already"]
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):
-        letters = (
-            "".join(LETTERS[artifact.patterns[name].kind] for name in row) if row else LEFT_ALONE * heads
-        )
+        letters = "".join(LETTERS[artifact.patterns[name].kind] for name in row) if row else LEFT_ALONE * heads
         first, *rest = (letters[i : i + per_line] for i in range(0, heads, per_line))
         tail = "".join(_mean(array[layer].tolist()) for array in means.values())
         lines.append(f"  {layer:>5}  {first:{column}}{tail}".rstrip())
@@ -137,9 +127,7 @@ def _evidence(evidence: Sequence[Measurement], width: int) -> list[str]:
     for command in dict.fromkeys(m.command for m in evidence):
         lines += _labelled("", f"$ {command}", width, indent=2)
     for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence):
-        lines += _labelled(
-            "", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2
-        )
+        lines += _labelled("", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2)
     return lines
 
 

@@ -100,9 +100,7 @@ class ModelInfo(Record):
     @model_validator(mode="after")
     def _groups(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}"
-            )
+            raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         return self
 
 
@@ -206,28 +204,21 @@ class Artifact(Record):
     def _fits_together(self) -> Self:
         rows = self.prefill.layers
         if len(rows) != self.model.num_layers:
-            raise ValueError(
-                f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers"
-            )
+            raise ValueError(f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers")
         unused = dict.fromkeys(self.patterns)
         for layer, row in enumerate(rows):
             if row is None:
                 continue
             if len(row) != self.model.num_heads:
                 raise ValueError(
-                    f"prefill.layers[{layer}] has {len(row)} names, "
-                    f"the model has {self.model.num_heads} query heads"
+                    f"prefill.layers[{layer}] has {len(row)} names, the model has {self.model.num_heads} query heads"
                 )
             for head, name in enumerate(row):
                 if name not in self.patterns:
-                    raise ValueError(
-                        f"prefill.layers[{layer}][{head}]: {_unknown(name, list(self.patterns))}"
-                    )
+                    raise ValueError(f"prefill.layers[{layer}][{head}]: {_unknown(name, list(self.patterns))}")
                 unused.pop(name, None)
         if unused:
-            raise ValueError(
-                f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers"
-            )
+            raise ValueError(f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers")
         return self
 
 

@@ -24,9 +24,7 @@ def to_bytes(arrays: Mapping[str, Array]) -> bytes:
     from safetensors.numpy import save
 
     # safetensors writes the buffer as it lies: it has to be in C order and in this machine's byte order.
-    data: bytes = save(
-        {name: np.asarray(a, dtype=a.dtype.newbyteorder("="), order="C") for name, a in arrays.items()}
-    )
+    data: bytes = save({name: np.asarray(a, dtype=a.dtype.newbyteorder("="), order="C") for name, a in arrays.items()})
     return data
 
 
@@ -45,9 +43,7 @@ def read_arrays(file: Path, sidecar: Sidecar) -> dict[str, Array]:
     try:
         arrays: dict[str, Array] = load(data)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ArtifactError(
-            f"sidecar.file: {shorten(file.name)} is no safetensors file of arrays ({error})"
-        ) from None
+        raise ArtifactError(f"sidecar.file: {shorten(file.name)} is no safetensors file of arrays ({error})") from None
     return arrays
 
 

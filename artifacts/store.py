@@ -32,17 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["MAX_BYTES", "load", "load_arrays", "pattern_name", "save"]
 
 MAX_BYTES = 16 * 2**20
-_HEADER = (
-    "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
-)
+_HEADER = "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
 _ATTEMPTS = 5
 
 T = TypeVar("T")
 
 
-def save(
-    artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None
-) -> Artifact:
+def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None) -> Artifact:
     """Write the artifact to `path` and its arrays, if any, beside it.
 
     The same content gives the same bytes but for created_at and the commands. An existing pair is replaced; a
@@ -171,9 +167,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ArtifactError(f"{shown}: cannot be read, {(error.strerror or str(error)).lower()}") from None
     if len(data) > MAX_BYTES:
-        raise ArtifactError(
-            f"{shown}: has more than {MAX_BYTES} bytes, too large for an artifact's YAML file"
-        )
+        raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for an artifact's YAML file")
     return data
 
 

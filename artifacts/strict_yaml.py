@@ -134,9 +134,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-0123456789")
-)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-0123456789"))
 
 
 def dump(fields: Mapping[str, Any]) -> str:

@@ -66,9 +66,7 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
         return f"{where}: missing"
     if kind == "extra_forbidden":
         # A misspelt field is missing under its right name, unless it has a default, as some at the top have.
-        beside = [
-            d["loc"][-1] for d in others if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]
-        ]
+        beside = [d["loc"][-1] for d in others if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]]
         known = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
         near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
         return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
@@ -101,9 +99,7 @@ def _path(loc: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            path += ("." if path else "") + (
-                part if part.isidentifier() and len(part) < 65 else _quoted(part)
-            )
+            path += ("." if path else "") + (part if part.isidentifier() and len(part) < 65 else _quoted(part))
     return path
 
 

@@ -35,7 +35,7 @@ class AShape(Pattern):
         n = num_tiles(k_len)
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
-            # A window of w tokens reaches back over w - 1 positions, which touch this many tiles beside the query's own.
+            # A window of w tokens reaches back over w - 1 positions: this many tiles beside the query's own.
             reach = [min((p.window - 1 + TILE - 1) // TILE, n - 1) for p in patterns]
             sinks = [min(max(p.sink, TILE), k_len) for p in patterns]
             return SparseIndex(

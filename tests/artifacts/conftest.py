@@ -43,9 +43,7 @@ def build(**changes: Any) -> artifacts.Artifact:
             command="python -m search.heads --model tiny --out cfg.yaml",
             preset="scaled",
             seed=7,
-            calibration=artifacts.Calibration(
-                task="kv_retrieval", lengths=(4096,), samples=1, sha256="c" * 64
-            ),
+            calibration=artifacts.Calibration(task="kv_retrieval", lengths=(4096,), samples=1, sha256="c" * 64),
             budget="0.25",
             target_density=0.25,
             device="cpu",

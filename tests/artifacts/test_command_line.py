@@ -112,9 +112,7 @@ def test_show(saved, capsys, monkeypatch):
         assert expected in prose
     assert "vertical_slash      4  50.0%  vs_100_1800 x3, vs_30_2048_q32 x1\n" in text
     assert "prefill   2.5 s    3.75 s  dense sdpa   8,192        5\n" in text
-    rows = [
-        line.split() for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "012"
-    ]
+    rows = [line.split() for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "012"]
     recall = np.linspace(0.5, 1.0, 12).reshape(3, 4).mean(1)
     assert rows == [["0", "VVAB", f"{recall[0]:.4f}"], ["1", "....", "-"], ["2", "VVAD", f"{recall[2]:.4f}"]]
 

@@ -94,9 +94,7 @@ def test_edited_by_hand(edit, old, new, expected):
 
 
 def test_a_change_that_the_hash_leaves_out_is_no_damage(edit):
-    assert load(edit("--model tiny", "--model ./tiny")).search.command.endswith(
-        "--model ./tiny --out cfg.yaml"
-    )
+    assert load(edit("--model tiny", "--model ./tiny")).search.command.endswith("--model ./tiny --out cfg.yaml")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])

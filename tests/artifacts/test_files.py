@@ -56,9 +56,7 @@ def test_no_path_and_a_device():
         check_writable(os.devnull)
 
 
-@pytest.mark.parametrize(
-    "write", [check_writable, lambda path: atomic_write(path, b"new")], ids=["check", "write"]
-)
+@pytest.mark.parametrize("write", [check_writable, lambda path: atomic_write(path, b"new")], ids=["check", "write"])
 def test_a_folder_that_refuses_files(tmp_path, monkeypatch, write):
     """Root may write into any folder, so the refusal is played."""
 

@@ -17,9 +17,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def test_every_version_has_its_golden_file_and_its_step():
-    assert [path.name for path in sorted(GOLDEN.glob("*.yaml"))] == [
-        f"v{n}.yaml" for n in range(1, SCHEMA_VERSION + 1)
-    ]
+    assert [path.name for path in sorted(GOLDEN.glob("*.yaml"))] == [f"v{n}.yaml" for n in range(1, SCHEMA_VERSION + 1)]
     assert sorted(migrations.MIGRATIONS) == list(range(1, SCHEMA_VERSION))
 
 

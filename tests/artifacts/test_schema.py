@@ -69,8 +69,6 @@ def test_made_now_unless_told(make):
 
 def test_importing_loads_nothing_heavy():
     code = "import sys, artifacts, artifacts.command_line; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "artifacts.store" in loaded
     assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)

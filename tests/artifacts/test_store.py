@@ -51,9 +51,7 @@ def test_same_content_same_bytes(tmp_path, make, arrays):
         save(make(), tmp_path / run / "cfg.yaml", {name: np.asfortranarray(arrays[name]) for name in order})
     one, two = tmp_path / "one", tmp_path / "two"
     assert names(one) == names(two)
-    assert [(one / name).read_bytes() for name in names(one)] == [
-        (two / name).read_bytes() for name in names(two)
-    ]
+    assert [(one / name).read_bytes() for name in names(one)] == [(two / name).read_bytes() for name in names(two)]
 
 
 def test_hash_leaves_out_time_commands_and_the_files_name(tmp_path, make, arrays):

@@ -36,12 +36,7 @@ ODD = [
     "😀",
 ]
 TRICKY = st.sampled_from([*WORDS.split(), *ODD])
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**30), 10**30)
-    | st.floats(allow_nan=False, allow_infinity=False)
-)
+SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
     SCALARS | TEXT | TRICKY,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT | TRICKY, inner, max_size=4),
