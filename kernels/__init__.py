@@ -3,7 +3,7 @@
 Ours is `kernels.index`, `kernels.attention`, ...: import those, never a name from `kernels` itself. Where
 another `kernels` lies further down the path, its folder joins `__path__` and its `__init__` runs in this
 namespace, so that `kernels.get_kernel` is theirs. Where none lies there, no `__version__` is defined:
-transformers then knows that theirs is absent. A built wheel carries no such file: there both share one folder.
+transformers then knows that theirs is absent. A built wheel has no such file: there both share one folder.
 """
 
 import sys as _sys

@@ -3,8 +3,8 @@
 Shapes: B batch (1 here), H query heads, G KV heads, S prompt length, D head dim, E value dim.
 
 The pass goes through an attention function of our own, registered with transformers; no forward is replaced.
-One layer's tensors are alive at a time and no S x S tensor is ever made, masks included: memory grows linearly
-with S.
+One layer's tensors are alive at a time and no S x S tensor is ever made, masks included: memory grows
+linearly with S.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CAPTURE_NAME = "headwise_capture"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputs:
-    """What one attention layer attends with, after position encoding; valid in the visit, not to be written to.
+    """What one attention layer attends with, after position encoding: for reading, during the visit.
 
     q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries.
     scale: factor on q k^T.
-    sliding_window: keys that a query sees, itself included, where the layer is local (or a chunk's size), else None.
+    sliding_window: keys that a query sees, itself included (or a chunk's size); None where it sees all.
     softcap: c in c * tanh(scores / c), None without.
     sinks: (H,) logits of a virtual key without value, None without.
     """
@@ -72,8 +72,7 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
         _forward(model, input_ids)
     if not run.visits:
         raise HeadwiseError(
-            f"model without attention: no layer of {type(model).__name__} goes through transformers' "
-            "AttentionInterface"
+            f"model without attention: no layer of {type(model).__name__} goes through transformers' AttentionInterface"
         )
 
 
@@ -134,9 +133,7 @@ def _mask(
     if mask_function is None or mask_function is causal_mask_function:
         return None
     if local_size is None:
-        raise HeadwiseError(
-            "the model's mask is not plainly causal over the prompt: Headwise is for causal models"
-        )
+        raise HeadwiseError("the model's mask is not plainly causal over the prompt: Headwise is for causal models")
     standin = torch.ones(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
     made = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
     _run.get().masks[standin.untyped_storage().data_ptr()] = made
@@ -199,12 +196,8 @@ def _known(run: _Run, layer: int, attention_mask: Tensor | None) -> LayerMask | 
 def _refuse(module: nn.Module, layer: int, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise HeadwiseError(
-            f"layer {layer} of {type(module).__name__} is not causal: Headwise is for causal models"
-        )
+        raise HeadwiseError(f"layer {layer} of {type(module).__name__} is not causal: Headwise is for causal models")
     if kwargs.get("position_bias") is not None:
         raise HeadwiseError(f"layer {layer} adds a position bias to its scores, which Headwise does not know")
     if query.shape[2] != key.shape[2]:
-        raise HeadwiseError(
-            f"layer {layer} has {query.shape[2]} queries and {key.shape[2]} keys: not self-attention"
-        )
+        raise HeadwiseError(f"layer {layer} has {query.shape[2]} queries and {key.shape[2]} keys: not self-attention")

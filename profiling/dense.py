@@ -79,8 +79,8 @@ def blockwise_attention(
         )
         if plain:
             group = heads // k.shape[1]
-            wide = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in part[1:]]
-            done = F.scaled_dot_product_attention(part[0], *wide, attn_mask=visible, scale=scale)
+            wide_k, wide_v = (x.repeat_interleave(group, dim=1) for x in part[1:])
+            done = F.scaled_dot_product_attention(part[0], wide_k, wide_v, attn_mask=visible, scale=scale)
         else:
             done = _explicit(*part, visible, scale, softcap, sinks)
         out[:, :, start : queries.stop] = done

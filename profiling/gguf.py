@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from artifacts.errors import one_line
+from artifacts.errors import one_line, shorten
 
 _MAGIC = b"GGUF"
 _CHUNK = 1 << 22
@@ -54,7 +54,8 @@ def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
     except OSError as error:
         reason = one_line(error.strerror or str(error)).lower()
         raise HeadwiseError(
-            f"cannot keep the converted model {name} in the cache: {reason}; HEADWISE_CACHE names another folder"
+            f"cannot keep the converted model {name} in {shorten(str(root))}: {reason}; "
+            "HEADWISE_CACHE names another folder"
         ) from error
     return target
 

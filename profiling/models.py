@@ -44,9 +44,7 @@ class _Source:
     on_hub: bool
 
 
-def load_model(
-    spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revision: str | None = None
-) -> LoadedModel:
+def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revision: str | None = None) -> LoadedModel:
     """Load a causal language model.
 
     Args:
@@ -80,9 +78,7 @@ def _find(spec: str, dtype: str, revision: str | None) -> _Source:
     path = Path(spec).expanduser()
     local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
     if local and revision is not None:
-        raise HeadwiseError(
-            f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there"
-        )
+        raise HeadwiseError(f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there")
     if spec in PACKAGES:
         folder = converted(package_files(spec), name=spec, dtype=dtype)
         return _Source(place=str(folder), name=spec, revision=package_revision(spec), on_hub=False)
@@ -139,9 +135,9 @@ def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
             why = reason
             if options["local_files_only"]:
                 why = "the hub cannot be reached and its cache does not have it"
-            short = ", ".join(PACKAGES)
             raise HeadwiseError(
-                f"unknown model {shorten(source.name)}: no folder or package of that name ({short}), and on the hub: {why}"
+                f"unknown model {shorten(source.name)}: no folder of that name, no package ({', '.join(PACKAGES)}), "
+                f"and on the hub: {why}"
             ) from error
         raise HeadwiseError(f"cannot load the model {shorten(source.name)}: {reason}") from error
 

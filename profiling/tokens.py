@@ -1,0 +1,35 @@
+"""Prompts are put together from token ids, never tokenised again: their length is exact with any tokenizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+Ids = tuple[int, ...]
+
+
+class Encoder:
+    """A tokenizer seen as two things: text to ids without special tokens, and what it puts before a sequence."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> Ids:
+        """The ids of a text, without special tokens; a text longer than the model's positions is no mistake."""
+        return self.each([text])[0]
+
+    def each(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text."""
+        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [tuple(ids) for ids in found]
+
+    @functools.cached_property
+    def prefix(self) -> Ids:
+        """What the tokenizer starts a sequence with, such as a BOS token; empty where it adds nothing."""
+        bare = self("a")
+        whole = tuple(self._tokenizer("a", verbose=False)["input_ids"])
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start]
+        return ()
