@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
@@ -127,7 +128,7 @@ def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
     """transformers' many ways of saying no, in one line. RuntimeError is among them for shapes that do not fit."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__))[:250]
         if "trust_remote_code" in str(error):
             reason = "it needs code of its own, which Headwise never runs"
