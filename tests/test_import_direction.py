@@ -1,0 +1,129 @@
+"""Imports run one way: search > profiling > runtime > kernels | artifacts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BELOW: dict[str, set[str]] = {
+    "kernels": set(),
+    "artifacts": set(),
+    "runtime": {"kernels", "artifacts"},
+    "profiling": {"runtime", "kernels", "artifacts"},
+    "search": {"profiling", "runtime", "kernels", "artifacts"},
+}
+# Needed by some calls only: a serving process imports runtime without them.
+HEAVY = {"optuna", "matplotlib", "transformers", "triton"}
+LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
+# A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
+HEAVY_ROOMS = {"kernels/attention/triton_kernel.py": {"triton"}}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+    """(line, module, whether it happens on import), from function bodies and type-checking blocks too."""
+
+    def walk(node: ast.AST, now: bool) -> Iterator[tuple[int, str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield child.lineno, alias.name, now
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"line {child.lineno}: relative imports hide where they point"
+                assert child.module is not None
+                # `from kernels import index` imports kernels.index, or a name of the package itself.
+                names = [alias.name for alias in child.names]
+                for name in names if "." not in child.module else [None]:
+                    yield child.lineno, child.module if name is None else f"{child.module}.{name}", now
+            else:
+                lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                yield from walk(child, now and not lazy and not typing)
+
+    yield from walk(tree, True)
+
+
+def wrong(package: str, path: str, source: str) -> list[str]:
+    """What in a module's imports goes against the rules."""
+    found = []
+    for line, module, now in imports(ast.parse(source)):
+        top = module.partition(".")[0]
+        if top in BELOW and top != package and top not in BELOW[package]:
+            found.append(f"{path}:{line}: {package} may not import {module}")
+        if top == "kernels" and not _is_room_of_kernels(module):
+            found.append(f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like kernels.index")
+        if top in HEAVY - HEAVY_ROOMS.get(path, set()) and now and package in LIGHT_PACKAGES:
+            found.append(f"{path}:{line}: import {top} where it is used, not at the top of {package}")
+    return found
+
+
+def _is_room_of_kernels(module: str) -> bool:
+    parts = module.split(".")
+    if len(parts) < 2:
+        return False
+    path = ROOT.joinpath(*parts[:2])
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_imports_run_downwards(package: str) -> None:
+    found = []
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert paths
+    for path in paths:
+        if path != ROOT / "kernels" / "__init__.py":
+            found += wrong(package, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("runtime", "import profiling.models"),
+        ("runtime", "def f():\n    from search.heads import run"),
+        ("kernels", "from artifacts import load"),
+        ("kernels", "if TYPE_CHECKING:\n    import artifacts.schema"),
+        ("artifacts", "try:\n    import kernels.index\nexcept ImportError: pass"),
+        ("profiling", "class A:\n    def f(self):\n        import search"),
+        ("search", "import kernels"),
+        ("search", "from kernels import get_kernel"),
+        ("runtime", "from kernels import *"),
+        ("runtime", "import transformers.utils"),
+        ("kernels", "try:\n    import triton\nexcept ImportError: pass"),
+        ("artifacts", "from matplotlib import pyplot"),
+    ],
+)
+def test_the_check_sees(package: str, source: str) -> None:
+    assert len(wrong(package, "x.py", source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("runtime", "import kernels.index\nfrom kernels import dispatch\nfrom artifacts import load"),
+        ("runtime", "def f():\n    import transformers"),
+        ("kernels", "if TYPE_CHECKING:\n    import triton"),
+        ("search", "import optuna\nfrom profiling.capture import capture"),
+    ],
+)
+def test_the_check_allows(package: str, source: str) -> None:
+    assert not wrong(package, "x.py", source)
+
+
+def test_a_serving_process_loads_no_more_than_it_needs() -> None:
+    code = (
+        "import sys, runtime, runtime.attention, runtime.fingerprint;"
+        "print(sorted(sys.modules.keys() & {'optuna', 'matplotlib', 'triton', 'transformers', 'profiling', 'search'}))"
+    )
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert out.strip() == "[]"
+
+
+def test_artifacts_needs_no_torch() -> None:
+    code = "import sys, artifacts.__main__; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"

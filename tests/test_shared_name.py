@@ -1,0 +1,171 @@
+"""Our `kernels` and Hugging Face's get on: from a checkout, installed, editable; with theirs and without.
+
+Each case is a folder of links to what is installed here, with or without their package, in a process that sees
+nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SITE = Path(sysconfig.get_paths()["purelib"])
+PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "search")
+
+needs_theirs = pytest.mark.skipif(
+    not any(d.name == "kernels" for d in importlib.metadata.distributions(path=[str(SITE)])),
+    reason="Hugging Face's kernels is not installed: pip install kernels",
+)
+
+OURS = """
+import transformers, kernels.index, kernels.attention, runtime
+from transformers.utils.import_utils import is_kernels_available
+from transformers import LlamaForCausalLM
+kernels.index.SparseIndex
+"""
+WITH_THEIRS = (
+    OURS
+    + """
+from kernels import get_kernel
+import kernels.layer, importlib.metadata, importlib.util
+assert kernels.__version__ == importlib.metadata.version("kernels")
+assert kernels.get_kernel is get_kernel and get_kernel.__module__ == "kernels.load"
+assert is_kernels_available("0.0.1", "99") and set(kernels.__all__) <= set(dir(kernels))
+assert importlib.util.find_spec("kernels.hf_hub")
+print("both")
+"""
+)
+WITHOUT_THEIRS = (
+    OURS
+    + """
+assert not hasattr(kernels, "__version__") and not hasattr(kernels, "get_kernel")
+assert not is_kernels_available()
+print("ours")
+"""
+)
+
+
+def farm(folder: Path, *, theirs: bool) -> Path:
+    """Links to all that is installed, but for Headwise itself and, unless asked for, their package."""
+    folder.mkdir()
+    for entry in SITE.iterdir():
+        name = entry.name.lower()
+        mine = "headwise" in name or name in PACKAGES or name.endswith((".pth", ".egg-link"))
+        if name.partition("-")[0] == "kernels" and theirs:
+            shutil.copytree(entry, folder / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif not mine and name.partition("-")[0] != "kernels":
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def run(code: str, *path: Path, cwd: Path) -> str:
+    """Run code in a process with nothing but these folders and the standard library on its path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=cwd, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build in: setuptools leaves folders beside what it builds."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+def build(sources: Path, hook: str, target: Path) -> Path:
+    """The archive that a build hook of setuptools makes."""
+    code = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
+    target.mkdir()
+    subprocess.run([sys.executable, "-c", code, target], cwd=sources, check=True, capture_output=True)
+    (archive,) = target.iterdir()
+    return archive
+
+
+@needs_theirs
+@pytest.mark.slow
+def test_checkout_with_theirs(tmp_path: Path) -> None:
+    site = farm(tmp_path / "site", theirs=True)
+    assert run(WITH_THEIRS, ROOT, site, cwd=tmp_path) == "both"
+
+
+@pytest.mark.slow
+def test_checkout_without_theirs(tmp_path: Path) -> None:
+    site = farm(tmp_path / "site", theirs=False)
+    assert run(WITHOUT_THEIRS, ROOT, site, cwd=tmp_path) == "ours"
+
+
+@needs_theirs
+def test_two_checkouts_on_the_path(tmp_path: Path, sources: Path) -> None:
+    site = farm(tmp_path / "site", theirs=True)
+    code = "import kernels; print(len(kernels.__path__), kernels.get_kernel.__name__)"
+    assert run(code, ROOT, sources, ROOT, site, cwd=tmp_path) == "2 get_kernel"
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(sources, "build_wheel", tmp_path_factory.mktemp("wheel") / "dist")
+
+
+@pytest.mark.slow
+def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for name in PACKAGES
+        for suffix in ("py", "cpp", "h")
+        for path in (ROOT / name).rglob(f"*.{suffix}")
+    }
+    assert {name for name in packed if ".dist-info/" not in name} == expected - {"kernels/__init__.py"}
+    assert any(name.endswith("licenses/LICENSE") for name in packed)
+
+
+@needs_theirs
+@pytest.mark.slow
+def test_wheel_with_theirs(wheel: Path, tmp_path: Path) -> None:
+    site = farm(tmp_path / "site", theirs=True)
+    packed = zipfile.ZipFile(wheel)
+    clashes = [name for name in packed.namelist() if (site / name).exists()]
+    assert not clashes, "the wheel would overwrite files of theirs"
+    packed.extractall(site)
+    assert run(WITH_THEIRS, site, cwd=tmp_path) == "both"
+
+
+@pytest.mark.slow
+def test_wheel_without_theirs(wheel: Path, tmp_path: Path) -> None:
+    site = farm(tmp_path / "site", theirs=False)
+    zipfile.ZipFile(wheel).extractall(site)
+    assert run(WITHOUT_THEIRS, site, cwd=tmp_path) == "ours"
+
+
+@needs_theirs
+@pytest.mark.slow
+def test_editable_with_theirs(sources: Path, tmp_path: Path) -> None:
+    site = farm(tmp_path / "site", theirs=True)
+    zipfile.ZipFile(build(sources, "build_editable", tmp_path / "dist")).extractall(site)
+    code = f"import sys, site; sys.path.remove({str(site)!r}); site.addsitedir({str(site)!r})\n{WITH_THEIRS}"
+    code += f"assert kernels.index.__file__.startswith({str(sources)!r})"
+    assert run(code, site, cwd=tmp_path) == "both"
+
+
+@pytest.mark.slow
+def test_a_source_archive_builds_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
+    archive = build(sources, "build_sdist", tmp_path / "dist")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("headwise-*")
+    assert (unpacked / "kernels" / "__init__.py").is_file()
+    again = build(unpacked, "build_wheel", tmp_path / "again")
+    assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
