@@ -1,0 +1,32 @@
+"""A pattern is data in artifacts, code in kernels and a colour in the picture: the three know the same kinds."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any, get_args
+
+import artifacts.patterns as data
+import kernels.patterns as code
+from profiling.pattern_map import COLOURS
+
+
+def sizes_in_code(cls: type[code.Pattern]) -> dict[str, Any]:
+    return {field.name: None if field.default is MISSING else field.default for field in fields(cls)}
+
+
+def sizes_in_data(cls: type[data.Record]) -> dict[str, Any]:
+    named = {name: field for name, field in cls.model_fields.items() if name != "kind"}
+    return {name: None if field.is_required() else field.default for name, field in named.items()}
+
+
+def test_the_same_kinds_with_the_same_sizes_and_defaults() -> None:
+    records = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}
+    in_data = {kind: sizes_in_data(cls) for kind, cls in records.items()}
+    in_code = {kind: sizes_in_code(cls) for kind, cls in code.KINDS.items()}
+    assert in_data == in_code
+    assert set(data.KINDS) == set(code.KINDS)
+
+
+def test_every_kind_has_a_colour_of_its_own() -> None:
+    assert set(COLOURS) == set(code.KINDS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
