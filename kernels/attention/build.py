@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,16 @@ from pathlib import Path
 import torch
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-w")
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-w",
+)
 _log = logging.getLogger("headwise")
 
 
@@ -24,33 +34,50 @@ _log = logging.getLogger("headwise")
 def load() -> str | None:
     """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
 
-    The library is compiled beside its place and renamed into it, so that an interrupted or a parallel build does no harm.
+    The library is compiled beside its place and renamed into it: an interrupted or a parallel build does no harm.
     HEADWISE_CACHE moves the cache folder, CXX names another compiler.
     """
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if compiler is None:
-        return "no C++ compiler found (install g++, or set CXX)"
-    library = cache_folder() / f"cpu-{_key(compiler)}.so"
+    compiler = _compiler()
+    if isinstance(compiler, str):
+        return compiler
     try:
+        library = cache_folder() / f"cpu-{_key(compiler)}.so"
         if not library.exists():
             _log.info("compiling the CPU kernels, once for this machine")
             library.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, library)
-        torch.ops.load_library(str(library))
     except subprocess.CalledProcessError as error:
-        return f"{compiler} failed: {error.stderr.strip().splitlines()[0] if error.stderr.strip() else 'no message'}"
+        return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
+    except (OSError, RuntimeError) as error:
+        return f"the compiled library cannot be stored: {error} (HEADWISE_CACHE moves the cache folder)"
+    try:
+        torch.ops.load_library(str(library))
     except OSError as error:
         return f"the compiled library cannot be loaded: {error}"
     return None
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
+    """Where compiled libraries are kept; RuntimeError where the user has no home."""
     root = os.environ.get("HEADWISE_CACHE") or Path.home() / ".cache" / "headwise"
     return Path(root) / "kernels"
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compiler() -> list[str] | str:
+    """The compiler's command, or why there is none."""
+    if chosen := os.environ.get("CXX"):
+        command = shlex.split(chosen)
+        return command if command and shutil.which(command[0]) else f"no C++ compiler found: CXX is {chosen!r}"
+    found = shutil.which("c++") or shutil.which("g++")
+    return [found] if found else "no C++ compiler found (install g++, or set CXX)"
+
+
+def _first_error(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+
+
+def _compile(compiler: list[str], library: Path) -> None:
     from torch.utils.cpp_extension import include_paths
 
     libraries = Path(torch.__file__).parent / "lib"
@@ -58,17 +85,17 @@ def _compile(compiler: str, library: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
-        command = [compiler, *_FLAGS, *openmp, abi, *(f"-I{path}" for path in include_paths())]
+        command = [*compiler, *_FLAGS, *openmp, abi, *(f"-I{path}" for path in include_paths())]
         command += [str(_SOURCE), "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(built, library)
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: list[str]) -> str:
     """What the library depends on: source, flags, torch and the instructions of this processor."""
     processor = platform.machine()
     if (cpuinfo := Path("/proc/cpuinfo")).exists():
         flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
         processor += flags[0] if flags else ""
-    parts = (_SOURCE.read_text(), *_FLAGS, compiler, torch.__version__, sys.platform, processor)
+    parts = (_SOURCE.read_text(), *_FLAGS, *compiler, torch.__version__, sys.platform, processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

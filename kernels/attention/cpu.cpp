@@ -53,21 +53,22 @@ inline vf load(const float* p) {
 }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return vf{} + x; }
+// b where either is NaN.
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, exactly 0 below -126. Taylor series of 2^f on [-1/2, 1/2]: relative error 1.2e-7 with 6 terms, 4.2e-5
+// 2^x for x <= 0, exactly 0 below -126, NaN for NaN. Taylor series of 2^f on [-1/2, 1/2]: relative error 1.2e-7 with 6 terms, 4.2e-5
 // with 4, where the result is rounded to bf16 (3.9e-3) anyway.
 template <int TERMS>
 inline vf exp2(vf x) {
   const vf magic = splat(12582912.0f);
-  const vf clamped = larger(x, splat(-127.0f));
+  const vf clamped = larger(splat(-127.0f), x);
   const vf shifted = clamped + magic;
   const vf f = clamped - (shifted - magic);
   vf p = splat(TERMS == 6 ? 1.54035304e-4f : 9.61812911e-3f);
   if constexpr (TERMS == 6) p = ((p * f + 1.33335581e-3f) * f) + 9.61812911e-3f;
   p = ((((p * f + 5.55041087e-2f) * f + 2.40226507e-1f) * f + 6.93147181e-1f) * f) + 1.0f;
   const vf scaled = (vf)((vi)p + ((vi)shifted << 23));
-  return x > -126.0f ? scaled : vf{};
+  return x <= -126.0f ? vf{} : scaled;
 }
 
 inline float sum(vf v) {
@@ -239,7 +240,7 @@ template <class elem>
 struct Panel {
   const elem* k;
   const elem* v;
-  const float* bias;  // 64 x {0, -inf}: columns that a tile of this row holds already; null where all are live
+  const float* live;  // 64 x {1, 0}, 0 for a column that a tile of this row holds already; null where all are live
 };
 
 // Everything one thread needs for a task; allocated once a call.
@@ -247,12 +248,12 @@ template <class elem>
 struct Scratch {
   std::vector<uint64_t> held;       // key tiles of this row, a bit each
   std::vector<Panel<elem>> panels;  // what this row computes, its own tile last
-  std::vector<float> bias;
+  std::vector<float> live;
   std::unique_ptr<elem[]> q, p;
   std::unique_ptr<float[]> s, o;
   Scratch(int64_t tiles, int64_t groups, int inner, int width)
       : held((tiles + 63) / 64),
-        bias(groups * TILE),
+        live(groups * TILE),
         q(new elem[TILE * inner]),
         p(new elem[TILE * TILE * WALK]),
         s(new float[TILE * TILE * WALK]),
@@ -267,8 +268,15 @@ struct Softmax {
   float factor() const { return (softcap > 0 ? 1.0f : scale) * LOG2E; }
 };
 
+// softcap * tanh(scale * s / softcap), with tanh |x| = (1 - t) / (1 + t) for t = e^(-2 |x|).
 inline void cap(float* s, int n, Softmax how) {
-  for (int j = 0; j < n; ++j) s[j] = how.softcap * std::tanh(s[j] * how.scale / how.softcap);
+  const float inner = how.scale / how.softcap;
+  for (int j = 0; j < n; j += LANES) {
+    const vf x = load(s + j) * inner;
+    const vf t = exp2<6>((x < 0 ? x : -x) * (2 * LOG2E));
+    const vf y = (1.0f - t) / (1.0f + t) * how.softcap;
+    store(s + j, x < 0 ? -y : y);
+  }
 }
 
 // One row of scores to unnormalised probabilities; returns their sum, updates the running maximum, gives the old sum's factor.
@@ -278,13 +286,9 @@ inline float softmax_row(float* s, elem* p, int n, float factor, float& top, flo
   for (int j = 0; j < n; j += LANES) m = larger(load(s + j), m);
   const float before = top;
   top = std::max(before, maximum(m));
-  if (top == NEG_INF) {
-    rescale = 1;
-    std::memset(static_cast<void*>(p), 0, n * sizeof(elem));
-    return 0;
-  }
-  rescale = before == NEG_INF ? 0.0f : std::exp2((before - top) * factor);
-  const vf shift = splat(top * factor);
+  // Before the first visible key the sum is 0 (or NaN, which stays) and needs no factor.
+  rescale = before == NEG_INF ? 1.0f : std::exp2((before - top) * factor);
+  const vf shift = splat(top == NEG_INF ? 0.0f : top * factor);
   vf total = {};
   if constexpr (std::is_same_v<elem, float>) {
     for (int j = 0; j < n; j += LANES) {
@@ -359,7 +363,10 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
         b = i / H, g = i % H / group;
         have = std::min<int64_t>(TILE, count[i] - c0);
         const int32_t* c = single.row(i) + c0;
-        for (int64_t j = 0; j < have; ++j) k_rows[j] = ks.at(b, g, c[j]), v_rows[j] = vs.at(b, g, c[j]);
+        for (int64_t j = 0; j < have; ++j) {
+          TORCH_CHECK_VALUE(0 <= c[j] && c[j] < K, "column ", c[j], " is none of the ", K, " keys");
+          k_rows[j] = ks.at(b, g, c[j]), v_rows[j] = vs.at(b, g, c[j]);
+        }
       }
       std::fill(k_rows + have, k_rows + TILE, nullptr);
       std::fill(v_rows + have, v_rows + TILE, nullptr);
@@ -374,9 +381,11 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
     const elem* v_tiles = vp + (b * G + g) * N * v_panel;
 
     std::fill(w.held.begin(), w.held.begin() + at / 64 + 1, 0);
-    for (const int32_t *d = diag.row(i), *end = d + diag.width; d < end && *d <= at; ++d)
+    // Unsigned, so that a negative entry of a broken index ends the list and writes nowhere.
+    for (const int32_t *d = diag.row(i), *end = d + diag.width; d < end && static_cast<uint32_t>(*d) <= at; ++d)
       w.held[(at - *d) / 64] |= uint64_t(1) << ((at - *d) % 64);
-    for (const int32_t *t = listed.row(i * R + row), *end = t + listed.width; t < end && *t <= at; ++t)
+    for (const int32_t *t = listed.row(i * R + row), *end = t + listed.width;
+         t < end && static_cast<uint32_t>(*t) <= at; ++t)
       w.held[*t / 64] |= uint64_t(1) << (*t % 64);
 
     w.panels.clear();
@@ -384,18 +393,18 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
     for (int64_t group_at = 0; group_at * TILE < count[i]; ++group_at) {
       const int64_t c0 = group_at * TILE, have = std::min<int64_t>(TILE, count[i] - c0);
       if (c[c0] / TILE >= at) break;
-      float* bias = w.bias.data() + c0;
-      int64_t live = 0;
+      float* live = w.live.data() + c0;
+      int64_t living = 0;
       for (int64_t j = 0; j < have; ++j) {
         const int64_t t = c[c0 + j] / TILE;
         const bool alive = t < at && !(w.held[t / 64] >> (t % 64) & 1);
-        live += alive;
-        bias[j] = alive ? 0.0f : NEG_INF;
+        living += alive;
+        live[j] = alive;
       }
-      if (!live) continue;
-      std::fill(bias + have, bias + TILE, NEG_INF);
+      if (!living) continue;
+      std::fill(live + have, live + TILE, 0.0f);
       const int64_t panel = B * G * N + start[i] + group_at;
-      w.panels.push_back({kp + panel * k_panel, vp + panel * v_panel, live == TILE ? nullptr : bias});
+      w.panels.push_back({kp + panel * k_panel, vp + panel * v_panel, living == TILE ? nullptr : live});
     }
     for (int64_t word = 0; word <= at / 64; ++word)
       for (uint64_t bits = w.held[word]; bits; bits &= bits - 1) {
@@ -431,8 +440,11 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
         float* s = w.s.get() + r * LD;
         if (how.softcap > 0) cap(s, n, how);
         for (int t = 0; t < step; ++t)
-          if (const float* bias = w.panels[p0 + t].bias)
-            for (int j = 0; j < TILE; j += LANES) store(s + t * TILE + j, load(s + t * TILE + j) + load(bias + j));
+          if (const float* live = w.panels[p0 + t].live)
+            for (int j = 0; j < TILE; j += LANES) {
+              float* to = s + t * TILE + j;
+              store(to, load(live + j) > 0 ? load(to) : splat(NEG_INF));
+            }
         if (own) std::fill(s + n - TILE + r + 1, s + n, NEG_INF);
         float rescale;
         const float part = softmax_row<Engine::TERMS>(s, w.p.get() + r * LD, n, factor, top[r], rescale);
@@ -520,7 +532,8 @@ std::vector<std::string> engines(at::ScalarType dtype) {
 TORCH_LIBRARY(headwise, m) {
   m.def(
       "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor diagonals, Tensor tiles, Tensor columns, float scale, "
-      "float softcap, str engine) -> (Tensor, Tensor)",
-      &sparse_attention);
+      "float softcap, str engine) -> (Tensor, Tensor)");
   m.def("engines(ScalarType dtype) -> str[]", &engines);
 }
+
+TORCH_LIBRARY_IMPL(headwise, CPU, m) { m.impl("sparse_attention", &sparse_attention); }

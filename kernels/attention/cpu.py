@@ -20,6 +20,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
     return build.load()
 
 
@@ -41,11 +43,12 @@ def sparse_attention(
     softcap: float | None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.sparse_attention; `engine` takes another than the fastest. float16 computes in float32."""
+    """See kernels.attention.sparse_attention; `engine` takes another than the fastest.
+
+    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
+    """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.columns))
     chosen = engine or engines(q.dtype)[0]
-    out: tuple[Tensor, Tensor] = torch.ops.headwise.sparse_attention(
-        q, k, v, *entries, scale, softcap or 0.0, chosen
-    )
+    out: tuple[Tensor, Tensor] = torch.ops.headwise.sparse_attention(q, k, v, *entries, scale, softcap or 0.0, chosen)
     return out

@@ -31,8 +31,12 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def two_threads() -> None:
-    torch.set_num_threads(2)
+def one_thread() -> Iterator[None]:
+    """Thousands of small torch calls wait for each other on a busy machine; what needs more threads asks for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,7 @@ def kept(index_row: Tensor) -> set[int]:
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize(
-    ("sink", "window"), [(1, 1), (64, 64), (65, 65), (100, 2), (3, 130), (9999, 1), (1, 9999)]
-)
+@pytest.mark.parametrize(("sink", "window"), [(1, 1), (64, 64), (65, 65), (100, 2), (3, 130), (9999, 1), (1, 9999)])
 def test_a_shape_keeps_sinks_and_window(q_len: int, k_len: int, sink: int, window: int) -> None:
     q, k = problem(q_len, k_len)
     mask = LayerPlan([make("a_shape", sink=sink, window=window)] * 4, 2).build(q, k).to_mask()
@@ -52,12 +50,8 @@ def last_attention(q: Tensor, k: Tensor, last_q: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize(
-    ("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)]
-)
-def test_vertical_slash_keeps_the_best(
-    q_len: int, k_len: int, vertical: int, slash: int, last_q: int
-) -> None:
+@pytest.mark.parametrize(("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)])
+def test_vertical_slash_keeps_the_best(q_len: int, k_len: int, vertical: int, slash: int, last_q: int) -> None:
     q, k = problem(q_len, k_len)
     head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q)
     index = LayerPlan([head] * 4, 2).build(q, k)
@@ -194,8 +188,6 @@ def test_plan_refuses_heads_that_do_not_divide(heads: int, kv_heads: int, messag
         ((1, 4, 5, 4), (1, 2, 5, 8), "q and k must share batch and head dim"),
     ],
 )
-def test_plan_names_what_does_not_fit(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str
-) -> None:
+def test_plan_names_what_does_not_fit(q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LayerPlan([make("dense")] * 4, 2).build(torch.zeros(q_shape), torch.zeros(k_shape))

@@ -1,0 +1,146 @@
+"""The build at first use: what it says when it cannot, and that it never leaves half a library."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention import build
+
+ROOT = Path(build.__file__).parents[2]
+load: Callable[[], str | None] = build.load.__wrapped__
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder in which nothing has been built."""
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "cache" / "kernels"
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def built() -> Path:
+    """The library that this session uses."""
+    if reason := build.load():
+        pytest.skip(reason)
+    compiler = build._compiler()
+    assert isinstance(compiler, list)
+    return build.cache_folder() / f"cpu-{build._key(compiler)}.so"
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(cache))
+    assert load() == "no C++ compiler found (install g++, or set CXX)"
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("named", ["no-such-compiler -O1", " "])
+def test_the_named_compiler_is_missing(cache: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """Another one is not taken in its stead."""
+    monkeypatch.setenv("CXX", named)
+    assert load() == f"no C++ compiler found: CXX is {named!r}"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo 'cpu.cpp: In function f:' >&2; echo 'cpu.cpp:9:1: error: boom' >&2; exit 1", "cpu.cpp:9:1: error: boom"),
+        ("echo 'no luck today' >&2; exit 4", "no luck today"),
+        ("kill -9 $$", "no message"),
+    ],
+)
+def test_a_compiler_that_fails(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, reason: str
+) -> None:
+    compiler = script(tmp_path / "c++", body)
+    monkeypatch.setenv("CXX", f"{compiler} --wrapped")
+    assert load() == f"{compiler} --wrapped failed: {reason}"
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_takes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file"))
+    assert "cannot be stored" in str(load()) and "HEADWISE_CACHE moves the cache folder" in str(load())
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HEADWISE_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert "Could not determine home directory" in str(load())
+
+
+def test_a_damaged_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = script(tmp_path / "c++", 'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"')
+    monkeypatch.setenv("CXX", str(compiler))
+    assert "the compiled library cannot be loaded" in str(load())
+
+
+def test_what_the_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = build._key(["c++"])
+    assert key == build._key(["c++"])
+    assert key != build._key(["clang++"]) and key != build._key(["c++", "-O1"])
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-avx512f"))
+    assert key != build._key(["c++"])
+
+
+@pytest.mark.slow
+def test_two_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both compile, slowly, into one empty cache; both work, and one library is left."""
+    with monkeypatch.context() as there:
+        there.delenv("HEADWISE_CACHE")
+        library = built()
+    slow = 'while [ "$1" != "-o" ]; do shift; done; head -c 1000 {0} > "$2"; sleep 1; cp {0} "$2"'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", slow.format(library))))
+    program = (
+        "import torch\n"
+        "from kernels.attention import cpu\n"
+        "print(cpu.engines(torch.float32), *open('/proc/self/maps').read().count('cpu-') * ['mapped'][:1])\n"
+    )
+    command = [sys.executable, "-c", program]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].split()[0] for process in both] == ["['float']"] * 2
+    assert [process.returncode for process in both] == [0, 0]
+    assert [path.suffix for path in cache.iterdir()] == [".so"]
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_reference_serves(cache: Path, tmp_path: Path) -> None:
+    program = (
+        "import logging, torch\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "from kernels.attention import sparse_attention\n"
+        "from kernels.patterns import LayerPlan, make\n"
+        "q = torch.randn(1, 2, 70, 64)\n"
+        "index = LayerPlan([make('dense')] * 2, 2).build(q, q)\n"
+        "out = sparse_attention(q, q, q, index)\n"
+        "dense = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)\n"
+        "torch.testing.assert_close(out, dense)\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert "backend 'cpu' not used: no C++ compiler found (install g++, or set CXX)" in result.stderr
+
+
+def test_the_op_is_there_once_built() -> None:
+    built()
+    assert torch.ops.headwise.engines(torch.float32) == ["float"]

@@ -1,0 +1,86 @@
+"""cpu.cpp as other processors compile it, and under sanitizers: the conformance suite again, in a process of its own.
+
+A process can load one build only, so each variant patches the flags and runs part of the other files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.attention import build
+
+ROOT = Path(build.__file__).parents[2]
+PROGRAM = """
+import sys
+import pytest
+from kernels.attention import build
+build._FLAGS = (*build._FLAGS, *sys.argv[1].split())
+reason = build.load()
+if reason:
+    sys.exit(reason)
+arguments = ["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]
+sys.exit(pytest.main(arguments))
+"""
+SUITE = [str(Path(__file__).with_name(name)) for name in ("test_attention.py", "test_errors.py")]
+# All engines at every odd size, and what bad indices and bad numbers do.
+WHICH = "(cpu or broken or padding or infinite or soft_cap) and not 4097 and not 1000 and not heads"
+
+
+def conform(flags: str, **environment: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, flags, WHICH, *SUITE]
+    result = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed and int(passed[1]) > 70, result.stdout
+
+
+def skip_without(instructions: str) -> None:
+    if reason := build.load():
+        pytest.skip(reason)
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or instructions not in cpuinfo.read_text():
+        pytest.skip(f"the processor has no {instructions}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "needs"), [("-march=x86-64-v3", "avx2"), ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
+)
+def test_other_instruction_sets(flags: str, needs: str) -> None:
+    """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
+    skip_without(needs)
+    conform(flags)
+
+
+@pytest.mark.slow
+def test_sanitizers() -> None:
+    """Addresses and undefined behaviour, with every heap block filled with NaN before it is handed out."""
+    if reason := build.load():
+        pytest.skip(reason)
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    # libstdc++ as well: the sanitizer must find it before Python loads what throws.
+    preload = []
+    for library in ("libasan.so", "libubsan.so", "libstdc++.so.6"):
+        command = [compiler, f"-print-file-name={library}"]
+        preload.append(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+        if not Path(preload[-1]).is_absolute():
+            pytest.skip(f"g++ has no {library}")
+    flags = "-O2 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+    conform(
+        flags,
+        CXX=compiler,
+        LD_PRELOAD=" ".join(preload),
+        ASAN_OPTIONS="detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255",
+        UBSAN_OPTIONS="print_stacktrace=1",
+    )
