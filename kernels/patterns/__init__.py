@@ -54,9 +54,7 @@ class LayerPlan:
         if not q.dim() == k.dim() == 4:
             raise ValueError(f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D")
         if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-            raise ValueError(
-                f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(k.shape)}"
-            )
+            raise ValueError(f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(k.shape)}")
         if q.shape[1] != len(self.patterns) or k.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "

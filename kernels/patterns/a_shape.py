@@ -17,8 +17,8 @@ from kernels.patterns.base import Pattern
 class AShape(Pattern):
     """The first `sink` keys and the last `window` keys before each query, both in tokens.
 
-    Whole tiles are computed, so a query may see up to 2 * (TILE - 1) keys more than its window; the first tile is always
-    kept.
+    Whole tiles are computed, so a query may see up to 2 * (TILE - 1) keys more than its window. The first tile is
+    always kept.
     """
 
     kind: ClassVar[str] = "a_shape"
