@@ -9,6 +9,8 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -93,14 +95,13 @@ def compare(config: Comparison, loaded: LoadedModel) -> Result:
     kept = fidelity(model, artifact, timed)
     ids = torch.tensor([timed.input_ids], device=model.device)
 
-    def sparse_prefill() -> None:
-        with headwise.apply(model):
-            prefill(model, ids)
-
     seconds: dict[str, list[float]] = {}
     if config.repeats:
-        runs = {"dense": lambda: prefill(model, ids), "headwise": sparse_prefill}
-        seconds = interleaved(runs, repeats=config.repeats, device=config.device)
+        contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
+            "dense": nullcontext,
+            "headwise": lambda: headwise.apply(model),
+        }
+        seconds = interleaved(contexts, lambda: prefill(model, ids), repeats=config.repeats, device=config.device)
     task = f"passkey:{config.text}" if config.text else "passkey"
     keys = make(task, config.passkey_length or config.length, config.passkeys) if config.passkeys else []
     texts = make(f"text:{config.text}", config.length, config.texts) if config.text else []

@@ -5,23 +5,31 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], *, repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each alternative, `repeats` times in turn after one untimed round."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+def interleaved(
+    contexts: Mapping[str, Callable[[], AbstractContextManager[object]]],
+    run: Callable[[], object],
+    *,
+    repeats: int,
+    device: str,
+) -> dict[str, list[float]]:
+    """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering one is not timed."""
+    seconds: dict[str, list[float]] = {name: [] for name in contexts}
     for turn in tqdm(range(repeats + 1), desc="timing", disable=None, leave=False):
-        for name, run in runs.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            run()
-            _synchronize(device)
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
+        for name, context in contexts.items():
+            with context():
+                _synchronize(device)
+                start = time.perf_counter()
+                run()
+                _synchronize(device)
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
