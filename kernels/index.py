@@ -87,7 +87,7 @@ class SparseIndex:
         """
         count = torch.zeros(self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device)
         touched = self._tiles_of_column_groups()
-        for rows, mask in self._row_masks():
+        for rows, mask in self.row_masks():
             count += mask.sum(dim=(2, 3))
             # A group is computed in a row if one of the tiles it touches lies before the row's own and is not held.
             free = ~mask & self._before(rows, mask.device)
@@ -109,7 +109,7 @@ class SparseIndex:
         """The computed keys as a mask (B, H, Q, K), causal limit applied. For tests and pictures: memory is Q x K."""
         offset = self.k_len - self.q_len
         parts = []
-        for rows, tiles in self._row_masks():
+        for rows, tiles in self.row_masks():
             keys = tiles.repeat_interleave(TILE, dim=-1)[..., : self.k_len]
             live = self._live_columns(rows, tiles)
             columns = self.columns.long()[:, :, None].expand(-1, -1, len(rows), -1)
@@ -150,7 +150,7 @@ class SparseIndex:
         if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
             raise ValueError("every head must compute diagonal 0: a query always sees itself")
 
-    def _row_masks(self) -> Iterator[tuple[range, Tensor]]:
+    def row_masks(self) -> Iterator[tuple[range, Tensor]]:
         """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out."""
         n, heads = num_tiles(self.k_len), self.batch * self.num_heads
         step = max(1, _SCRATCH // (heads * max(n, self.columns.shape[-1], 1)))

@@ -1,0 +1,50 @@
+"""The benchmark's baseline computes what it is compared with, and a wrong result is never given a speed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from artifacts import HeadwiseError
+from kernels.attention import sparse_attention
+from kernels.patterns import LayerPlan, make
+from profiling import bench
+
+
+@pytest.mark.slow
+def test_flex_computes_the_same_attention() -> None:
+    from profiling.flex import flex_attention
+
+    q, k, v = (torch.randn(1, heads, 450, 64) for heads in (4, 2, 2))
+    kinds = [
+        make("a_shape", sink=70, window=100),
+        make("vertical_slash", vertical=90, slash=70),
+        make("block_sparse", blocks=2),
+        make("dense"),
+    ]
+    index = LayerPlan(kinds, 2).build(q, k)
+    torch.testing.assert_close(flex_attention(q, k, v, index)(), sparse_attention(q, k, v, index), atol=1e-5, rtol=1e-5)
+
+
+def test_a_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def slightly_off(*tensors, **options):
+        return sparse_attention(*tensors, **options) * 1.1
+
+    monkeypatch.setattr(bench, "sparse_attention", slightly_off)
+    options = ["attention", "--lengths", "256", "--head-dims", "64", "--repeats", "1", "--no-flex"]
+    with pytest.raises(HeadwiseError, match="headwise is wrong: largest error"):
+        bench.main([*options, "--dtype", "float32"])
+    assert "a_shape" not in capsys.readouterr().out
+
+
+def test_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    out = tmp_path / "bench.json"
+    bench.main(
+        ["attention", "--lengths", "300", "--head-dims", "64", "--repeats", "1", "--no-flex", "--json", str(out)]
+    )
+    record = json.loads(out.read_text())
+    assert [line["pattern"] for line in record["lines"]] == ["a_shape", "vertical_slash", "block_sparse", "dense"]
+    assert record["lines"][3]["density"] == 1.0 and record["environment"]["device"]
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
