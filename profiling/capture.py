@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from profiling.dense import LayerMask, blockwise_attention
-from runtime.layers import text_config
+from runtime.layers import attention_layers, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,13 +67,23 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
     """
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids must have the shape (1, S), got {tuple(input_ids.shape)}")
+    _check_layers(model)
     run = _Run(visit)
     with torch.inference_mode(), _switched(model, run):
         _forward(model, input_ids)
     if not run.visits:
-        raise HeadwiseError(
-            f"model without attention: no layer of {type(model).__name__} goes through transformers' AttentionInterface"
-        )
+        raise HeadwiseError(_WITHOUT.format(type(model).__name__))
+
+
+_WITHOUT = "model without attention: no causal layer of {} goes through transformers' AttentionInterface"
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    # Beforehand: an attention of another sort may stumble over the mask that ours asks for.
+    try:
+        attention_layers(model)
+    except HeadwiseError as error:
+        raise HeadwiseError(_WITHOUT.format(type(model).__name__)) from error
 
 
 @dataclass(eq=False)

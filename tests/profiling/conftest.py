@@ -42,6 +42,16 @@ def tiny(family: str) -> Any:
             num_experts_per_tok=1,
         ),
         "mamba": lambda: t.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
+        "mpt": lambda: t.MptConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=4, max_seq_len=512),
+        "lfm2": lambda: t.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention", "conv"]),
+        "llama4": lambda: t.Llama4TextConfig(
+            **GROUPED,
+            head_dim=16,
+            attention_chunk_size=16,
+            num_local_experts=2,
+            intermediate_size_mlp=96,
+            layer_types=["chunked_attention", "chunked_attention", "full_attention"],
+        ),
         "bert": lambda: t.BertConfig(**SHARED, is_decoder=False),
     }
     model = t.AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)

@@ -132,15 +132,33 @@ def test_a_capture_within_a_visit() -> None:
     assert order == ["outer 0", "inner 0", "inner 1", "inner 2", "outer 1", "outer 2"]
 
 
-def test_a_model_without_attention_is_named() -> None:
-    with pytest.raises(HeadwiseError, match="model without attention: no layer of MambaForCausalLM"):
-        capture(tiny("mamba"), tokens(), lambda x: None)
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_is_not_causal_is_refused() -> None:
-    with pytest.raises(HeadwiseError, match="causal"):
-        capture(tiny("bert"), tokens(), lambda x: None)
+@pytest.mark.parametrize("family", ["mamba", "bert", "mpt"])
+def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
+    """None at all, one that is not causal, one that does not go through the interface."""
+    model = tiny(family)
+    with pytest.raises(HeadwiseError, match="model without attention: no causal layer of") as caught:
+        capture(model, tokens(), lambda x: None)
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_a_hybrid_models_other_layers_are_passed_by() -> None:
+    seen: list[int] = []
+    capture(tiny("lfm2"), tokens(), lambda x: seen.append(x.layer))
+    assert seen == [1]
+
+
+def test_a_chunked_layer_is_local() -> None:
+    model = tiny("llama4")
+    windows: list[int | None] = []
+    with torch.no_grad():
+        expected = model(tokens(), use_cache=False).logits[:, -1]
+    got: list[Tensor] = []
+    hook = model.register_forward_hook(lambda *args: got.append(args[2].logits[:, -1]))
+    capture(model, tokens(), lambda x: windows.append(x.sliding_window))
+    hook.remove()
+    assert windows == [16, 16, None]
+    torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
