@@ -10,7 +10,9 @@ from types import ModuleType
 from torch import Tensor
 
 # Fastest first; each is a module of kernels.attention with supports(q, k, v) -> str | None and the op itself.
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("triton", "cpu", "reference")
+# A backend made for another device is no loss that a user need hear of.
+_MADE_FOR = {"triton": "cuda", "cpu": "cpu"}
 
 _log = logging.getLogger("headwise")
 
@@ -39,7 +41,8 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
         reason = module.supports(q, k, v)
         if reason is None:
             return module
-        _say_once(candidate, reason)
+        if _MADE_FOR[candidate] == q.device.type:
+            _say_once(candidate, reason)
     raise AssertionError("the reference serves every call")
 
 

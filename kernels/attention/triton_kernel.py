@@ -1,0 +1,337 @@
+"""The device code of the Triton backend; kernels.attention.triton launches it. Importing this imports triton.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, R query tiles, N key
+tiles; M queries of a program, S keys of a step.
+
+A program serves ROWS adjacent query tiles of one query head. With ROWS = 2 a key tile that both want is read once,
+which halves the traffic from the L2 cache; one that does not want it is masked. A softmax step takes KEYS keys.
+
+A head dim is two powers of two side by side, D0 + D1 >= D (80 = 64 + 16, 96 = 64 + 32), so that little is padded; the
+value dim likewise.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(64)
+# Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
+LOWEST = tl.constexpr(-1.0e30)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _load(base, rows, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
+    """Elements FIRST ... FIRST + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL, where not present."""
+    at = FIRST + tl.arange(0, WIDTH)
+    pointers = base + rows[:, None] + at[None, :]
+    if TAIL and FIRST + WIDTH > DIM:
+        loaded = tl.load(pointers, mask=present[:, None] & (at < DIM)[None, :], other=0.0)
+    elif TAIL:
+        loaded = tl.load(pointers, mask=present[:, None], other=0.0)
+    elif FIRST + WIDTH > DIM:
+        loaded = tl.load(pointers, mask=(at < DIM)[None, :], other=0.0)
+    else:
+        loaded = tl.load(pointers)
+    return loaded
+
+
+@triton.jit
+def _store(base, rows, present, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    at = FIRST + tl.arange(0, WIDTH)
+    pointers = base + rows[:, None] + at[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=present[:, None] & (at < DIM)[None, :])
+
+
+@triton.jit
+def _key_rows(keys, present, pages, k_page, k_row, v_page, v_row, PAGE: tl.constexpr):
+    """Element offsets of the K and V rows of these key positions, int64."""
+    if PAGE == 0:
+        row = keys.to(tl.int64)
+        k_rows = row * k_row
+        v_rows = row * v_row
+    else:
+        page = tl.load(pages + keys // PAGE, mask=present, other=0).to(tl.int64)
+        slot = (keys % PAGE).to(tl.int64)
+        k_rows = page * k_page + slot * k_row
+        v_rows = page * v_page + slot * v_row
+    return k_rows, v_rows
+
+
+@triton.jit
+def _run_rows(k, v, first, pages, k_page, k_row, v_page, v_row, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """Where KEYS keys in a row lie: a base and the offsets of their rows from there, for K and for V.
+
+    Only small pages need 64-bit offsets and a look-up for each row; elsewhere they would cost registers.
+    """
+    within = tl.arange(0, KEYS)
+    if PAGE % KEYS != 0:
+        k_rows, v_rows = _key_rows(first + within, within < KEYS, pages, k_page, k_row, v_page, v_row, PAGE)
+    else:
+        slot = first
+        if PAGE > 0:
+            slot = first % PAGE
+            page = tl.load(pages + first // PAGE).to(tl.int64)
+            k += page * k_page
+            v += page * v_page
+        k += slot.to(tl.int64) * k_row
+        v += slot.to(tl.int64) * v_row
+        k_rows = within * k_row
+        v_rows = within * v_row
+    return k, v, k_rows, v_rows
+
+
+@triton.jit
+def _attend(
+    q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """One step of online softmax over S keys, in powers of two (FlashAttention-2, Algorithm 1).
+
+    `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts to it, which logits
+    count, and is looked at if MASK.
+    """
+    k0 = _load(k, k_rows, present, 0, D0, D, TAIL)
+    logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    if D1 > 0:
+        k1 = _load(k, k_rows, present, D0, D1, D, TAIL)
+        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
+    factor = scale
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * scale) + 1.0))
+        factor = 1.0
+    if MASK:
+        logits = tl.where(live, logits, float("-inf"))
+    # The factor waits until here, where it is half of a multiply-add.
+    highest = tl.maximum(top, tl.max(logits, 1) * factor)
+    p = tl.exp2(logits * factor - highest[:, None])
+    rescale = tl.exp2(top - highest)
+    total = total * rescale + tl.sum(p, 1)
+    v0 = _load(v, v_rows, present, 0, E0, E, TAIL)
+    p = p.to(v0.dtype)
+    acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=PRECISION)
+    if E1 > 0:
+        v1 = _load(v, v_rows, present, E0, E1, E, TAIL)
+        acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=PRECISION)
+    return acc0, acc1, highest, total
+
+
+@triton.jit
+def _is_listed(tiles, wanted, count, steps):
+    """Which of `wanted` are among the first `count` of the ascending `tiles`: a binary search of `steps` halvings."""
+    low = tl.zeros_like(wanted)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        below = tl.load(tiles + middle, mask=open_, other=0) < wanted
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & below, high, tl.where(open_, middle, high))
+    return tl.load(tiles + low, mask=low < count, other=-1) == wanted
+
+
+@triton.jit
+def _spread(flags, KEYS: tl.constexpr):
+    """The same flags by way of one 64-bit word: else each thread of a product would look up all of them itself."""
+    lane = tl.arange(0, KEYS).to(tl.int64)
+    word = tl.sum(flags.to(tl.int64) << lane)
+    return ((word >> lane) & 1) == 1
+
+
+@triton.jit
+def _attend_columns(
+    q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
+    columns, count, held, at, half, tiles, listed, search_steps,
+    pages, k_page, k_row, v_page, v_row,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Gathers the first `count` columns, KEYS a step (PIT's gather); SEARCH seeks them in the row's listed tiles."""
+    lane = tl.arange(0, KEYS)
+    # A load whose address another load gives takes two stages more to be as far ahead.
+    for start in tl.range(0, count, KEYS, num_stages=STAGES + 2):
+        present = start + lane < count
+        column = tl.load(columns + start + lane, mask=present, other=0)
+        tile = column // TILE
+        # Every head holds diagonal 0, so a column at or beyond the own tile counts as held.
+        free = present & (tl.load(held + tl.maximum(at - tile, 0)) == 0)
+        if SEARCH:
+            free = free & (_is_listed(tiles, tile, listed, search_steps) == 0)
+        live = _spread(free, KEYS)[None, :]
+        if ROWS == 2:
+            free = present & (tl.load(held + tl.maximum(at + 1 - tile, 0)) == 0)
+            live = ((half == 0)[:, None] & live) | ((half == 1)[:, None] & _spread(free, KEYS)[None, :])
+        # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
+        k_rows, v_rows = _key_rows(column, lane < KEYS, pages, k_page, k_row, v_page, v_row, PAGE)
+        acc0, acc1, top, total = _attend(
+            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, True,
+        )  # fmt: skip
+    return acc0, acc1, top, total
+
+
+@triton.jit
+def _step(
+    step, walk, walked, tiles, listed, held, at,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+):  # fmt: skip
+    """First key of a step through the walk and the list after it, and a bit for each query tile that wants it."""
+    i = step // PARTS
+    if ROWS == 2:
+        entry = tl.load(walk + i, mask=i < walked, other=0)
+        tile = at - entry // 4
+        wants = entry % 4
+    elif HAS_WALK and HAS_TILES:
+        diagonal = tl.load(walk + 1 + i, mask=i < walked, other=0)
+        entry = tl.load(tiles + i - walked, mask=(i >= walked) & (i < walked + listed), other=at)
+        tile = tl.where(i < walked, at - diagonal, entry)
+        # A listed tile on a diagonal has been walked: it is multiplied again but counts for nothing.
+        wants = ((i < walked) | (tl.load(held + at - entry) == 0)).to(tl.int32)
+    elif HAS_WALK:
+        # Entry 0 is the own tile.
+        tile = at - tl.load(walk + 1 + i, mask=i < walked, other=0)
+        wants = 1
+    else:
+        tile = tl.load(tiles + i, mask=i < listed, other=0)
+        wants = 1
+    return tile * TILE + step % PARTS * KEYS, wants
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "num_kv_heads", "q_len", "k_len", "first_row", "num_rows",
+        "walk_width", "table_width", "tiles_width", "columns_width", "pages_width", "search_steps",
+    ]
+)  # fmt: skip
+def sparse_attention_kernel(
+    q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_counts, pages,
+    scale, softcap,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    num_heads, num_kv_heads, q_len, k_len, first_row, num_rows,
+    walk_width, table_width, tiles_width, columns_width, pages_width, search_steps,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sparse attention of one program: ROWS query tiles of one head (MInference 1.0, Algorithm 5, for every pattern).
+
+    walk (B, H, walk_width) int32: ROWS = 1: the diagonals; ROWS = 2: 4 * e + wants, where the key tile e before the
+    first query tile is wanted by the first query tile (wants & 1) and the second (wants & 2); ascending, e > 0.
+    walk_counts (B, H, N + 1) int32: how many entries of walk a program has whose first query tile is at that key tile.
+    held (B, H, N + 1) uint8: whether the head has that diagonal.
+    column_counts (B, H, N + 1) int32: how many columns lie before the unbroken run of diagonals up to that query tile.
+    pages (B, pages_width) int32 if PAGE > 0; k_batch and v_batch are then the strides of a page.
+    """
+    tl.static_assert(ROWS == 1 or not HAS_TILES)
+    # The query heads of one KV head run side by side and read its keys while the L2 cache has them; long rows start
+    # first, so that the last programs to finish are short ones.
+    group = num_heads // num_kv_heads
+    blocks = (num_rows + ROWS - 1) // ROWS
+    pid = tl.program_id(0)
+    kv = pid // (blocks * group)
+    rest = pid % (blocks * group)
+    batch = (kv // num_kv_heads).to(tl.int64)
+    kv_head = (kv % num_kv_heads).to(tl.int64)
+    head = kv_head * group + rest % group
+    row = (blocks - 1 - rest // group) * ROWS
+    at = first_row + row
+
+    heads_before = batch * num_heads + head
+    walk += heads_before * walk_width
+    held += heads_before * table_width
+    q += batch * q_batch + head * q_head
+    k += kv_head * k_head
+    v += kv_head * v_head
+    if PAGE == 0:
+        k += batch * k_batch
+        v += batch * v_batch
+    else:
+        pages += batch * pages_width
+
+    local = tl.arange(0, ROWS * TILE)
+    half = local // TILE
+    position = at * TILE + local
+    query = position - (k_len - q_len)
+    asked = (query >= 0) & (query < q_len)
+    q_rows = query.to(tl.int64) * q_row
+    q0 = _load(q, q_rows, asked, 0, D0, D, True)
+    q1 = q0
+    if D1 > 0:
+        q1 = _load(q, q_rows, asked, D0, D1, D, True)
+    acc0 = tl.zeros([ROWS * TILE, E0], tl.float32)
+    acc1 = acc0
+    if E1 > 0:
+        acc1 = tl.zeros([ROWS * TILE, E1], tl.float32)
+    top = tl.full([ROWS * TILE], LOWEST, tl.float32)
+    total = tl.zeros([ROWS * TILE], tl.float32)
+
+    listed = 0
+    if HAS_TILES:
+        tiles += (heads_before * num_rows + row) * tiles_width
+        for start in range(0, tiles_width, 128):
+            i = start + tl.arange(0, 128)
+            listed += tl.sum((tl.load(tiles + i, mask=i < tiles_width, other=at) < at).to(tl.int32))
+
+    if HAS_COLUMNS:
+        columns += heads_before * columns_width
+        count = tl.load(column_counts + heads_before * table_width + at + ROWS - 1)
+        if HAS_TILES:  # noqa: SIM102 (known at compile time; the next is not)
+            # Only heads with listed tiles pay for the search; the others of the layer take the loop below.
+            if listed > 0:
+                acc0, acc1, top, total = _attend_columns(
+                    q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
+                    columns, count, held, at, half, tiles, listed, search_steps,
+                    pages, k_batch, k_row, v_batch, v_row,
+                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, ROWS, KEYS, STAGES, PAGE, True,
+                )  # fmt: skip
+                count = 0
+        acc0, acc1, top, total = _attend_columns(
+            q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
+            columns, count, held, at, half, tiles, listed, search_steps,
+            pages, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, ROWS, KEYS, STAGES, PAGE, False,
+        )  # fmt: skip
+
+    if HAS_WALK or HAS_TILES:
+        walked = 0
+        if HAS_WALK:
+            walked = tl.load(walk_counts + heads_before * table_width + at)
+        # Each step is looked up one step early, so that the addresses of its keys wait for no load; a page is not.
+        first, wants = _step(0, walk, walked, tiles, listed, held, at, ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES)
+        for step in tl.range(0, (walked + listed) * PARTS, num_stages=STAGES if PAGE == 0 else STAGES + 2):
+            wanted = (((wants >> half) & 1) == 1)[:, None]
+            k_run, v_run, k_rows, v_rows = _run_rows(k, v, first, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS)
+            first, wants = _step(
+                step + 1, walk, walked, tiles, listed, held, at, ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES
+            )
+            acc0, acc1, top, total = _attend(
+                q0, q1, k_run, v_run, k_rows, v_rows, asked, wanted, acc0, acc1, top, total, scale, softcap,
+                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, ROWS == 2 or (HAS_WALK and HAS_TILES),
+            )  # fmt: skip
+
+    # The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in.
+    for part in tl.range(0, ROWS * PARTS, num_stages=1):
+        key = at * TILE + part * KEYS + tl.arange(0, KEYS)
+        present = key < k_len
+        live = key[None, :] <= position[:, None]
+        if ROWS == 2:
+            # Does the second query tile want the first one's own?
+            live = live & ((half == 0) | (part >= PARTS) | (tl.load(held + 1) != 0))[:, None]
+        k_rows, v_rows = _key_rows(key, present, pages, k_batch, k_row, v_batch, v_row, PAGE)
+        acc0, acc1, top, total = _attend(
+            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, True, True,
+        )  # fmt: skip
+
+    total = tl.where(asked, total, 1.0)
+    out += batch * out_batch + head * out_head
+    out_rows = query.to(tl.int64) * out_row
+    _store(out, out_rows, asked, acc0 / total[:, None], 0, E0, E)
+    if E1 > 0:
+        _store(out, out_rows, asked, acc1 / total[:, None], E0, E1, E)
+    tl.store(lse + heads_before * q_len + query, (top + tl.log2(total)) * LN2, mask=asked)

@@ -1,0 +1,102 @@
+"""How the Triton kernels are built for each kind of GPU: one table and the reasons for it.
+
+No entry has been timed yet: they were chosen by what the compiler reports (registers that suffice, shared memory that
+fits) and by counting. A multiprocessor of Hopper wants two warp groups at work, one in softmax, one multiplying. It
+reads a tile of keys and values from the L2 cache for every `rows` * 64 queries: at rows = 1 that is 64 operations for
+each byte, for which the cache delivers a little over half of the matrix rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A build of the kernel: query tiles of a program, keys of a softmax step, warps, and steps under way at once.
+
+    `registers` is a thread's limit; without one the compiler spills a few to fit another program on a multiprocessor.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    precision: str = "ieee"
+    registers: int | None = None
+
+
+# Largest padded head dim -> the build with one query tile a program and, where it is expected to be faster, with two.
+_Builds = dict[int, tuple[Launch, ...]]
+
+
+def _one(keys: int, warps: int, stages: int, precision: str = "ieee") -> Launch:
+    return Launch(rows=1, keys=keys, warps=warps, stages=stages, precision=precision)
+
+
+def _two(keys: int, warps: int, stages: int) -> Launch:
+    return Launch(rows=2, keys=keys, warps=warps, stages=stages, registers=255)
+
+
+# Compute capability 9. Two tiles a program take eight warps, and one such program fills a multiprocessor; at
+# small head dims three programs of one tile fit and hide each other's softmax: worth more there than half the traffic.
+_HOPPER_16: _Builds = {
+    64: (_one(64, 4, 3),),
+    128: (_one(64, 4, 3), _two(64, 8, 3)),
+    256: (_one(32, 8, 3), _two(32, 8, 3)),
+}
+# Compute capability 10 and 11: as before, but registers do not suffice for two tiles of 256.
+_BLACKWELL_16: _Builds = {**_HOPPER_16, 256: (_one(32, 8, 3),)}
+# Compute capability 8 and 12, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
+_AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),)}
+# float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
+# which Triton does without the matrix units; beyond 128 they do not fit in shared memory.
+_CUDA_32: _Builds = {64: (_one(32, 8, 2, "tf32x3"),), 128: (_one(16, 4, 2, "tf32x3"),), 256: (_one(16, 8, 1),)}
+# 64 KiB of shared memory.
+_CDNA_16: _Builds = {128: (_one(32, 4, 2),), 256: (_one(16, 4, 2),)}
+_CDNA_32: _Builds = {128: (_one(16, 4, 2),), 256: (_one(16, 4, 1),)}
+# Small steps make an interpreted run look at more of them.
+_INTERPRETER: _Builds = {256: (_one(32, 4, 1), _two(32, 4, 1))}
+
+
+def architecture(device: torch.device) -> str:
+    """What a device's kernels are compiled for: "sm_90", "hip" or, for interpreted kernels, "interpreter"."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "hip"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
+    """The build for an architecture and the larger head dim; lists of tiles are served one query tile a program."""
+    if target == "interpreter":
+        builds = _INTERPRETER
+    elif target == "hip":
+        builds = _CDNA_16 if itemsize == 2 else _CDNA_32
+    elif itemsize == 4:
+        builds = _CUDA_32
+    elif target.startswith("sm_9"):
+        builds = _HOPPER_16
+    else:
+        builds = _BLACKWELL_16 if target.startswith(("sm_10", "sm_11")) else _AMPERE_16
+    one, *two = next(found for widest, found in builds.items() if dim <= widest)
+    return one if has_tiles or not two else two[0]
+
+
+def serves(target: str, *, dim: int, itemsize: int) -> bool:
+    """Whether the table has a build that fits: all but wide float32 where shared memory is 99 KiB."""
+    return itemsize == 2 or dim <= 128 or not target.startswith(("sm_86", "sm_89", "sm_12"))
+
+
+def split(dim: int, widest: int = 256) -> tuple[int, int]:
+    """Two powers of two, the second 0 or at least 16, that cover `dim` with the least padding (80 = 64 + 16)."""
+    whole = max(16, 1 << (dim - 1).bit_length())
+    if dim <= 16:
+        return whole, 0
+    first = whole // 2
+    second = max(16, 1 << (dim - first - 1).bit_length())
+    return (first, second) if whole > widest or first + second < whole else (whole, 0)

@@ -1,0 +1,135 @@
+"""What only a GPU can show: the compiled kernel against the reference on the device, and that no call waits for it.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.attention import reference, sparse_attention, triton
+from kernels.attention.triton_launch import Launch, architecture, choose
+from kernels.index import PAD, TILE
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
+from tests.kernels import triton_cases
+from tests.kernels.triton_cases import Case, square
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICE = torch.device("cuda", 0)
+
+LARGE = {
+    **{f"length {n}, {kind}": square(n, index=kind, heads=5) for n in (1000, 4097) for kind in ("layer", "listless")},
+    "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
+    "1025 of 4097, listless": Case(q_len=1025, k_len=4097, heads=4, kv_heads=2, index="listless"),
+    "batch 3": square(700, batch=3, heads=6, kv_heads=2),
+    "32 heads on 8, D 128": square(1000, heads=32, kv_heads=8, head_dim=128, v_dim=128),
+    **{
+        f"D {d}, {kind}": square(500, head_dim=d, v_dim=d, heads=4, kv_heads=2, index=kind)
+        for d in (80, 96, 128, 192, 256)
+        for kind in ("layer", "listless")
+    },
+    "thirty diagonals": square(4000, heads=4, index="random:30,0,700"),
+    "all three sorts": square(2000, heads=4, index="random:5,5,400"),
+    **{f"pages of {size}": square(1000, page=size, heads=5) for size in (16, 64, 256)},
+    **{f"pages of {size}, listless": square(1000, page=size, heads=4, index="listless") for size in (16, 64, 256)},
+}
+CASES = {**{f"small: {name}": case for name, case in triton_cases.SMALL.items()}, **LARGE}
+
+
+@pytest.fixture(autouse=True)
+def exact_reference() -> Iterator[None]:
+    """The oracle must not round to tf32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("dtype", triton_cases.OUT_ERROR, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], dtype=dtype)
+    if case.launch is not None:
+        precision = choose(architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True).precision
+        case = replace(case, launch=replace(case.launch, precision=precision))
+    out, lse = triton_cases.run(case, DEVICE)
+    assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
+    assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("keys", [16, 32, 64])
+def test_every_form_of_the_kernel_gives_the_same(rows: int, keys: int) -> None:
+    launch = Launch(rows=rows, keys=keys, warps=4 * rows, stages=2)
+    case = square(1500, heads=4, kv_heads=2, index="listless", dtype=torch.bfloat16, launch=launch)
+    out, lse = triton_cases.run(case, DEVICE)
+    assert out <= triton_cases.OUT_ERROR[torch.bfloat16] and lse <= triton_cases.LSE_ERROR[torch.bfloat16]
+
+
+def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 8, 3000, 128, dtype=torch.bfloat16, device=DEVICE)
+    k, v = (torch.randn(1, 2, 3000, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    plan = LayerPlan([make("vertical_slash", vertical=300, slash=500), make("block_sparse", blocks=8)] * 4, 2)
+    index = plan.build(q, k)
+    first, lse = sparse_attention(q, k, v, index, return_lse=True)
+    for _ in range(3):
+        again = sparse_attention(q, k, v, index, backend="triton")
+        assert torch.equal(first, again)
+    expected, expected_lse = reference.sparse_attention(
+        q.float(), k.float(), v.float(), index, scale=128**-0.5, softcap=None
+    )
+    assert float((first.float() - expected).abs().max()) <= triton_cases.OUT_ERROR[torch.bfloat16]
+    assert float((lse - expected_lse).abs().max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
+
+
+def test_no_call_waits_for_the_gpu() -> None:
+    q = torch.randn(1, 4, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
+    index = LayerPlan(triton_cases.LAYER[:4], 1).build(q, q[:, :1])
+    sparse_attention(q, q[:, :1], q[:, :1], index, backend="triton")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sparse_attention(q, q[:, :1], q[:, :1], index, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_dense_index_is_causal_attention_at_long_length() -> None:
+    torch.manual_seed(0)
+    length = 32_768
+    q = torch.randn(1, 2, length, 128, dtype=torch.bfloat16, device=DEVICE)
+    k, v = (torch.randn(1, 1, length, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    out = triton.sparse_attention(q, k, v, dense_index(1, 2, length, length, DEVICE), scale=128**-0.5, softcap=None)[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert float((out - expected).abs().max()) <= 2e-2
+
+
+def test_offsets_beyond_two_billion_elements() -> None:
+    """K and V of 2^32 elements: the last rows lie where a 32-bit offset has wrapped."""
+    length, heads, dim = 2**20, 32, 128
+    if torch.cuda.mem_get_info(DEVICE)[0] < 20 * 2**30:
+        pytest.skip("less than 20 GiB of free GPU memory")
+    torch.manual_seed(0)
+    cache = torch.empty(1, length, heads, dim, dtype=torch.bfloat16, device=DEVICE).normal_()
+    k = v = cache.transpose(1, 2)
+    q = torch.randn(1, heads, 100, dim, dtype=torch.bfloat16, device=DEVICE)
+    index = LayerPlan([make("a_shape", sink=64, window=300)] * heads, heads).build(q, k)
+    out, lse = triton.sparse_attention(q, k, v, index, scale=dim**-0.5, softcap=None)
+    # What the last head's last queries see: the first tile and an unbroken run of the last ones.
+    last = slice(heads - 1, heads)
+    recent = torch.arange(length - 7 * TILE, length, device=DEVICE)
+    key = torch.cat([torch.arange(TILE, device=DEVICE), recent])
+    position = torch.arange(length - 100, length, device=DEVICE)[:, None]
+    run = int((index.diagonals[0, -1] < PAD).sum())
+    seen = (key <= position) & ((key < TILE) | (key // TILE > position // TILE - run))
+    values = k[:, last, key].float()
+    logits = (q[:, last].float() @ values.transpose(2, 3) * dim**-0.5).masked_fill(~seen, float("-inf"))
+    errors = (lse[:, last] - logits.logsumexp(-1)).abs(), (out[:, last].float() - logits.softmax(-1) @ values).abs()
+    assert float(errors[0].max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
+    assert float(errors[1].max()) <= triton_cases.OUT_ERROR[torch.bfloat16]

@@ -1,0 +1,190 @@
+"""The Triton kernel interpreted on the CPU, what it is handed, and when it declines; GPUs are in test_gpu.py.
+
+Shapes: B batch, H query heads, N key tiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import dispatch
+from kernels.attention import sparse_attention, triton
+from kernels.attention.triton_launch import Launch, choose, serves, split
+from kernels.index import PAD, SparseIndex, num_tiles
+from kernels.patterns.dense import dense_index
+from tests.kernels import triton_cases
+from tests.kernels.triton_builds import HEAD_DIMS, TARGETS
+
+ROOT = Path(__file__).parents[2]
+TWO = Launch(rows=2, keys=64, warps=8, stages=3)
+ONE = Launch(rows=1, keys=64, warps=4, stages=3)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, tuple[float, float]]:
+    """Errors of every small case. In a process of its own: Triton interprets all kernels of a process or none."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, triton_cases.__file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    errors: dict[str, tuple[float, float]] = json.loads(done.stdout)
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", triton_cases.SMALL)
+def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    dtype = triton_cases.SMALL[name].dtype
+    out, lse = interpreted[name]
+    assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
+    assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
+
+
+def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
+    program = (
+        "import sys, torch; from kernels.attention import triton; from kernels import dispatch\n"
+        "x = torch.ones(1, 1, 4, 8)\n"
+        "print(triton.supports(x, x, x)); dispatch.choose('auto', x, x, x); print('triton' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["it serves tensors on a GPU, not on cpu", "False"]
+    assert "triton" not in done.stderr
+
+
+def test_backend_asked_for_by_name_says_why_it_cannot() -> None:
+    x = torch.ones(1, 1, 4, 8)
+    index = dense_index(1, 1, 4, 4, x.device)
+    with pytest.raises(ValueError, match="backend 'triton' cannot serve this call: it serves tensors on a GPU"):
+        sparse_attention(x, x, x, index, backend="triton")
+    assert dispatch.why_not(x, x, x)["triton"] == "it serves tensors on a GPU, not on cpu"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "reason"),
+    [
+        (torch.float64, 64, "it serves float32, float16 and bfloat16, not torch.float64"),
+        (torch.float16, 257, "it serves head dims up to 256, not 257"),
+    ],
+)
+def test_reasons_to_decline_a_gpu_tensor(
+    dtype: torch.dtype, dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_INTERPRETED", True)
+    x = torch.ones(1, 1, 4, dim, dtype=dtype)
+    assert triton.supports(x, x[..., :64], x) == reason
+
+
+def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.version, "hip", None)
+    missing = triton._missing.__wrapped__
+    assert missing(torch.device("cuda", 0)) == "it needs compute capability 8.0, this GPU has 7.5"
+    monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
+    assert missing(torch.device("cpu")) == "triton is not installed"
+
+
+def _index(k_len: int, diagonals: list[list[int]], columns: list[list[int]]) -> SparseIndex:
+    def padded(rows: list[list[int]]) -> torch.Tensor:
+        width = max(map(len, rows))
+        return torch.tensor([[row + [PAD] * (width - len(row)) for row in rows]], dtype=torch.int32)
+
+    none = torch.empty(1, len(diagonals), num_tiles(k_len), 0, dtype=torch.int32)
+    return SparseIndex(
+        q_len=k_len, k_len=k_len, diagonals=padded(diagonals), tiles=none, columns=padded(columns).contiguous()
+    )
+
+
+DIAGONALS = [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 7], list(range(8))]
+COLUMNS = [[0, 1, 70, 300], [5], [0, 63, 64, 127, 128, 200, 449], [], [3, 500]]
+
+
+@pytest.mark.parametrize("launch", [ONE, TWO], ids=["one tile", "two tiles"])
+def test_walk_visits_what_each_query_tile_wants(launch: Launch) -> None:
+    index = _index(500, DIAGONALS, COLUMNS)
+    walk, counts, held, _ = triton._tables(index, launch.rows)
+    n = num_tiles(500)
+    for head, wanted in enumerate(DIAGONALS):
+        assert held[0, head].nonzero().flatten().tolist() == wanted
+        for at in range(0, n, launch.rows):
+            entries = walk[0, head].tolist()
+            found: list[tuple[int, int]] = []
+            if launch.rows == 1:
+                found = [(at, at - d) for d in entries[1 : 1 + int(counts[0, head, at])]]
+            else:
+                for entry in entries[: int(counts[0, head, at])]:
+                    found += [(at + half, at - entry // 4) for half in (0, 1) if entry >> half & 1]
+            own = {(row, tile) for row in range(at, at + launch.rows) for tile in range(at, at + launch.rows)}
+            expected = [(row, row - d) for row in range(at, at + launch.rows) for d in wanted if row >= d]
+            assert sorted(found) == sorted(set(expected) - own)
+
+
+def test_columns_within_the_unbroken_run_of_diagonals_are_not_counted() -> None:
+    index = _index(500, DIAGONALS, COLUMNS)
+    *_, counts = triton._tables(index, 1)
+    for head, columns in enumerate(COLUMNS):
+        unbroken = next(i for i, d in enumerate([*DIAGONALS[head], PAD]) if i != d)
+        for at in range(num_tiles(500)):
+            assert int(counts[0, head, at]) == sum(c // 64 <= at - unbroken for c in columns)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 17, 33, 64, 65, 80, 96, 112, 128, 130, 160, 192, 224, 256])
+def test_head_dims_split_into_two_powers_of_two(dim: int) -> None:
+    for widest in (128, 256):
+        first, second = split(dim, widest)
+        assert first + second >= dim and first <= widest and (second == 0 or first < dim)
+        assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (first, second))
+    assert split(80) == (64, 16) and split(96) == (64, 32) and split(256, 128) == (128, 128)
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "sm_120", "hip", "interpreter"])
+@pytest.mark.parametrize("dim", [*HEAD_DIMS, 8, 192])
+def test_every_target_has_a_build(target: str, dim: int) -> None:
+    target = target.replace("gfx942", "hip")
+    for itemsize in (2, 4):
+        assert choose(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
+        assert 64 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
+        assert serves(target, dim=dim, itemsize=itemsize) or (itemsize == 4 and dim > 128)
+
+
+def test_scale_must_be_positive() -> None:
+    x = torch.ones(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"scale must be positive, got -1\.0"):
+        triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=-1.0, softcap=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.ones(1, 3, 40, 16)}, "3 query heads do not divide into 2 KV heads"),
+        ({"q": torch.ones(1, 4, 40, 8)}, "shapes do not go together"),
+        ({"q": torch.ones(1, 4, 41, 16)}, r"index is for \(B, H, Q\) = \(1, 4, 40\)"),
+        ({"q": torch.ones(4, 40, 16)}, "q must be"),
+        ({"q": torch.ones(1, 4, 40, 16, dtype=torch.float16)}, "must share a dtype"),
+        ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, r"must be int32 \(1, at least 3\)"),
+        ({"block_table": torch.zeros(1, 3)}, "must be int32"),
+        ({"k_cache": torch.ones(5, 16, 2, 32)[..., ::2]}, "must be contiguous"),
+        ({"out": torch.ones(1, 4, 40, 8)}, "out must be"),
+    ],
+)
+def test_paged_calls_are_checked(change: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {
+        "q": torch.ones(1, 4, 40, 16),
+        "k_cache": torch.ones(5, 16, 2, 16),
+        "v_cache": torch.ones(5, 16, 2, 16),
+        "block_table": torch.zeros(1, 3, dtype=torch.int32),
+        "index": dense_index(1, 4, 40, 40, torch.device("cpu")),
+    }
+    with pytest.raises(ValueError, match=message):
+        triton.paged_sparse_attention(**{**arguments, **change})

@@ -1,0 +1,41 @@
+"""The Triton kernel compiles for every target without a GPU: no spilled registers, shared memory that fits.
+
+`python tests/kernels/triton_builds.py` compiles the whole matrix, of which these are a part.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.kernels.triton_builds import VARIANTS, compile_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"),
+]
+PAIRED, MIXED = "diagonals, columns", "diagonals, lists, columns"
+BUILDS = [
+    *[("sm_90", dim, PAIRED, torch.bfloat16) for dim in (64, 80, 96, 128, 256)],
+    *[("sm_90", 128, name, torch.bfloat16) for name in VARIANTS if name != PAIRED],
+    ("sm_90", 128, PAIRED, torch.float16),
+    ("sm_90", 64, "diagonals", torch.float32),
+    *[(target, dim, PAIRED, torch.bfloat16) for target in ("sm_80", "sm_100", "gfx942") for dim in (64, 128, 256)],
+    *[(target, 128, MIXED, torch.float16) for target in ("sm_80", "sm_100", "gfx942")],
+    ("sm_89", 256, PAIRED, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("target", "head_dim", "variant", "dtype"), BUILDS)
+def test_kernel_compiles_without_spills(target: str, head_dim: int, variant: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[variant])
+    assert built.fault(target, dtype) is None
+
+
+def test_value_dim_may_differ() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    built = compile_for("sm_90", head_dim=192, v_dim=128, dtype=torch.bfloat16, columns=True)
+    assert built.fault("sm_90", torch.bfloat16) is None
