@@ -66,7 +66,11 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
         ("calibration", f"{calibration.task}, {prompts}"),
         ("found", f"{means} {target}; means over {_plural(searched, 'head')}"),
         ("", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"),
-        ("prefill", f"dense below {artifact.prefill.dense_below:,} tokens"),
+        (
+            "prefill",
+            f"dense below {artifact.prefill.dense_below:,} tokens; "
+            f"the last {artifact.prefill.dense_tail:,} queries see every key",
+        ),
     ]
     return [line for label, text in rows for line in _labelled(label, text, width)]
 

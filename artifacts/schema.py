@@ -149,9 +149,11 @@ class Prefill(Record):
     """The pattern's name for every layer and query head; None for a layer left as it is: it slides.
 
     dense_below: prompts with fewer tokens are served densely.
+    dense_tail: the last so many queries see every key, whatever the pattern: a prompt's question is asked there.
     """
 
     dense_below: Annotated[int, Field(ge=0)]
+    dense_tail: Annotated[int, Field(ge=0)] = 0
     layers: tuple[tuple[PatternName, ...] | None, ...]
 
 

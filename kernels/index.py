@@ -12,6 +12,8 @@ computed for a row if one of three things says so:
 * `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows
   whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a list for each row would take 64 MB.
 
+Beside them, the last `dense_rows` rows compute every tile up to their own: a prompt's question is asked there.
+
 All three are ascending and padded at the end with PAD, which lies beyond every causal limit.
 """
 
@@ -52,6 +54,7 @@ class SparseIndex:
     diagonals: Tensor
     tiles: Tensor
     columns: Tensor
+    dense_rows: int = 0
 
     @property
     def batch(self) -> int:
@@ -164,6 +167,8 @@ class SparseIndex:
             mask.scatter_(-1, torch.where(key >= 0, key, n), True)
             listed = self.tiles[:, :, rows.start : rows.stop].long()
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
+            full = max(self.num_rows - self.dense_rows - start, 0)
+            mask[:, :, full:, :n] |= torch.arange(n, device=device) <= at[full:]
             yield rows, mask[..., :n]
 
     def _before(self, rows: range, device: torch.device) -> Tensor:
@@ -212,3 +217,11 @@ def cat_heads(parts: Sequence[SparseIndex], order: Tensor) -> SparseIndex:
         return torch.cat(padded, dim=1).index_select(1, order)
 
     return replace(first, diagonals=joined("diagonals"), tiles=joined("tiles"), columns=joined("columns"))
+
+
+def with_dense_tail(index: SparseIndex, queries: int) -> SparseIndex:
+    """The index with every key computed for the tiles that hold the last `queries` queries."""
+    if not queries:
+        return index
+    rows = num_rows(min(queries, index.q_len), index.k_len)
+    return replace(index, dense_rows=rows)

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import kernels.dispatch as dispatch
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from kernels.attention import dispatch, reference, sparse_attention
+from kernels.attention import reference, sparse_attention
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.flex import flex_attention
@@ -221,7 +222,9 @@ def main(argv: list[str] | None = None) -> int:
     to_json, _ = options.pop("json"), options.pop("what")
     if to_json:
         check_writable(to_json)
-    config = Bench(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+    for name in ("lengths", "head_dims", "heads"):
+        options[name] = tuple(options[name])
+    config = Bench(**options)
     where = environment(config.device)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     widths = [max(len(name), 7) for name in HEADER]

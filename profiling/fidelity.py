@@ -41,7 +41,8 @@ def fidelity(model: Any, artifact: Artifact, prompt: Prompt) -> Fidelity:
         if row is None:
             return
         patterns = [make(**artifact.patterns[name].model_dump()) for name in row]
-        index = LayerPlan(patterns, inputs.k.shape[1]).build(inputs.q, inputs.k, scale=inputs.scale)
+        plan = LayerPlan(patterns, inputs.k.shape[1], dense_tail=artifact.prefill.dense_tail)
+        index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
         whole = dense_index(1, len(row), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
         (dense, dense_lse), (sparse, lse) = (
             sparse_attention(

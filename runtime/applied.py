@@ -82,7 +82,11 @@ def _plan(artifact: Artifact, modules: dict[int, nn.Module], settings: Settings)
         if number in modules:
             plan = None
             if row is not None:
-                plan = LayerPlan([patterns[name] for name in row], artifact.model.num_kv_heads)
+                plan = LayerPlan(
+                    [patterns[name] for name in row],
+                    artifact.model.num_kv_heads,
+                    dense_tail=artifact.prefill.dense_tail,
+                )
             layers[modules[number]] = Layer(settings, plan)
     return layers
 

@@ -33,6 +33,8 @@ from search.score import Score, score_layer
 from search.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
 
 DEFAULT_BUDGET = "0.25"
+# As many queries as vertical-slash looks at, one row of tiles.
+DENSE_TAIL = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class HeadSearch:
     backend: str = "auto"
     revision: str | None = None
     dense_below: int | None = None
+    dense_tail: int | None = None
     beyond_positions: bool = False
     fresh: bool = False
     picture: bool = True
@@ -61,6 +64,8 @@ class HeadSearch:
         for name in ("length", "samples", "dense_below"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.dense_tail is not None and self.dense_tail < 0:
+            raise HeadwiseError(f"--dense-tail must be at least 0, got {self.dense_tail}")
 
 
 def run(config: HeadSearch) -> Artifact:
@@ -73,7 +78,7 @@ def run(config: HeadSearch) -> Artifact:
     if config.calibration is not None:
         parse_task(config.calibration)
     if config.length is not None and config.budget is not None:
-        target_tiles(config.budget, config.length)
+        target_tiles(config.budget, config.length, _dense_tail(config))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     config = resolve(config, model)
@@ -83,7 +88,8 @@ def run(config: HeadSearch) -> Artifact:
 def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact:
     """The search on a model that is loaded and fingerprinted; `config` has no defaults left open."""
     assert config.length is not None and config.budget is not None and config.calibration is not None
-    target = target_tiles(config.budget, config.length)
+    dense_tail = _dense_tail(config)
+    target = target_tiles(config.budget, config.length, dense_tail)
     backend = _serving_backend(config, model)
     prompts = make_prompts(
         config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
@@ -100,14 +106,14 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
         _settings(config, model, calibration, families, target),
         fresh=config.fresh,
     )
-    if len(journal):
-        print(f"going on with {journal.path}: {len(journal)} layers are finished", file=sys.stderr)
+    if finished := sum(not key.endswith(".done") for key in journal):
+        print(f"going on with {journal.path}: {finished} layers are finished", file=sys.stderr)
     progress = tqdm(total=model.num_layers * len(prompts), desc="layers", unit="layer", disable=None)
     with progress:
         for sample, prompt in enumerate(prompts):
             _score_prompt(config, loaded, prompt, sample, families, target, journal, progress)
     findings = [_finding(journal, layer, len(prompts)) for layer in range(model.num_layers)]
-    if all(finding.slides is not None for finding in findings):
+    if not any(finding.heads for finding in findings):
         raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
     artifact = build_artifact(
         config,
@@ -115,7 +121,7 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
         calibration,
         families,
         findings,
-        target_density=target / target_tiles("1", config.length),
+        target_density=target / target_tiles("1", config.length, 0),
         kernel_backend=backend,
     )
     if config.picture:
@@ -153,7 +159,15 @@ def resolve(config: HeadSearch, model: ModelInfo) -> HeadSearch:
         length=length,
         budget=config.budget or (PAPER_BUDGET if paper else DEFAULT_BUDGET),
         dense_below=dense_below,
+        dense_tail=_dense_tail(config),
     )
+
+
+def _dense_tail(config: HeadSearch) -> int:
+    """Last queries that see every key: none in the paper's search, else enough for a question to find its answer."""
+    if config.dense_tail is not None:
+        return config.dense_tail
+    return 0 if config.preset == "paper" else DENSE_TAIL
 
 
 def _settings(
@@ -173,6 +187,7 @@ def _settings(
         "dtype": config.dtype,
         "device": config.device,
         "backend": config.backend,
+        "dense tail": config.dense_tail,
         "target tiles": target,
         "space": [family.name for family in families],
     }
@@ -204,24 +219,24 @@ def _score_prompt(
         if sample:
             first = journal[f"0.{inputs.layer}"]["heads"]
             settled = [[score["sizes"] for score in head] for head in first]
-        scores = score_layer(inputs, families, target, settled, backend=config.backend)
+        scores = score_layer(inputs, families, target, _dense_tail(config), settled, backend=config.backend)
         journal.add(key, {"heads": [[asdict(score) for score in head] for head in scores]})
 
-    layers = progress.total // config.samples
-    if all(f"{sample}.{layer}" in journal for layer in range(layers)):
-        progress.update(layers)
+    if f"{sample}.done" in journal:
+        progress.update(progress.total // config.samples)
         return
     ids = torch.tensor([prompt.input_ids], device=loaded.model.device)
     capture(loaded.model, ids, visit)
+    journal.add(f"{sample}.done", True)
 
 
 def _finding(journal: Journal, layer: int, samples: int) -> Finding:
-    """A layer's scores averaged over the prompts."""
+    """A layer's scores averaged over the prompts; none for a layer that slides or has no attention."""
+    if f"0.{layer}" not in journal or "slides" in journal[f"0.{layer}"]:
+        return Finding(layer=layer, heads=())
     records = [journal[f"{sample}.{layer}"] for sample in range(samples)]
-    if "slides" in records[0]:
-        return Finding(layer=layer, slides=records[0]["slides"], heads=())
     parsed = [[[Score(**score) for score in head] for head in record["heads"]] for record in records]
-    return Finding(layer=layer, slides=None, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))
+    return Finding(layer=layer, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -251,6 +266,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
     p.add_argument("--revision", help="revision of a hub model")
     p.add_argument("--dense-below", type=int, help="prompts shorter than this stay dense (default: half of --length)")
+    p.add_argument(
+        "--dense-tail",
+        type=int,
+        help=f"last queries of a prompt that see every key (default {DENSE_TAIL}, with --preset paper 0)",
+    )
     p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted search left")
     p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +54,9 @@ class Journal:
 
     def __getitem__(self, key: str) -> Any:
         return self._records[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
 
     def __len__(self) -> int:
         return len(self._records)

@@ -27,10 +27,9 @@ MEASURES = ("error", "recall", "density")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A layer's scores [head][candidate] averaged over the prompts; none where it slides over `slides` tokens."""
+    """A layer's scores [head][candidate] averaged over the prompts; no heads where the layer is left alone."""
 
     layer: int
-    slides: int | None
     heads: tuple[Sequence[Score], ...]
 
 
@@ -45,12 +44,12 @@ def build_artifact(
     kernel_backend: str,
 ) -> Artifact:
     """Choose a pattern for every head and write the artifact with its sidecar to `config.out`."""
-    assert config.budget is not None and config.dense_below is not None
+    assert config.budget is not None and config.dense_below is not None and config.dense_tail is not None
     rows: list[tuple[str, ...] | None] = []
     chosen: list[Choice] = []
     patterns = {}
     for finding in findings:
-        if finding.slides is not None:
+        if not finding.heads:
             rows.append(None)
             continue
         layer = choose_layer(finding.layer, finding.heads, families)
@@ -84,7 +83,7 @@ def build_artifact(
         model=model,
         search=search,
         patterns=patterns,
-        prefill=Prefill(dense_below=config.dense_below, layers=tuple(rows)),
+        prefill=Prefill(dense_below=config.dense_below, dense_tail=config.dense_tail, layers=tuple(rows)),
     )
     return save(artifact, config.out, _arrays(families, findings, chosen))
 

@@ -15,7 +15,7 @@ def print_report(artifact: Artifact, out: Path) -> None:
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
     print(f"{artifact.model.name}: {heads} heads searched on {search.calibration.task} at {lengths} tokens")
     if left:
-        print(f"{left} of {artifact.model.num_layers} layers slide over a window already and are left alone")
+        print(f"{left} of {artifact.model.num_layers} layers are left alone: they slide already or have no attention")
     for kind, count in summary.winners.items():
         print(f"  {kind:<16}{count:>5}  {count / heads:6.1%}")
     print(f"recall   {summary.recall:.4f}  (best single kind: {summary.best_single_kind}", end=" ")

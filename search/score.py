@@ -40,6 +40,7 @@ def score_layer(
     inputs: LayerInputs,
     families: Sequence[Family],
     target: int,
+    dense_tail: int,
     sizes: Sequence[Sequence[dict[str, int]]] | None,
     *,
     backend: str,
@@ -50,6 +51,7 @@ def score_layer(
         inputs: the layer's q (1, H, S, D), k (1, G, S, D) and v.
         families: the C entries of the initial space.
         target: tiles a head may compute.
+        dense_tail: last queries that see every key, whatever the candidate.
         sizes: [H][C] sizes settled on an earlier prompt; None settles them here by ChangeSpace.
         backend: the attention backend, as for kernels.attention.sparse_attention.
     """
@@ -61,7 +63,7 @@ def score_layer(
 
     dense, dense_lse = attend(dense_index(1, q.shape[1], q.shape[2], k.shape[2], q.device))
     norms = [float(dense[0, head].float().norm()) for head in heads]
-    build = builders(families, q, k, scale=scale)
+    build = builders(families, q, k, scale=scale, dense_tail=dense_tail)
     by_family = []
     for c, family in enumerate(families):
         if sizes is None:

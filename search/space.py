@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.index import TILE, SparseIndex, num_tiles
+from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.patterns import KINDS, Pattern, make
 from kernels.patterns.a_shape import AShape
 
@@ -70,8 +70,8 @@ def initial_space(length: int, *, scaled: bool) -> tuple[Family, ...]:
     return tuple(families)
 
 
-def target_tiles(budget: str, length: int) -> int:
-    """Tiles a head may compute at `length` tokens.
+def target_tiles(budget: str, length: int, dense_tail: int) -> int:
+    """Tiles a head may compute at `length` tokens, those of the last `dense_tail` queries included.
 
     Args:
         budget: "a_shape:SINK,WINDOW" for what that pattern computes, or a fraction of dense causal attention.
@@ -79,12 +79,12 @@ def target_tiles(budget: str, length: int) -> int:
     Raises:
         HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern needs.
     """
-    dense, least = _a_shape_tiles(length, length, length), _a_shape_tiles(1, 1, length)
+    dense, least = _a_shape_tiles(length, length, length, 0), _a_shape_tiles(1, 1, length, dense_tail)
     if budget.startswith("a_shape:"):
         sizes = budget.removeprefix("a_shape:").split(",")
         if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise HeadwiseError(f"budget {budget!r} must be a_shape:SINK,WINDOW with two positive token counts")
-        target = _a_shape_tiles(int(sizes[0]), int(sizes[1]), length)
+        target = _a_shape_tiles(int(sizes[0]), int(sizes[1]), length, dense_tail)
     else:
         try:
             fraction = float(budget)
@@ -96,24 +96,29 @@ def target_tiles(budget: str, length: int) -> int:
     if target < least:
         share = least / dense
         raise HeadwiseError(
-            f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and last tile of "
-            f"{TILE} keys) computes {share:.3f} of dense attention; ask for that or more, or for a longer --length"
+            f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and last tile of {TILE} "
+            f"keys, {dense_tail} queries dense) computes {share:.3f} of dense attention; ask for more, or for a longer "
+            "--length"
         )
     return target
 
 
-def _a_shape_tiles(sink: int, window: int, length: int) -> int:
+def _a_shape_tiles(sink: int, window: int, length: int, dense_tail: int) -> int:
     # A-shape reads the shapes of q and k alone.
     tensor = torch.empty(1).expand(1, 1, length, 1)
     index = AShape.build_index([AShape(sink=sink, window=window)], [0], tensor, tensor, scale=1.0)
-    return int(index.computed_tiles())
+    return int(with_dense_tail(index, dense_tail).computed_tiles())
 
 
 Builder = Callable[[Sequence[Pattern]], SparseIndex]
 
 
-def builders(families: Sequence[Family], q: Tensor, k: Tensor, *, scale: float) -> dict[str, Builder]:
+def builders(families: Sequence[Family], q: Tensor, k: Tensor, *, scale: float, dense_tail: int) -> dict[str, Builder]:
     """For each kind the function from one pattern a head to their index on these q (1, H, Q, D) and k (1, G, K, D)."""
+
+    def with_tail(build: Builder) -> Builder:
+        return lambda patterns: with_dense_tail(build(patterns), dense_tail)
+
     heads = range(q.shape[1])
     made = {}
     for kind in dict.fromkeys(family.kind for family in families):
@@ -121,7 +126,7 @@ def builders(families: Sequence[Family], q: Tensor, k: Tensor, *, scale: float) 
             (family.at(family.steps(k.shape[2])[1]) for family in families if family.kind == kind),
             key=lambda pattern: max(vars(pattern).values()),
         )
-        made[kind] = KINDS[kind].prepare([largest for _ in heads], heads, q, k, scale=scale)
+        made[kind] = with_tail(KINDS[kind].prepare([largest for _ in heads], heads, q, k, scale=scale))
     return made
 
 

@@ -6,12 +6,14 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal, overload
 
 from torch import Tensor
 
 import kernels.dispatch as dispatch
-from kernels.index import SparseIndex
+from kernels.index import TILE, SparseIndex
+from kernels.patterns.dense import dense_index
 
 __all__ = ["sparse_attention"]
 
@@ -78,12 +80,15 @@ def sparse_attention(
             not positive and finite; a named backend that cannot serve the call.
     """
     _check(q, k, v, index)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {value}")
     module = dispatch.choose(backend, q, k, v)
-    out, lse = module.sparse_attention(q, k, v, index, scale=scale, softcap=softcap)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = module.sparse_attention(q, k, v, replace(index, dense_rows=0), scale=scale, softcap=softcap)
+    if index.dense_rows:
+        # Few rows, many keys: a second small call is cheaper than making every backend walk two kinds of rows.
+        tail = min(index.q_len, index.k_len - (index.first_row + index.num_rows - index.dense_rows) * TILE)
+        whole = dense_index(index.batch, index.num_heads, tail, index.k_len, q.device)
+        seen = module.sparse_attention(q[:, :, -tail:], k, v, whole, scale=scale, softcap=softcap)
+        out[:, :, -tail:], lse[:, :, -tail:] = seen
     return (out, lse) if return_lse else out
 
 

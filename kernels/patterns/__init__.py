@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields
 import torch
 from torch import Tensor
 
-from kernels.index import SparseIndex, cat_heads
+from kernels.index import SparseIndex, cat_heads, with_dense_tail
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
@@ -38,11 +38,13 @@ def make(kind: str, **sizes: int) -> Pattern:
 class LayerPlan:
     """The patterns of one layer, sorted by kind once so that each forward builds each kind in one call."""
 
-    def __init__(self, patterns: Sequence[Pattern], num_kv_heads: int) -> None:
+    def __init__(self, patterns: Sequence[Pattern], num_kv_heads: int, *, dense_tail: int = 0) -> None:
+        """Plan one pattern a query head; the last `dense_tail` queries of a call see every key in any case."""
         if not patterns or num_kv_heads < 1 or len(patterns) % num_kv_heads:
             raise ValueError(f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads")
         self.patterns = tuple(patterns)
         self.num_kv_heads = num_kv_heads
+        self.dense_tail = dense_tail
         self._kinds: dict[type[Pattern], list[int]] = {}
         for head, pattern in enumerate(patterns):
             self._kinds.setdefault(type(pattern), []).append(head)
@@ -67,4 +69,4 @@ class LayerPlan:
             cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale)
             for cls, heads in self._kinds.items()
         ]
-        return cat_heads(parts, self._order.to(q.device))
+        return with_dense_tail(cat_heads(parts, self._order.to(q.device)), self.dense_tail)

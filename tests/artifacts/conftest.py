@@ -60,7 +60,7 @@ def build(**changes: Any) -> artifacts.Artifact:
         ),
         "patterns": dict(zip(names, patterns, strict=True)),
         "prefill": artifacts.Prefill(
-            dense_below=4096, layers=(tuple(names[:4]), None, (names[0], names[0], names[2], names[4]))
+            dense_below=4096, dense_tail=64, layers=(tuple(names[:4]), None, (names[0], names[0], names[2], names[4]))
         ),
         "evidence": (
             artifacts.Measurement(

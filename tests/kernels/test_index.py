@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
 from kernels.patterns import KINDS, LayerPlan, Pattern, make
 
@@ -196,3 +197,26 @@ def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -
 
 def test_every_kind_is_drawn_here() -> None:
     assert {"dense", "a_shape", "vertical_slash", "block_sparse"} == set(KINDS), "extend `pattern` above"
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (64, 64), (10, 130)])
+@pytest.mark.parametrize("queries", [1, 64, 65, 1000])
+def test_a_dense_tail_sees_every_key_and_changes_no_other_row(q_len: int, k_len: int, queries: int) -> None:
+    q, k = torch.randn(1, 4, q_len, 16), torch.randn(1, 2, k_len, 16)
+    patterns = [make(kind, **size) for kind, size in SOME[:4]] if len(SOME) >= 4 else [make("dense")] * 4
+    without = LayerPlan(patterns, 2).build(q, k)
+    index = LayerPlan(patterns, 2, dense_tail=queries).build(q, k)
+    index.validate()
+    causal = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
+    first = max(0, ((k_len - min(queries, q_len)) // 64) * 64 - (k_len - q_len))
+    expected = without.to_mask().clone()
+    expected[:, :, first:] = causal[first:]
+    assert torch.equal(index.to_mask(), expected)
+    tiles = torch.nn.functional.pad(index.to_mask(), (0, -k_len % 64)).unflatten(-1, (-1, 64)).any(-1)
+    assert (index.computed_tiles() >= without.computed_tiles()).all() and tiles[:, :, -1].all()
+    v = torch.randn(1, 2, k_len, 16)
+    for backend in ("reference", "auto"):
+        out, lse = sparse_attention(q, k, v, index, return_lse=True, backend=backend)
+        logits = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4).masked_fill(~expected, float("-inf"))
+        torch.testing.assert_close(out, logits.softmax(-1) @ v.repeat_interleave(2, 1), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse, logits.logsumexp(-1), atol=2e-5, rtol=2e-5)

@@ -28,7 +28,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("compare")
     model = save_tiny(folder / "tiny")
     run(
-        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.5", dtype="float32", command="x")
+        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8", dtype="float32", command="x")
     )
     return model, folder / "cfg.yaml"
 
@@ -93,7 +93,7 @@ def test_the_command_measures_both_sides(searched: tuple[Path, Path], tmp_path: 
     record = json.loads(out.read_text())
     dense, sparse = record["rows"]
     assert dense["density"] == dense["recall"] == 1.0
-    assert 0 < sparse["density"] <= 0.6 and 0 < sparse["recall"] < 1
+    assert 0 < sparse["density"] <= 0.85 and 0 < sparse["recall"] < 1
     assert sparse["perplexity"] != dense["perplexity"]
     assert len(record["expected"]) == 2 and len(record["all_seconds"]["headwise"]) == 2
 

@@ -26,7 +26,7 @@ LENGTH = 1000
 
 
 def config(model: Path, out: Path, **changes: object) -> HeadSearch:
-    settings = {"length": LENGTH, "dtype": "float32", "calibration": "passkey", "command": "test"}
+    settings = {"length": LENGTH, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "command": "test"}
     return HeadSearch(model=str(model), out=out, **settings | changes)
 
 
@@ -43,6 +43,7 @@ def test_writes_a_valid_pair_and_the_picture_and_nothing_else(found: Path) -> No
     expected = {"cfg.yaml", artifact.sidecar.file, "cfg.png", "cfg.svg", "cfg.csv"}
     assert {path.name for path in found.parent.iterdir()} == expected
     assert artifact.prefill.dense_below == LENGTH // 2
+    assert artifact.prefill.dense_tail == 64
     assert artifact.search.calibration.samples == 2
     assert len((found.parent / "cfg.csv").read_text().splitlines()) == 1 + 3 * 6
 
@@ -58,7 +59,8 @@ def test_scores_are_what_the_reference_measures(tiny_model: Path, tmp_path: Path
     def visit(inputs: LayerInputs) -> None:
         row = artifact.prefill.layers[inputs.layer]
         assert row is not None
-        plan = LayerPlan([make(**artifact.patterns[name].model_dump()) for name in row], 2)
+        patterns = [make(**artifact.patterns[name].model_dump()) for name in row]
+        plan = LayerPlan(patterns, 2, dense_tail=artifact.prefill.dense_tail)
         index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
         k, v = (x.repeat_interleave(3, dim=1) for x in (inputs.k, inputs.v))
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -80,7 +82,7 @@ def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(found: Path) 
     errors = np.stack([arrays[name] for name in sorted(arrays) if name.endswith(".error") and "candidates" in name])
     density = np.stack([arrays[name] for name in sorted(arrays) if name.endswith(".density") and "candidates" in name])
     # What costs more on the second prompt than on the first, where sizes were settled, is still a candidate.
-    fits = density <= artifact.search.target_density + 0.05
+    fits = density <= artifact.search.target_density + 0.01
     np.testing.assert_array_less(arrays["chosen.error"] - 1e-6, np.where(fits, errors, np.inf).min(0) + 1e-6)
     assert artifact.search.summary.density <= artifact.search.target_density + 0.02
     assert sum(artifact.search.summary.winners.values()) == 18
@@ -111,7 +113,18 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.resume.jsonl"
     command = [sys.executable, "-m", "search.heads", "--model", str(tiny_model), "--out", str(out)]
-    command += ["--length", str(LENGTH), "--dtype", "float32", "--calibration", "passkey", "--samples", "2"]
+    command += [
+        "--length",
+        str(LENGTH),
+        "--budget",
+        "0.6",
+        "--dtype",
+        "float32",
+        "--calibration",
+        "passkey",
+        "--samples",
+        "2",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (resume.exists() and resume.read_bytes().count(b"\n") >= 2):
@@ -119,7 +132,8 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    finished = resume.read_bytes().count(b"\n") - 1
+    whole = resume.read_bytes().split(b"\n")[1:-1]
+    finished = sum(b".done" not in line for line in whole)
     assert not out.exists()
     if finished == 6:
         pytest.skip("it finished all layers before the kill reached it")
@@ -151,6 +165,7 @@ def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
         ({"--backend": "abacus"}, "abacus"),
         ({"--length": "0"}, "at least 1"),
         ({"--samples": "0"}, "at least 1"),
+        ({"--dense-tail": "-1"}, "at least 0"),
         ({"--preset": "paper"}, "30000"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
@@ -162,7 +177,14 @@ def test_bad_input_is_one_line_and_leaves_no_file(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    options = {"--model": str(tiny_model), "--out": "cfg.yaml", "--length": "1000", "--dtype": "float32", **changes}
+    options = {
+        "--model": str(tiny_model),
+        "--out": "cfg.yaml",
+        "--length": "1000",
+        "--budget": "0.6",
+        "--dtype": "float32",
+        **changes,
+    }
     if "--preset" in changes:
         del options["--length"]
     with pytest.raises(HeadwiseError, match=says) as caught:
@@ -191,3 +213,14 @@ def test_damaged_resume_file(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=r"cfg\.resume\.jsonl is damaged at line 1"):
         run(config(tiny_model, tmp_path / "cfg.yaml"))
     assert [path.name for path in tmp_path.iterdir()] == ["cfg.resume.jsonl"]
+
+
+def test_layers_without_attention_are_left_alone(tmp_path: Path) -> None:
+    """Qwen3-Next mixes linear attention, which never passes by, with full attention."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2, "moe_intermediate_size": 32}
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    model = save_tiny(
+        tmp_path / "hybrid", family="Qwen3Next", head_dim=16, layer_types=layers, num_experts_per_tok=1, **sizes
+    )
+    artifact = run(config(model, tmp_path / "cfg.yaml"))
+    assert [row is None for row in artifact.prefill.layers] == [True, False, True]

@@ -38,15 +38,15 @@ def test_scaled_families_keep_their_character(length: int) -> None:
 def test_paper_budget_is_what_its_a_shape_computes() -> None:
     tensor = torch.empty(1).expand(1, 1, PAPER_LENGTH, 1)
     index = LayerPlan([make("a_shape", sink=1024, window=4096)], 1).build(tensor, tensor)
-    assert target_tiles(PAPER_BUDGET, PAPER_LENGTH) == int(index.computed_tiles())
+    assert target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0) == int(index.computed_tiles())
 
 
 def test_paper_a_shape_needs_no_change() -> None:
     """Algorithm 1 starts from the pattern that defines the target: it must come out as it went in."""
     family = initial_space(PAPER_LENGTH, scaled=False)[0]
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
-    build = builders([family], q, q, scale=1.0)["a_shape"]
-    target = target_tiles(PAPER_BUDGET, PAPER_LENGTH)
+    build = builders([family], q, q, scale=1.0, dense_tail=0)["a_shape"]
+    target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
     patterns = change_space(family, target, build, num_heads=2, length=PAPER_LENGTH)
     assert patterns == [make("a_shape", sink=1024, window=4096)] * 2
 
@@ -66,17 +66,18 @@ def test_paper_a_shape_needs_no_change() -> None:
 )
 def test_bad_budgets_say_what_would_be_right(budget: str, says: str) -> None:
     with pytest.raises(HeadwiseError, match=says) as caught:
-        target_tiles(budget, 4096)
+        target_tiles(budget, 4096, 64)
     assert "\n" not in str(caught.value) and budget in str(caught.value)
 
 
-@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("dense_tail", [0, 100])
 @pytest.mark.parametrize("family", initial_space(1000, scaled=True), ids=lambda family: family.name)
-def test_change_space_takes_the_largest_size_within_the_target(family, fraction: float) -> None:
+def test_change_space_takes_the_largest_size_within_the_target(family, dense_tail: int, fraction: float) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 1000, 16) * 2, torch.randn(1, 2, 1000, 16)
-    target = target_tiles(str(fraction), 1000)
-    build = builders([family], q, k, scale=0.25)[family.kind]
+    target = target_tiles(str(fraction), 1000, dense_tail)
+    build = builders([family], q, k, scale=0.25, dense_tail=dense_tail)[family.kind]
     patterns = change_space(family, target, build, num_heads=4, length=1000)
     tiles = build(patterns).computed_tiles()[0]
     least, most = family.steps(1000)
