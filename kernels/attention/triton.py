@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.attention.triton_launch import Launch, architecture, choose, serves, split
 from kernels.index import PAD, TILE, SparseIndex, ascending, num_tiles
+from kernels.patterns.dense import dense_index
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 256
@@ -102,10 +103,14 @@ def paged_sparse_attention(
     if reason := supports(q, k_cache, v_cache):
         raise ValueError(f"backend 'triton' cannot serve this call: {reason}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = prepare(
-        q, k_cache, v_cache, index, scale=scale, softcap=softcap, block_table=block_table, out=out, launch=launch
-    )
-    return _run(call, q.device)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "launch": launch}
+    out, lse = _run(prepare(q, k_cache, v_cache, replace(index, dense_rows=0), out=out, **how), q.device)
+    if index.dense_rows:
+        tail = min(index.q_len, index.k_len - (index.first_row + index.num_rows - index.dense_rows) * TILE)
+        whole = dense_index(index.batch, index.num_heads, tail, index.k_len, q.device)
+        call = prepare(q[:, :, -tail:], k_cache, v_cache, whole, out=out[:, :, -tail:], **how)
+        lse[:, :, -tail:] = _run(call, q.device)[1]
+    return out, lse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.attention import reference
+from kernels.attention import sparse_attention
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch
-from kernels.index import PAD, SparseIndex, ascending, empty_entries, num_rows, num_tiles
+from kernels.index import PAD, SparseIndex, ascending, empty_entries, num_rows, num_tiles, with_dense_tail
 from kernels.patterns import LayerPlan, make
 
 LAYER = (
@@ -50,6 +51,7 @@ class Case:
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
     index: str = "layer"
+    dense_tail: int = 0
     page: int | None = None
     layout: str = "contiguous"
     launch: Launch | None = None
@@ -92,6 +94,8 @@ SMALL = {
     },
     **{f"pages of {size}, {kind}": square(200, page=size, index=kind) for size, kind in
        ((16, "listless"), (32, "layer"), (64, "layer"), (128, "listless"), (256, "layer"))},
+    "dense tail": square(200, index="listless", dense_tail=10),
+    "dense tail, pages": Case(q_len=140, k_len=200, dense_tail=70, page=32),
     "pages, q of k, batch 2": Case(q_len=70, k_len=150, batch=2, heads=2, kv_heads=2, page=16),
 }  # fmt: skip
 
@@ -153,19 +157,20 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     q = _values((case.batch, case.heads, case.q_len, case.head_dim), case, device)
     k = _values((case.batch, case.kv_heads, case.k_len, case.head_dim), case, device)
     v = _values((case.batch, case.kv_heads, case.k_len, case.v_dim), case, device)
-    index = _index(case, q, k)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    if case.page is None:
+    index = with_dense_tail(_index(case, q, k), case.dense_tail)
+    how: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap}
+    if case.launch is not None:
+        scale = case.head_dim**-0.5
         out, lse = backend.sparse_attention(q, k, v, index, scale=scale, softcap=case.softcap, launch=case.launch)
+    elif case.page is None:
+        out, lse = sparse_attention(q, k, v, index, **how, return_lse=True, backend="triton")
         assert out.transpose(1, 2).is_contiguous()
     else:
         (k_cache, table), (v_cache, _) = paged(k, case.page), paged(v, case.page)
-        out, lse = backend.paged_sparse_attention(
-            q, k_cache, v_cache, table, index, scale=case.scale, softcap=case.softcap, launch=case.launch
-        )
+        out, lse = backend.paged_sparse_attention(q, k_cache, v_cache, table, index, **how)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
-    expected, expected_lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap
+    expected, expected_lse = sparse_attention(
+        q.float(), k.float(), v.float(), index, **how, return_lse=True, backend="reference"
     )
     return _error(out, expected), _error(lse, expected_lse)
 
@@ -173,10 +178,6 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
 def _error(actual: Tensor, expected: Tensor) -> float:
     assert actual.shape == expected.shape
     return float((actual.float() - expected).abs().nan_to_num(nan=float("inf")).max())
-
-
-def in_bfloat16(case: Case) -> Case:
-    return replace(case, dtype=torch.bfloat16)
 
 
 def poison_memory() -> None:
