@@ -80,8 +80,11 @@ def sparse_attention(
             not positive and finite; a named backend that cannot serve the call.
     """
     _check(q, k, v, index)
-    module = dispatch.choose(backend, q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive finite number, got {value}")
+    module = dispatch.choose(backend, q, k, v)
     out, lse = module.sparse_attention(q, k, v, replace(index, dense_rows=0), scale=scale, softcap=softcap)
     if index.dense_rows:
         # Few rows, many keys: a second small call is cheaper than making every backend walk two kinds of rows.
