@@ -13,7 +13,7 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.compare import Comparison, Result, compare, table
 from profiling.models import load_model
 from runtime.fingerprint import fingerprint
-from search.heads import HeadSearch, resolve, search_model
+from search.heads import DEFAULT_BUDGET, HeadSearch, resolve, search_model
 from search.report import print_report
 
 # Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, help="folder for the artifact and the picture")
     p.add_argument("--model", default="smollm2", help="as for search.heads (default smollm2)")
     p.add_argument("--length", type=int, default=8192, help="prompt length in tokens (default 8192)")
-    p.add_argument("--budget", default="0.25", help="as for search.heads (default 0.25)")
+    p.add_argument("--budget", default=DEFAULT_BUDGET, help="as for search.heads (default 0.3)")
     p.add_argument("--repeats", type=int, default=5, help="timed runs of each side (default 5)")
     return p
 
