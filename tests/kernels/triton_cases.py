@@ -86,6 +86,7 @@ SMALL = {
     "strided": square(130, layout="strided", index="listless"),
     "own tile only": square(150, index="random:1,0,0"),
     "all three sorts": square(300, heads=2, index="random:2,2,90"),
+    "lists on diagonals": square(300, heads=2, index="random:3,4,20"),
     "lists and columns": Case(q_len=100, k_len=300, heads=2, index="random:1,2,90"),
     "many columns": Case(q_len=70, k_len=300, heads=2, index="random:1,0,280"),
     **{
