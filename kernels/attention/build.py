@@ -26,6 +26,8 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-w",
+    # Tuning for AMD splits each fused multiply-add in two: a fifth slower, also there.
+    *(("-mtune=generic",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
 _log = logging.getLogger("headwise")
 

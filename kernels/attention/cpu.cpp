@@ -2,13 +2,15 @@
 //
 // Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 //
-// K and V are packed once a KV head into panels of 64 keys (K transposed, both in the order the inner product reads), and
-// the single columns of each query head once into panels of the same form. From there a column group costs exactly what a
-// tile costs. A task is one query tile of one head: it walks its panels WALK at a time, so that one softmax pass sees up to
-// WALK * 64 keys, with the running maximum and sum of online softmax (Milakov and Gimelshein, 2018; FlashAttention-2).
+// K and V are packed once a KV head into panels of 64 keys (K transposed, both in the order the inner product reads),
+// and the single columns of each query head once into panels of the same form. From there a column group costs exactly
+// what a tile costs. A task is one query tile of one head: it walks its panels WALK at a time, so that one softmax pass
+// sees up to WALK * 64 keys, with the running maximum and sum of online softmax (Milakov and Gimelshein, 2018;
+// FlashAttention-2).
 //
-// Three engines compute the products: `Float` (compiler vectors: AVX-512, AVX2, NEON), `Dot` (AVX-512 bf16 dot products)
-// and `Brgemm` (ATen's wrapper of oneDNN, which uses AMX). The last two read bf16 in pairs of adjacent inner indices.
+// Three engines compute the products: `Float` (compiler vectors: AVX-512, AVX2, NEON), `Dot` (AVX-512 bf16 dot
+// products) and `Brgemm` (ATen's wrapper of oneDNN, which uses AMX). The last two read bf16 in pairs of adjacent inner
+// indices.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -19,13 +21,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
 #endif
 
 namespace {
@@ -56,8 +62,8 @@ inline vf splat(float x) { return vf{} + x; }
 // b where either is NaN.
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, exactly 0 below -126, NaN for NaN. Taylor series of 2^f on [-1/2, 1/2]: relative error 1.2e-7 with 6 terms, 4.2e-5
-// with 4, where the result is rounded to bf16 (3.9e-3) anyway.
+// 2^x for x <= 0, exactly 0 below -126, NaN for NaN. Taylor series of 2^f on [-1/2, 1/2]: relative error 1.2e-7 with
+// 6 terms, 4.2e-5 with 4, where the result is rounded to bf16 (3.9e-3) anyway.
 template <int TERMS>
 inline vf exp2(vf x) {
   const vf magic = splat(12582912.0f);
@@ -71,6 +77,10 @@ inline vf exp2(vf x) {
   return x <= -126.0f ? vf{} : scaled;
 }
 
+#if defined(__AVX512F__)
+inline float sum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
+inline float maximum(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+#else
 inline float sum(vf v) {
   float s = 0;
   for (int i = 0; i < LANES; ++i) s += v[i];
@@ -81,6 +91,7 @@ inline float maximum(vf v) {
   for (int i = 1; i < LANES; ++i) m = std::max(m, v[i]);
   return m;
 }
+#endif
 
 // ---- engines: qk writes C (64 x 64) = A (64 x inner) B; pv adds P (64 x 64 count) V to C (64 x width) ----
 
@@ -194,30 +205,87 @@ struct Brgemm {
 
 // ---- packing ----
 
-int round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-// Panel of up to 64 keys: element (d, j) of K transposed, pairs of d together. Rows that are null are zero.
-template <class Engine, class T>
-void pack_k(const T* const* rows, int dim, int inner, typename Engine::elem* to) {
-  using elem = typename Engine::elem;
-  constexpr int P = Engine::PAIR;
-  for (int d = 0; d < inner; d += P)
-    for (int j = 0; j < TILE; ++j)
-      for (int e = 0; e < P; ++e)
-        to[(d * TILE) + j * P + e] = rows[j] && d + e < dim ? static_cast<elem>(static_cast<float>(rows[j][d + e])) : elem(0);
+template <class To, class From>
+inline To cast(From x) {
+  if constexpr (std::is_same_v<To, From>) return x;
+  return static_cast<To>(static_cast<float>(x));
 }
 
-// Panel of up to 64 values: element (j, e), pairs of j together.
+// c10's own conversion has a branch that keeps the compiler from using vectors.
+template <>
+inline at::BFloat16 cast(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits = x == x ? bits + 0x7fff + (bits >> 16 & 1) : 0x7fc00000;
+  return at::BFloat16(bits >> 16, at::BFloat16::from_bits());
+}
+
+int round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+template <class To, class From>
+inline void copy(const From* __restrict from, int64_t n, float factor, To* __restrict to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = cast<To>(from[i] * factor);
+}
+template <class To, class From>
+inline void copy(const From* __restrict from, int64_t n, To* __restrict to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = cast<To>(from[i]);
+}
+
+// Panel of `have` keys, zero up to 64: element (d, j) of K transposed, pairs of d together.
 template <class Engine, class T>
-void pack_v(const T* const* rows, int dim, int width, typename Engine::elem* to) {
+void pack_k(const T* const* rows, int have, int dim, int inner, typename Engine::elem* __restrict to) {
   using elem = typename Engine::elem;
   constexpr int P = Engine::PAIR;
-  for (int j = 0; j < TILE; j += P)
-    for (int p = 0; p < P; ++p) {
-      const T* row = rows[j + p];
-      for (int e = 0; e < width; ++e)
-        to[j * width + e * P + p] = row && e < dim ? static_cast<elem>(static_cast<float>(row[e])) : elem(0);
+  if (have < TILE || dim < inner) std::fill(to, to + inner * TILE, elem(0));
+  for (int d = 0; d < dim; d += P)
+    for (int j = 0; j < have; ++j) {
+      elem* at = to + d * TILE + j * P;
+      at[0] = cast<elem>(rows[j][d]);
+      if (P == 2 && d + 1 < dim) at[1] = cast<elem>(rows[j][d + 1]);
     }
+}
+
+// Panel of `have` values, zero up to 64: element (j, e), pairs of j together.
+template <class Engine, class T>
+void pack_v(const T* const* rows, int have, int dim, int width, typename Engine::elem* __restrict to) {
+  using elem = typename Engine::elem;
+  constexpr int P = Engine::PAIR;
+  if (have < TILE || dim < width) std::fill(to, to + width * TILE, elem(0));
+  for (int j = 0; j < have; j += P) {
+    elem* at = to + j * width;
+    if (P == 2 && j + 1 < have) {
+      const T *__restrict a = rows[j], *__restrict b = rows[j + 1];
+      for (int e = 0; e < dim; ++e) at[2 * e] = cast<elem>(a[e]), at[2 * e + 1] = cast<elem>(b[e]);
+    } else {
+      for (int e = 0; e < dim; ++e) at[e * P] = cast<elem>(rows[j][e]);
+    }
+  }
+}
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+constexpr size_t HUGE_PAGE = size_t(2) << 20;
+
+// Ask for huge pages: the page faults of a long prompt's panels cost three times what packing them does.
+void on_huge_pages(void* p, size_t bytes) {
+#if defined(__linux__)
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(p) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(p) + bytes) / HUGE_PAGE * HUGE_PAGE;
+  if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#endif
+}
+
+// Uninitialised memory for many panels.
+template <class elem>
+std::unique_ptr<elem[], Free> allocate(int64_t count) {
+  const size_t bytes = count * sizeof(elem), unit = bytes < HUGE_PAGE ? 64 : HUGE_PAGE;
+  const size_t rounded = std::max<size_t>((bytes + unit - 1) / unit, 1) * unit;
+  void* p = std::aligned_alloc(unit, rounded);
+  TORCH_CHECK(p, "not enough memory for ", rounded, " bytes of packed keys or values");
+  on_huge_pages(p, rounded);
+  return std::unique_ptr<elem[], Free>(static_cast<elem*>(p));
 }
 
 template <class T>
@@ -279,7 +347,8 @@ inline void cap(float* s, int n, Softmax how) {
   }
 }
 
-// One row of scores to unnormalised probabilities; returns their sum, updates the running maximum, gives the old sum's factor.
+// One row of scores to unnormalised probabilities; returns their sum, updates the running maximum, gives the factor of
+// the old sum.
 template <int TERMS, class elem>
 inline float softmax_row(float* s, elem* p, int n, float factor, float& top, float& rescale) {
   vf m = splat(NEG_INF);
@@ -341,13 +410,11 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
     start[i + 1] = start[i] + groups;
     most_groups = std::max(most_groups, groups);
   }
-  const auto options = q.options().dtype(c10::CppTypeToScalarType<elem>::value);
-  at::Tensor kp_store = at::empty({(B * G * N + start[B * H]) * k_panel}, options);
-  at::Tensor vp_store = at::empty({(B * G * N + start[B * H]) * v_panel}, options);
-  elem* kp = kp_store.mutable_data_ptr<elem>();
-  elem* vp = vp_store.mutable_data_ptr<elem>();
+  const int64_t total_panels = B * G * N + start[B * H];
+  const auto k_store = allocate<elem>(total_panels * k_panel), v_store = allocate<elem>(total_panels * v_panel);
+  elem *const kp = k_store.get(), *const vp = v_store.get();
 
-  at::parallel_for(0, B * G * N + start[B * H], 8, [&](int64_t from, int64_t to) {
+  at::parallel_for(0, total_panels, 8, [&](int64_t from, int64_t to) {
     const T *k_rows[TILE], *v_rows[TILE];
     for (int64_t panel = from; panel < to; ++panel) {
       int64_t b, g, have;
@@ -368,10 +435,8 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
           k_rows[j] = ks.at(b, g, c[j]), v_rows[j] = vs.at(b, g, c[j]);
         }
       }
-      std::fill(k_rows + have, k_rows + TILE, nullptr);
-      std::fill(v_rows + have, v_rows + TILE, nullptr);
-      pack_k<Engine>(k_rows, D, inner, kp + panel * k_panel);
-      pack_v<Engine>(v_rows, E, width, vp + panel * v_panel);
+      pack_k<Engine>(k_rows, have, D, inner, kp + panel * k_panel);
+      pack_v<Engine>(v_rows, have, E, width, vp + panel * v_panel);
     }
   });
 
@@ -416,10 +481,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
     // Query rows of the tile that exist; the others are computed on zeros and dropped.
     const int lo = std::max<int64_t>(offset - at * TILE, 0), hi = std::min<int64_t>(K - at * TILE, TILE);
     std::fill(w.q.get(), w.q.get() + TILE * inner, elem(0));
-    for (int r = lo; r < hi; ++r) {
-      const T* from = qs.at(b, h, at * TILE + r - offset);
-      for (int d = 0; d < D; ++d) w.q[r * inner + d] = static_cast<elem>(static_cast<float>(from[d]));
-    }
+    for (int r = lo; r < hi; ++r) copy(qs.at(b, h, at * TILE + r - offset), D, w.q.get() + r * inner);
 
     float top[TILE], total[TILE];
     std::fill(top, top + TILE, NEG_INF);
@@ -460,10 +522,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at
     float* lse_row = lse.mutable_data_ptr<float>() + i * Q;
     for (int r = lo; r < hi; ++r) {
       const int64_t at_q = at * TILE + r - offset;
-      T* to = const_cast<T*>(os.at(b, h, at_q));
-      const float* o = w.o.get() + r * width;
-      const float scale_out = 1.0f / total[r];
-      for (int64_t e = 0; e < E; ++e) to[e] = static_cast<T>(o[e] * scale_out);
+      copy(w.o.get() + r * width, E, 1.0f / total[r], const_cast<T*>(os.at(b, h, at_q)));
       lse_row[at_q] = (top[r] * factor + std::log2(total[r])) / LOG2E;
     }
   };
@@ -502,6 +561,8 @@ std::tuple<at::Tensor, at::Tensor> sparse_attention(const at::Tensor& q, const a
                                                     std::string engine) {
   at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
   at::Tensor lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  // Above glibc's largest threshold the memory is new from the system at every call.
+  if (out.nbytes() > size_t(32) << 20) on_huge_pages(out.mutable_data_ptr(), out.nbytes());
   const Softmax how{static_cast<float>(scale), static_cast<float>(softcap)};
   switch (q.scalar_type()) {
     case at::kFloat: run_for<float>(engine, q, k, v, diagonals, tiles, columns, how, out, lse); break;

@@ -49,6 +49,8 @@ def sparse_attention(
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.columns))
-    chosen = engine or engines(q.dtype)[0]
-    out: tuple[Tensor, Tensor] = torch.ops.headwise.sparse_attention(q, k, v, *entries, scale, softcap or 0.0, chosen)
+    fastest, *_ = engines(q.dtype)
+    out: tuple[Tensor, Tensor] = torch.ops.headwise.sparse_attention(
+        q, k, v, *entries, scale, softcap or 0.0, engine or fastest
+    )
     return out
