@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="smollm2", help="as for search.heads (default smollm2)")
     p.add_argument("--length", type=int, default=8192, help="prompt length in tokens (default 8192)")
     p.add_argument("--budget", default=DEFAULT_BUDGET, help="as for search.heads (default 0.3)")
-    p.add_argument("--repeats", type=int, default=5, help="timed runs of each side (default 5)")
+    p.add_argument("--repeats", type=int, default=3, help="timed runs of each side (default 3)")
     return p
 
 
