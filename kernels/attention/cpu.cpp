@@ -317,15 +317,15 @@ struct Scratch {
   std::vector<uint64_t> held;       // key tiles of this row, a bit each
   std::vector<Panel<elem>> panels;  // what this row computes, its own tile last
   std::vector<float> live;
-  std::unique_ptr<elem[]> q, p;
-  std::unique_ptr<float[]> s, o;
+  std::unique_ptr<elem[], Free> q, p;
+  std::unique_ptr<float[], Free> s, o;
   Scratch(int64_t tiles, int64_t groups, int inner, int width)
       : held((tiles + 63) / 64),
         live(groups * TILE),
-        q(new elem[TILE * inner]),
-        p(new elem[TILE * TILE * WALK]),
-        s(new float[TILE * TILE * WALK]),
-        o(new float[TILE * width]) {
+        q(allocate<elem>(TILE * inner)),
+        p(allocate<elem>(TILE * TILE * WALK)),
+        s(allocate<float>(TILE * TILE * WALK)),
+        o(allocate<float>(TILE * width)) {
     panels.reserve(tiles + groups);
   }
 };
