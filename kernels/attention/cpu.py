@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention import build
 from kernels.index import SparseIndex
+from kernels.native import build
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.attention import build
+from kernels.native import build
 
 ROOT = Path(build.__file__).parents[2]
 load: Callable[[], str | None] = build.load.__wrapped__

@@ -250,7 +250,7 @@ def test_auto_falls_back_and_says_so_once(
 ) -> None:
     q, k, v, index = inputs()
     expected = sparse_attention(q, k, v, index, backend="reference")
-    monkeypatch.setattr("kernels.attention.build.load", lambda: "no C++ compiler found (install g++, or set CXX)")
+    monkeypatch.setattr("kernels.native.build.load", lambda: "no C++ compiler found (install g++, or set CXX)")
     with caplog.at_level(logging.WARNING, "headwise"):
         for _ in range(3):
             assert torch.equal(sparse_attention(q, k, v, index), expected)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kernels.attention import build
+from kernels.native import build
 
 ROOT = Path(build.__file__).parents[2]
 PROGRAM = """
 import sys
 import pytest
-from kernels.attention import build
+from kernels.native import build
 build._FLAGS = (*build._FLAGS, *sys.argv[1].split())
 reason = build.load()
 if reason:

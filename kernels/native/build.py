@@ -1,4 +1,4 @@
-"""Compiles cpu.cpp for this machine at first use and keeps the result in the cache folder."""
+"""Compiles the native kernels for this machine at first use, into one library that stays in the cache folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_KERNELS = Path(__file__).parents[1]
+SOURCES = (_KERNELS / "attention" / "cpu.cpp",)
+HEADERS = (_KERNELS / "native" / "vectors.h",)
 _FLAGS = (
     "-std=c++20",
     "-O3",
     "-march=native",
     "-fPIC",
-    "-shared",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-w",
@@ -85,19 +87,30 @@ def _compile(compiler: list[str], library: Path) -> None:
     libraries = Path(torch.__file__).parent / "lib"
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    command = [*compiler, *_FLAGS, *openmp, abi]
+    includes = [f"-I{path}" for path in include_paths()]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [str(Path(folder) / f"{at}.o") for at in range(len(SOURCES))]
+        # One compiler process a source, all at once: most of the time goes into torch's headers.
+        for _ in pool.map(
+            lambda source, to: _run([*command, *includes, "-c", str(source), "-o", to]), SOURCES, objects
+        ):
+            pass
         built = Path(folder) / library.name
-        command = [*compiler, *_FLAGS, *openmp, abi, *(f"-I{path}" for path in include_paths())]
-        command += [str(_SOURCE), "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        _run([*command, "-shared", *objects, "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
         os.replace(built, library)
 
 
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
 def _key(compiler: list[str]) -> str:
-    """What the library depends on: source, flags, torch and the instructions of this processor."""
+    """What the library depends on: sources, flags, torch and the instructions of this processor."""
     processor = platform.machine()
     if (cpuinfo := Path("/proc/cpuinfo")).exists():
         flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
         processor += flags[0] if flags else ""
-    parts = (_SOURCE.read_text(), *_FLAGS, *compiler, torch.__version__, sys.platform, processor)
+    texts = (path.read_text() for path in (*SOURCES, *HEADERS))
+    parts = (*texts, *_FLAGS, *compiler, torch.__version__, sys.platform, processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""The native code of the CPU backends: one shared library of several sources, compiled at first use."""
