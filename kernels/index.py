@@ -12,7 +12,8 @@ computed for a row if one of three things says so:
 * `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows
   whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a list for each row would take 64 MB.
 
-Beside them, the last `dense_rows` rows compute every tile up to their own: a prompt's question is asked there.
+Beside them, the rows that hold a head's last `dense_tail` queries compute every tile up to their own: a prompt's
+question is asked there. A sliding `window` takes away what lies too far back.
 
 All three are ascending and padded at the end with PAD, which lies beyond every causal limit.
 """
@@ -24,6 +25,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kernels.ragged import Ragged
 
 TILE = 64
 PAD = 2**31 - 1
@@ -47,6 +50,11 @@ class SparseIndex:
 
     diagonals (B, H, ND), tiles (B, H, R, NT) and columns (B, H, NC) are int32 on the device of the queries; ND, NT and
     NC may be 0 except that every head has diagonal 0. A key that two entries name is computed once.
+
+    dense_tail: for each head, how many of the last queries see every key, rounded up to whole tiles; () is none.
+    window: a query sees itself and the window - 1 keys before it, and tiles wholly outside are not computed.
+    ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and columns count from the first
+        key of their own sequence.
     """
 
     q_len: int
@@ -54,7 +62,9 @@ class SparseIndex:
     diagonals: Tensor
     tiles: Tensor
     columns: Tensor
-    dense_rows: int = 0
+    dense_tail: tuple[int, ...] = ()
+    window: int | None = None
+    ragged: Ragged | None = None
 
     @property
     def batch(self) -> int:
@@ -71,13 +81,43 @@ class SparseIndex:
 
     @property
     def num_rows(self) -> int:
-        return num_rows(self.q_len, self.k_len)
+        """Query tiles of the sequence with the most."""
+        lengths = ((self.q_len, self.k_len),) if self.ragged is None else self.ragged.lengths
+        return max(num_rows(*each) for each in lengths)
 
     @property
     def causal_tiles(self) -> int:
-        """Tiles on and below the causal diagonal: what dense attention computes."""
-        first, last = self.first_row, num_tiles(self.k_len)
-        return (last * (last + 1) - first * (first + 1)) // 2
+        """Tiles on and below the causal diagonal and inside the window: what dense attention computes."""
+        if self.ragged is not None:
+            raise ValueError("sequences of a ragged index have each their own: ask index.sequence(i)")
+        below = self.reach + 1
+        rows = range(self.first_row, num_tiles(self.k_len))
+        short = range(rows.start, max(rows.start, min(rows.stop, below)))
+        return sum(short) + len(short) + (len(rows) - len(short)) * below
+
+    @property
+    def reach(self) -> int:
+        """How many tiles before its own a row can see at most."""
+        n = num_tiles(self.k_len)
+        return n if self.window is None else min(n, num_tiles(self.window - 1))
+
+    def sequence(self, s: int) -> SparseIndex:
+        """The index of sequence s alone, as a batch of one."""
+        q_len, k_len = (self.q_len, self.k_len) if self.ragged is None else self.ragged.lengths[s]
+        one = slice(s, s + 1)
+        return replace(
+            self,
+            q_len=q_len,
+            k_len=k_len,
+            diagonals=self.diagonals[one],
+            tiles=self.tiles[one, :, : num_rows(q_len, k_len)],
+            columns=self.columns[one],
+            ragged=None,
+        )
+
+    def first_dense(self) -> list[int]:
+        """For each head the key tile of its first dense row (past the last row if it has none); not for ragged ones."""
+        return first_dense(self.dense_tail or (0,) * self.num_heads, self.k_len)
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +128,8 @@ class SparseIndex:
 
         A group of TILE columns costs a tile in each row where at least one of its columns is not already in a tile.
         """
+        if self.ragged is not None:
+            return torch.cat([self.sequence(s).computed_tiles() for s in range(self.batch)])
         count = torch.zeros(self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device)
         touched = self._tiles_of_column_groups()
         for rows, mask in self.row_masks():
@@ -99,6 +141,8 @@ class SparseIndex:
 
     def density(self) -> Tensor:
         """Share of the causal tiles that is computed, (B, H) float32."""
+        if self.ragged is not None:
+            return torch.cat([self.sequence(s).density() for s in range(self.batch)])
         return self.computed_tiles().float() / self.causal_tiles
 
     def flops(self, head_dim: int, v_dim: int | None = None) -> Tensor:
@@ -109,7 +153,7 @@ class SparseIndex:
         return self.computed_tiles() * (2 * TILE * TILE * (head_dim + (v_dim or head_dim)))
 
     def to_mask(self) -> Tensor:
-        """The computed keys as a mask (B, H, Q, K), causal limit applied. For tests and pictures: memory is Q x K."""
+        """The visible keys as a mask (B, H, Q, K). For tests and pictures: memory is Q x K; one sequence at a time."""
         offset = self.k_len - self.q_len
         parts = []
         for rows, tiles in self.row_masks():
@@ -123,12 +167,24 @@ class SparseIndex:
         skip = offset - self.first_row * TILE
         mask = torch.cat(parts, dim=2)[:, :, skip : skip + self.q_len]
         positions = torch.arange(self.k_len, device=mask.device)
-        return mask & (positions[None, :] <= positions[offset:, None])
+        distance = positions[offset:, None] - positions
+        return mask & (distance >= 0) & (distance < (self.window or self.k_len))
 
     def check_shapes(self) -> None:
         """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no data."""
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.dense_tail and (len(self.dense_tail) != self.num_heads or min(self.dense_tail) < 0):
+            raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {self.dense_tail}")
+        if self.ragged is not None:
+            longest = (max(self.ragged.q_lens), max(self.ragged.k_lens))
+            if len(self.ragged) != self.batch or (self.q_len, self.k_len) != longest:
+                raise ValueError(
+                    f"index is for {self.batch} sequences of up to {(self.q_len, self.k_len)} queries and keys, "
+                    f"its ragged batch has {len(self.ragged)} of up to {longest}"
+                )
         heads = tuple(self.diagonals.shape[:2])
         for name, rows in (("diagonals", ()), ("tiles", (self.num_rows,)), ("columns", ())):
             entries: Tensor = getattr(self, name)
@@ -154,7 +210,7 @@ class SparseIndex:
             raise ValueError("every head must compute diagonal 0: a query always sees itself")
 
     def row_masks(self) -> Iterator[tuple[range, Tensor]]:
-        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out."""
+        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out; one sequence."""
         n, heads = num_tiles(self.k_len), self.batch * self.num_heads
         step = max(1, _SCRATCH // (heads * max(n, self.columns.shape[-1], 1)))
         device = self.diagonals.device
@@ -167,14 +223,17 @@ class SparseIndex:
             mask.scatter_(-1, torch.where(key >= 0, key, n), True)
             listed = self.tiles[:, :, rows.start : rows.stop].long()
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
-            full = max(self.num_rows - self.dense_rows - start, 0)
-            mask[:, :, full:, :n] |= torch.arange(n, device=device) <= at[full:]
-            yield rows, mask[..., :n]
+            tile = torch.arange(n, device=device)
+            if self.dense_tail:
+                dense = at >= torch.tensor(self.first_dense(), device=device)[:, None, None]
+                mask[..., :n] |= dense & (tile <= at)
+            yield rows, mask[..., :n] & (tile >= at - self.reach)
 
     def _before(self, rows: range, device: torch.device) -> Tensor:
-        """Key tiles before each row's own, (rows, N) bool."""
+        """Key tiles before each row's own that it can see, (rows, N) bool."""
         at = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.first_row
-        return torch.arange(num_tiles(self.k_len), device=device) < at
+        tile = torch.arange(num_tiles(self.k_len), device=device)
+        return (tile < at) & (tile >= at - self.reach)
 
     def _tiles_of_column_groups(self) -> Tensor:
         """Which key tiles the columns of each group of TILE lie in, (B, H, N, groups) fp32 of 0 and 1."""
@@ -204,8 +263,11 @@ def ascending(mask: Tensor, width: int) -> Tensor:
     return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()
 
 
-def cat_heads(parts: Sequence[SparseIndex], order: Tensor) -> SparseIndex:
-    """One index from parts that hold some heads each; head i of the result is head order[i] of their concatenation."""
+def cat_heads(parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]) -> SparseIndex:
+    """One index from parts that hold some heads each; head i of the result is head order[i] of their concatenation.
+
+    `order` lies where the parts do; `host_order` is the same on the host.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -216,12 +278,45 @@ def cat_heads(parts: Sequence[SparseIndex], order: Tensor) -> SparseIndex:
         padded = [torch.nn.functional.pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries]
         return torch.cat(padded, dim=1).index_select(1, order)
 
-    return replace(first, diagonals=joined("diagonals"), tiles=joined("tiles"), columns=joined("columns"))
+    tails = [n for part in parts for n in part.dense_tail or (0,) * part.num_heads]
+    return replace(
+        first,
+        diagonals=joined("diagonals"),
+        tiles=joined("tiles"),
+        columns=joined("columns"),
+        dense_tail=tuple(tails[i] for i in host_order) if any(tails) else (),
+    )
+
+
+def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
+    """One index over a ragged batch from one for each of its sequences, all of the same heads."""
+    first, rows = parts[0], max(part.num_rows for part in parts)
+
+    def joined(name: str) -> Tensor:
+        entries: list[Tensor] = [getattr(part, name) for part in parts]
+        width = max(e.shape[-1] for e in entries)
+        margins = [(0, width - e.shape[-1]) + ((0, rows - e.shape[2]) if e.dim() == 4 else ()) for e in entries]
+        return torch.cat([torch.nn.functional.pad(e, m, value=PAD) for e, m in zip(entries, margins, strict=True)])
+
+    return replace(
+        first,
+        q_len=max(ragged.q_lens),
+        k_len=max(ragged.k_lens),
+        diagonals=joined("diagonals"),
+        tiles=joined("tiles"),
+        columns=joined("columns"),
+        ragged=ragged,
+    )
+
+
+def first_dense(dense_tail: Sequence[int], k_len: int) -> list[int]:
+    """Key tile of each head's first dense row: the one that holds the first of its last queries."""
+    return [max(k_len - n, 0) // TILE if n else num_tiles(k_len) for n in dense_tail]
 
 
 def with_dense_tail(index: SparseIndex, queries: int) -> SparseIndex:
-    """The index with every key computed for the tiles that hold the last `queries` queries."""
+    """The index with every key computed for the tiles that hold the last `queries` queries, in every head."""
     if not queries:
         return index
-    rows = num_rows(min(queries, index.q_len), index.k_len)
-    return replace(index, dense_rows=rows)
+    tails = index.dense_tail or (0,) * index.num_heads
+    return replace(index, dense_tail=tuple(max(n, queries) for n in tails))

@@ -6,14 +6,13 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Literal, overload
 
 from torch import Tensor
 
 import kernels.dispatch as dispatch
-from kernels.index import TILE, SparseIndex
-from kernels.patterns.dense import dense_index
+from kernels.attention.checks import check
+from kernels.index import SparseIndex
 
 __all__ = ["sparse_attention"]
 
@@ -28,6 +27,8 @@ def sparse_attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     return_lse: Literal[False] = ...,
+    block_table: Tensor | None = ...,
+    out: Tensor | None = ...,
     backend: str = ...,
 ) -> Tensor: ...
 
@@ -42,6 +43,8 @@ def sparse_attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     return_lse: Literal[True],
+    block_table: Tensor | None = ...,
+    out: Tensor | None = ...,
     backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -55,22 +58,28 @@ def sparse_attention(
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    block_table: Tensor | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over the keys that the index names, softmax over those alone (MInference 1.0, Algorithm 5).
 
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous.
-        k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
-        v: (B, G, K, E) values.
-        index: SparseIndex for B, H, Q and K.
+        k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages, page size, G, D).
+        v: (B, G, K, E) values. With a block table (pages, page size, G, E).
+        index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
         scale: factor on the logits; D ** -0.5 if None.
         softcap: logits become softcap * tanh(logits / softcap).
         return_lse: also return the natural log-sum-exp of each query's computed logits.
+        block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i * page size and on. A
+            serving engine's cache is read where it lies.
+        out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
     Returns:
         (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E); with return_lse also (B, H, Q) fp32.
+        Rows of q that belong to no sequence of a ragged index get zeros and a log-sum-exp of -inf.
 
     Non-finite inputs: NaN in a query or a key makes NaN of exactly the outputs that depend on it. A value must be
     finite wherever it stands: a zero weight times NaN is NaN, so it may reach queries that do not see its key.
@@ -79,39 +88,13 @@ def sparse_attention(
         ValueError: shapes, dtypes or devices that do not go together; a scale or soft-cap that is
             not positive and finite; a named backend that cannot serve the call.
     """
-    _check(q, k, v, index)
+    check(q, k, v, index, block_table, out)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")
     module = dispatch.choose(backend, q, k, v)
-    out, lse = module.sparse_attention(q, k, v, replace(index, dense_rows=0), scale=scale, softcap=softcap)
-    if index.dense_rows:
-        # Few rows, many keys: a second small call is cheaper than making every backend walk two kinds of rows.
-        tail = min(index.q_len, index.k_len - (index.first_row + index.num_rows - index.dense_rows) * TILE)
-        whole = dense_index(index.batch, index.num_heads, tail, index.k_len, q.device)
-        seen = module.sparse_attention(q[:, :, -tail:], k, v, whole, scale=scale, softcap=softcap)
-        out[:, :, -tail:], lse[:, :, -tail:] = seen
-    return (out, lse) if return_lse else out
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex) -> None:
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
-    batch, num_heads, q_len, head_dim = q.shape
-    if k.shape[0] != batch or v.shape[:3] != k.shape[:3] or k.shape[-1] != head_dim:
-        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    if not k.shape[1] or num_heads % k.shape[1]:
-        raise ValueError(f"{num_heads} query heads do not divide into {k.shape[1]} KV heads")
-    if not head_dim or not v.shape[-1]:
-        raise ValueError(f"head dims must be positive, got {head_dim} and {v.shape[-1]}")
-    if not 0 < q_len <= k.shape[2]:
-        raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q_len}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if len(devices := {q.device, k.device, v.device, index.diagonals.device}) > 1:
-        raise ValueError(f"q, k, v and index must share a device, got {', '.join(sorted(map(str, devices)))}")
-    expected = (batch, num_heads, q_len, k.shape[2])
-    if (found := (index.batch, index.num_heads, index.q_len, index.k_len)) != expected:
-        raise ValueError(f"index is for (B, H, Q, K) = {found}, the call has {expected}")
-    index.check_shapes()
+    attended, lse = module.sparse_attention(
+        q, k, v, index, scale=scale, softcap=softcap, block_table=block_table, out=out
+    )
+    return (attended, lse) if return_lse else attended

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.index import SparseIndex
 from kernels.native import build
+from kernels.ragged import Ragged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,6 +42,8 @@ def sparse_attention(
     *,
     scale: float,
     softcap: float | None,
+    block_table: Tensor | None = None,
+    out: Tensor | None = None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention; `engine` takes another than the fastest.
@@ -48,9 +51,21 @@ def sparse_attention(
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    batch, num_heads, q_len, _ = q.shape
+    lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32)
+    if out is None:
+        out = torch.empty(batch, q_len, num_heads, v.shape[-1], dtype=q.dtype).transpose(1, 2)
+    if not index.batch:
+        return out, lse
+    ragged = index.ragged or Ragged.left_padded([index.k_len] * batch, q_len, index.k_len)
+    if not ragged.covers(batch, q_len):
+        out.zero_()
+        lse.fill_(float("-inf"))
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.columns))
+    pages = None if block_table is None else block_table.contiguous()
     fastest, *_ = engines(q.dtype)
-    out: tuple[Tensor, Tensor] = torch.ops.headwise.sparse_attention(
-        q, k, v, *entries, scale, softcap or 0.0, engine or fastest
+    torch.ops.headwise.sparse_attention(
+        *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0, pages),
+        *(scale, softcap or 0.0, engine or fastest, out, lse),
     )
-    return out
+    return out, lse

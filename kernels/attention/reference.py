@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.index import TILE, SparseIndex
+from kernels.ragged import Ragged
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -17,29 +18,68 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    *,
+    scale: float,
+    softcap: float | None,
+    block_table: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q) fp32."""
     batch, num_heads, q_len, _ = q.shape
-    group, k_len, offset = num_heads // k.shape[1], k.shape[2], k.shape[2] - q_len
-    out = torch.empty(batch, q_len, num_heads, v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device=q.device)
-    positions = torch.arange(k_len, device=q.device)
-    for b in range(batch):
+    lse = torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
+    if out is None:
+        out = q.new_zeros(batch, q_len, num_heads, v.shape[-1]).transpose(1, 2)
+    else:
+        out.zero_()
+    for s in range(index.batch):
+        one = index.sequence(s)
+        ragged = index.ragged or Ragged.left_padded([index.k_len] * batch, q_len, index.k_len)
+        row, first_query, first_key = ragged.rows[s], ragged.q_starts[s], ragged.k_starts[s]
+        if block_table is None:
+            keys, values = (x[row, :, first_key : first_key + one.k_len] for x in (k, v))
+        else:
+            pages = block_table[s, : -(-one.k_len // k.shape[1])].long()
+            keys, values = (x[pages].flatten(0, 1)[: one.k_len].transpose(0, 1) for x in (k, v))
+        queries = slice(first_query, first_query + one.q_len)
         for head in range(num_heads):
-            diagonals, tiles, columns = index.diagonals[b, head], index.tiles[b, head], index.columns[b, head]
-            for row in range(index.num_rows):
-                at = index.first_row + row
-                first, last = max(at * TILE, offset), min((at + 1) * TILE, k_len)
-                computed = torch.cat([at - diagonals, tiles[row]])
-                computed = computed[(computed >= 0) & (computed <= at)]
-                seen = torch.isin(positions // TILE, computed) | torch.isin(positions, columns)
-                keys = positions[seen & (positions < last)]
-                queries = slice(first - offset, last - offset)
-                logits = q[b, head, queries].float() @ k[b, head // group, keys].float().T * scale
-                if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
-                logits = logits.masked_fill(keys > positions[first:last, None], float("-inf"))
-                lse[b, head, queries] = logits.logsumexp(-1)
-                out[b, head, queries] = (logits.softmax(-1) @ v[b, head // group, keys].float()).to(q.dtype)
+            group = num_heads // keys.shape[0]
+            out[row, head, queries], lse[row, head, queries] = _one_head(
+                q[row, head, queries].float(),
+                keys[head // group].float(),
+                values[head // group].float(),
+                one,
+                head,
+                scale,
+                softcap,
+            )
     return out, lse
+
+
+def _one_head(
+    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, head: int, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """(Q, D), (K, D), (K, E) -> (Q, E), (Q,): one head of one sequence."""
+    k_len, offset = index.k_len, index.k_len - index.q_len
+    diagonals, tiles, columns = index.diagonals[0, head], index.tiles[0, head], index.columns[0, head]
+    positions = torch.arange(k_len, device=q.device)
+    outs, lses = [], []
+    for row in range(index.num_rows):
+        at = index.first_row + row
+        first, last = max(at * TILE, offset), min((at + 1) * TILE, k_len)
+        seen = torch.isin(positions // TILE, torch.cat([at - diagonals, tiles[row]])) | torch.isin(positions, columns)
+        if at >= index.first_dense()[head]:
+            seen[:] = True
+        keys = positions[seen & (positions < last)]
+        distance = positions[first:last, None] - keys
+        logits = q[first - offset : last - offset] @ k[keys].T * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        outside = (distance < 0) | (distance >= (index.window or k_len))
+        logits = logits.masked_fill(outside, float("-inf"))
+        lses.append(logits.logsumexp(-1))
+        outs.append(logits.softmax(-1) @ v[keys])
+    return torch.cat(outs), torch.cat(lses)

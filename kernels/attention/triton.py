@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,55 +60,18 @@ def sparse_attention(
     *,
     scale: float,
     softcap: float | None,
+    block_table: Tensor | None = None,
+    out: Tensor | None = None,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention; `launch` takes another build than the table's."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    call = prepare(q, k, v, index, scale=scale, softcap=softcap, launch=launch)
-    return _run(call, q.device)
-
-
-def paged_sparse_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    out: Tensor | None = None,
-    launch: Launch | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sparse attention over a serving engine's paged KV cache, read where it lies.
-
-    Args:
-        q: (B, H, Q, D) queries, the last Q of the K = index.k_len positions; any strides with D contiguous.
-        k_cache: (pages, page size, G, D), any strides with D contiguous; fastest if the page size is a multiple of 64.
-        v_cache: (pages, page size, G, E).
-        block_table: (B, at least ceil(K / page size)) int32, the page that holds positions i * page size and on.
-        index: SparseIndex for B, H, Q and K.
-        scale: factor on the logits; D ** -0.5 if None.
-        softcap: logits become softcap * tanh(logits / softcap).
-        out: (B, H, Q, E) to write to, any strides with E contiguous; allocated if None.
-        launch: another build than the table's.
-
-    Returns:
-        out (B, H, Q, E) in q's dtype and the natural log-sum-exp (B, H, Q) fp32.
-
-    Raises:
-        ValueError: shapes, dtypes or strides that do not go together, or a call that `supports` refuses.
-    """
-    _check_paged(q, k_cache, v_cache, block_table, index, out)
-    if reason := supports(q, k_cache, v_cache):
-        raise ValueError(f"backend 'triton' cannot serve this call: {reason}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "launch": launch}
-    out, lse = _run(prepare(q, k_cache, v_cache, replace(index, dense_rows=0), out=out, **how), q.device)
-    if index.dense_rows:
-        tail = min(index.q_len, index.k_len - (index.first_row + index.num_rows - index.dense_rows) * TILE)
+    out, lse = _run(prepare(q, k, v, index, out=out, **how), q.device)
+    if index.dense_tail:
+        tail = min(index.q_len, index.k_len - min(index.first_dense()) * TILE)
         whole = dense_index(index.batch, index.num_heads, tail, index.k_len, q.device)
-        call = prepare(q[:, :, -tail:], k_cache, v_cache, whole, out=out[:, :, -tail:], **how)
+        call = prepare(q[:, :, -tail:], k, v, whole, out=out[:, :, -tail:], **how)
         lse[:, :, -tail:] = _run(call, q.device)[1]
     return out, lse
 
@@ -236,41 +199,3 @@ def _run(call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         sparse_attention_kernel[call.grid](**call.arguments, **call.constants, **build_options(call.launch))
     return call.arguments["out"], call.arguments["lse"]
-
-
-def _check_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, index: SparseIndex, out: Tensor | None
-) -> None:
-    if not q.dim() == k_cache.dim() == v_cache.dim() == 4 or block_table.dim() != 2:
-        raise ValueError(
-            "q must be (B, H, Q, D), the caches (pages, page size, G, dim) and the block table (B, pages), got "
-            f"{tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}, {tuple(block_table.shape)}"
-        )
-    if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"shapes do not go together: q {tuple(q.shape)}, "
-            f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}"
-        )
-    if q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"{q.shape[1]} query heads do not divide into {k_cache.shape[2]} KV heads")
-    if (found := (index.batch, index.num_heads, index.q_len)) != tuple(q.shape[:3]):
-        raise ValueError(f"index is for (B, H, Q) = {found}, q has {tuple(q.shape[:3])}")
-    needed = -(-index.k_len // k_cache.shape[1])
-    if block_table.dtype != torch.int32 or block_table.shape[0] != q.shape[0] or block_table.shape[1] < needed:
-        raise ValueError(
-            f"the block table must be int32 ({q.shape[0]}, at least {needed}), "
-            f"got {block_table.dtype} {tuple(block_table.shape)}"
-        )
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(f"q and the caches must share a dtype, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}")
-    if not q.device == k_cache.device == v_cache.device == block_table.device == index.diagonals.device:
-        raise ValueError("q, the caches, the block table and the index must share a device")
-    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
-        raise ValueError("the last dimension of q and of the caches must be contiguous")
-    if out is not None and (
-        out.shape != (*q.shape[:3], v_cache.shape[-1]) or out.dtype != q.dtype or out.stride(-1) != 1
-    ):
-        raise ValueError(
-            f"out must be {q.dtype} {(*q.shape[:3], v_cache.shape[-1])} with its last dimension contiguous, "
-            f"got {out.dtype} {tuple(out.shape)}"
-        )

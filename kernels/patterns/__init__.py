@@ -6,17 +6,18 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 
 import torch
 from torch import Tensor
 
-from kernels.index import SparseIndex, cat_heads, with_dense_tail
+from kernels.index import SparseIndex, cat_heads, cat_sequences, with_dense_tail
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense
 from kernels.patterns.vertical_slash import VerticalSlash
+from kernels.ragged import Ragged
 
 __all__ = ["KINDS", "AShape", "BlockSparse", "Dense", "LayerPlan", "Pattern", "VerticalSlash", "make"]
 
@@ -49,24 +50,62 @@ class LayerPlan:
         for head, pattern in enumerate(patterns):
             self._kinds.setdefault(type(pattern), []).append(head)
         grouped = [head for heads in self._kinds.values() for head in heads]
-        self._order = torch.tensor(grouped).argsort()
+        # Where each head stands in the concatenation of the kinds.
+        self._place = sorted(range(len(grouped)), key=grouped.__getitem__)
+        self._places: dict[torch.device, Tensor] = {}
 
-    def build(self, q: Tensor, k: Tensor, *, scale: float | None = None) -> SparseIndex:
-        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys (B, G, K, D)."""
+    def build(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        ragged: Ragged | None = None,
+    ) -> SparseIndex:
+        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys (B, G, K, D).
+
+        Args:
+            q, k: queries and keys; with `ragged` each of its sequences has its queries last.
+            scale: factor on the logits; D ** -0.5 if None.
+            window: a sliding layer's window: a query sees itself and the window - 1 keys before it.
+            ragged: where the sequences lie, if they are not all as long as the tensors.
+
+        Raises:
+            ValueError: shapes that do not go together, or heads that the plan was not made for.
+        """
         if not q.dim() == k.dim() == 4:
             raise ValueError(f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D")
-        if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        if q.shape[3] != k.shape[3] or (ragged is None and q.shape[0] != k.shape[0]):
             raise ValueError(f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(k.shape)}")
         if q.shape[1] != len(self.patterns) or k.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "
                 f"got {q.shape[1]} and {k.shape[1]}"
             )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if ragged is None:
+            index = self._build(q, k, scale, window)
+        else:
+            if fault := ragged.fault(q.shape, k.shape):
+                raise ValueError(fault)
+            parts = []
+            for row, q_start, q_len, k_start, k_len in zip(
+                ragged.rows, ragged.q_starts, ragged.q_lens, ragged.k_starts, ragged.k_lens, strict=True
+            ):
+                one = slice(row, row + 1)
+                queries, keys = q[one, :, q_start : q_start + q_len], k[one, :, k_start : k_start + k_len]
+                parts.append(self._build(queries, keys, scale, window))
+            index = cat_sequences(parts, ragged)
+        return with_dense_tail(replace(index, window=window), self.dense_tail)
+
+    def _build(self, q: Tensor, k: Tensor, scale: float, window: int | None) -> SparseIndex:
         if not 0 < q.shape[2] <= k.shape[2]:
             raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}")
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if q.device not in self._places:
+            self._places[q.device] = torch.tensor(self._place).to(q.device, non_blocking=True)
         parts = [
-            cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale)
+            cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale, window=window)
             for cls, heads in self._kinds.items()
         ]
-        return with_dense_tail(cat_heads(parts, self._order.to(q.device)), self.dense_tail)
+        return cat_heads(parts, self._places[q.device], self._place)

@@ -28,7 +28,14 @@ class AShape(Pattern):
 
     @classmethod
     def prepare(
-        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare. Static: reads no tensor data."""
         batch, q_len, k_len, device = q.shape[0], q.shape[2], k.shape[2], q.device

@@ -28,7 +28,14 @@ class Pattern:
 
     @classmethod
     def prepare(
-        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """Do what does not depend on the sizes once, for building many indices over the same tensors.
 
@@ -46,7 +53,14 @@ class Pattern:
 
     @classmethod
     def build_index(
-        cls, patterns: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+        cls,
+        patterns: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> SparseIndex:
         """The index of h heads in one call; arguments as in `prepare`."""
-        return cls.prepare(patterns, heads, q, k, scale=scale)(patterns)
+        return cls.prepare(patterns, heads, q, k, scale=scale, window=window)(patterns)

@@ -32,7 +32,14 @@ class BlockSparse(Pattern):
 
     @classmethod
     def prepare(
-        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare. `scale` does not change an order and is not used."""
         ranked = rank(q, k, heads, max(p.blocks for p in largest))

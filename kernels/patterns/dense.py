@@ -21,7 +21,14 @@ class Dense(Pattern):
 
     @classmethod
     def prepare(
-        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare."""
         index = dense_index(q.shape[0], len(heads), q.shape[2], k.shape[2], q.device)

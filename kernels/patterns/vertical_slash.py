@@ -34,7 +34,14 @@ class VerticalSlash(Pattern):
 
     @classmethod
     def prepare(
-        cls, largest: Sequence[Self], heads: Sequence[int], q: Tensor, k: Tensor, *, scale: float
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare."""
         ranking = rank(q, k, heads, [p.last_q for p in largest], scale=scale)

@@ -9,15 +9,18 @@ import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.attention import cpu, reference, sparse_attention
-from kernels.index import SparseIndex
+from kernels.index import SparseIndex, cat_sequences
 from kernels.patterns import LayerPlan, Pattern
+from kernels.ragged import Ragged
+from tests.kernels.triton_cases import paged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,36 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     layout: str = "contiguous"
+    window: int | None = None
+    # Queries that see every key, head by head, round and round.
+    tail: tuple[int, ...] = ()
+    # (q_len, k_len) of each sequence, and how they lie.
+    lengths: tuple[tuple[int, int], ...] = ()
+    packed: bool = False
+    page: int | None = None
+
+    @property
+    def ragged(self) -> Ragged | None:
+        if not self.lengths:
+            return None
+        q_lens, k_lens = zip(*self.lengths, strict=True)
+        if self.packed:
+            return Ragged.packed([0, *itertools.accumulate(q_lens)], [0, *itertools.accumulate(k_lens)])
+        if self.page is not None:
+            return Ragged(
+                rows=(0,) * len(q_lens),
+                q_starts=tuple(itertools.accumulate(q_lens, initial=0))[:-1],
+                q_lens=q_lens,
+                k_starts=(0,) * len(k_lens),
+                k_lens=k_lens,
+            )
+        return Ragged(
+            rows=tuple(range(len(q_lens))),
+            q_starts=tuple(self.q_len - n for n in q_lens),
+            q_lens=q_lens,
+            k_starts=tuple(self.k_len - n for n in k_lens),
+            k_lens=k_lens,
+        )
 
 
 def square(length: int, **more: object) -> Case:
@@ -53,12 +86,47 @@ CASES = {
     "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
     "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
     "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
+    **{f"window {n}": square(500, window=n) for n in (1, 40, 64, 65, 200, 1000)},
+    "window 100, 130 of 700": Case(q_len=130, k_len=700, window=100, softcap=20.0),
+    "tail by head": square(300, tail=(0, 10, 70, 300, 1)),
+    "tail, 100 of 500, window 150": Case(q_len=100, k_len=500, tail=(5, 0, 90), window=150),
+    "left padded": square(300, batch=3, heads=6, kv_heads=2, lengths=((300, 300), (1, 1), (129, 129))),
+    "left padded, q of k": Case(
+        q_len=100, k_len=400, batch=3, heads=6, kv_heads=2, lengths=((100, 400), (30, 30), (100, 129))
+    ),
+    "packed": Case(q_len=310, k_len=310, heads=6, kv_heads=2, packed=True, lengths=((1, 1), (180, 180), (129, 129))),
+    "packed, q of k, tail, window": Case(
+        q_len=210,
+        k_len=710,
+        heads=6,
+        kv_heads=2,
+        packed=True,
+        lengths=((100, 500), (1, 80), (109, 130)),
+        window=140,
+        tail=(0, 70),
+        softcap=30.0,
+    ),
+    **{f"pages of {size}": Case(q_len=130, k_len=333, batch=2, heads=6, kv_heads=2, page=size) for size in (1, 16, 64)},
+    "packed queries, pages": Case(
+        q_len=210, k_len=500, heads=6, kv_heads=2, page=16, lengths=((100, 500), (1, 80), (109, 109)), tail=(70,)
+    ),
     "expanded": Case(q_len=100, k_len=300, batch=2, heads=6, kv_heads=2, layout="expanded"),
 }
 ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["brgemm", "dot", "float"]}
 SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for engine in engines]
 # The reference is the oracle: what is left to see is that it takes these dtypes and layouts.
-REFERENCE_CASES = ("length 65", "9 heads on 3", "37 of 1000", "D 192, E 128", "soft-cap 2", "strided")
+REFERENCE_CASES = (
+    "left padded",
+    "packed, q of k, tail, window",
+    "packed queries, pages",
+    "pages of 16",
+    "length 65",
+    "9 heads on 3",
+    "37 of 1000",
+    "D 192, E 128",
+    "soft-cap 2",
+    "strided",
+)
 RUNS = [(d, s, name) for d, s in SERVERS for name in CASES] + [
     (d, "reference", name) for d in ENGINES for name in REFERENCE_CASES
 ]
@@ -85,7 +153,10 @@ def threads(number: int) -> Iterator[None]:
 
 def check(actual: Tensor, expected: Tensor, op: str, dtype: torch.dtype) -> None:
     """Fails with both errors and the worst place; NaN anywhere fails."""
-    error = (actual.double() - expected.double()).abs().nan_to_num(nan=float("inf"))
+    # Rows of no sequence: -inf in both.
+    nothing = (actual == float("-inf")) & (expected == float("-inf"))
+    error = (actual.double() - expected.double()).abs().masked_fill(nothing, 0).nan_to_num(nan=float("inf"))
+    expected = expected.masked_fill(nothing, 0)
     worst, relative = float(error.max()), float(error.norm() / expected.double().norm().clamp_min(1e-30))
     place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     most, most_relative = TOLERANCES[op, dtype]
@@ -107,22 +178,46 @@ def laid_out(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
+class Problem(NamedTuple):
+    """A call, and the oracle's out and lse; with pages k and v are caches."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: SparseIndex
+    table: Tensor | None
+    out: Tensor
+    lse: Tensor
+
+
 @functools.cache
-def problem(
-    name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]
-) -> tuple[Tensor, Tensor, Tensor, SparseIndex, Tensor, Tensor]:
-    """q, k, v, their index, and the oracle's out and lse."""
+def problem(name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]) -> Problem:
     case = CASES[name]
     torch.manual_seed(list(CASES).index(name))
+    ragged, table = case.ragged, None
+    key_rows = len(case.lengths) if ragged is not None and case.page is not None else case.batch
     q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), case.layout, dtype)
-    k = laid_out((case.batch, case.kv_heads, case.k_len, case.head_dim), case.layout, dtype)
-    v = laid_out((case.batch, case.kv_heads, case.k_len, case.v_dim), case.layout, dtype)
-    patterns = list(itertools.islice(itertools.cycle(layer), case.heads))
-    index = LayerPlan(patterns, case.kv_heads).build(q, k, scale=case.scale)
+    k = laid_out((key_rows, case.kv_heads, case.k_len, case.head_dim), case.layout, dtype)
+    v = laid_out((key_rows, case.kv_heads, case.k_len, case.v_dim), case.layout, dtype)
+    plan = LayerPlan(list(itertools.islice(itertools.cycle(layer), case.heads)), case.kv_heads)
+    if ragged is None or case.page is None:
+        index = plan.build(q, k, scale=case.scale, window=case.window, ragged=ragged)
+    else:
+        parts = [
+            plan.build(q[:, :, at : at + q_len], k[s : s + 1, :, :k_len], scale=case.scale, window=case.window)
+            for s, (at, q_len, k_len) in enumerate(zip(ragged.q_starts, ragged.q_lens, ragged.k_lens, strict=True))
+        ]
+        index = cat_sequences(parts, ragged)
+    if case.tail:
+        index = replace(index, dense_tail=tuple(itertools.islice(itertools.cycle(case.tail), case.heads)))
     index.validate()
+    if case.page is not None:
+        (k, table), (v, _) = paged(k, case.page), paged(v, case.page)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    out, lse = reference.sparse_attention(q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap)
-    return q, k, v, index, out, lse
+    out, lse = reference.sparse_attention(
+        q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap, block_table=table
+    )
+    return Problem(q, k, v, index, table, out, lse)
 
 
 @pytest.mark.parametrize(("dtype", "server", "name"), RUNS, ids=[f"{str(d)[6:]} {s}, {n}" for d, s, n in RUNS])
@@ -133,14 +228,16 @@ def test_backend_agrees_with_the_reference(
     backend, _, engine = server.partition(" ")
     if engine and engine not in cpu.engines(dtype):
         pytest.skip(f"this processor or build has no engine {engine!r}")
-    q, k, v, index, expected, expected_lse = problem(name, dtype, layer_of_unlike_heads)
+    q, k, v, index, table, expected, expected_lse = problem(name, dtype, layer_of_unlike_heads)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     if backend == "cpu":
         with threads(2):
-            out, lse = cpu.sparse_attention(q, k, v, index, scale=scale, softcap=case.softcap, engine=engine)
+            out, lse = cpu.sparse_attention(
+                q, k, v, index, scale=scale, softcap=case.softcap, block_table=table, engine=engine
+            )
     else:
         out, lse = sparse_attention(
-            q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True, backend=backend
+            q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True, block_table=table, backend=backend
         )
     assert out.dtype == dtype and lse.dtype == torch.float32
     assert out.shape == expected.shape and lse.shape == expected_lse.shape
@@ -149,22 +246,38 @@ def test_backend_agrees_with_the_reference(
     check(lse, expected_lse, "lse", dtype)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "4097" not in n])
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if "4097" not in n and case.page is None])
 def test_reference_is_softmax_over_the_mask(name: str, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
     case = CASES[name]
-    q, k, v, index, out, lse = problem(name, torch.float32, layer_of_unlike_heads)
+    q, k, v, index, _, out, lse = problem(name, torch.float32, layer_of_unlike_heads)
     group = case.heads // case.kv_heads
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    logits = q.double() @ keys.transpose(2, 3) * (case.head_dim**-0.5 if case.scale is None else case.scale)
-    if case.softcap is not None:
-        logits = case.softcap * (logits / case.softcap).tanh()
-    logits = logits.masked_fill(~index.to_mask(), float("-inf"))
-    check(out, logits.softmax(-1) @ values, "out", torch.float32)
-    check(lse, logits.logsumexp(-1), "lse", torch.float32)
+    lengths = case.lengths or ((case.q_len, case.k_len),) * case.batch
+    expected = torch.zeros(out.shape, dtype=torch.float64)
+    expected_lse = torch.full(lse.shape, float("-inf"), dtype=torch.float64)
+    ends = [0, 0]
+    for s, (q_len, k_len) in enumerate(lengths):
+        if case.packed:
+            b, ends = 0, [ends[0] + q_len, ends[1] + k_len]
+        else:
+            b, ends = s, [case.q_len, case.k_len]
+        asked, seen = slice(ends[0] - q_len, ends[0]), slice(ends[1] - k_len, ends[1])
+        logits = q[b, :, asked].double() @ keys[b, :, seen].transpose(1, 2)
+        logits *= case.head_dim**-0.5 if case.scale is None else case.scale
+        if case.softcap is not None:
+            logits = case.softcap * (logits / case.softcap).tanh()
+        distance = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
+        mask = index.sequence(s).to_mask()[0]
+        assert not mask[:, (distance < 0) | (distance >= (case.window or k_len))].any()
+        logits = logits.masked_fill(~mask, float("-inf"))
+        expected[b, :, asked] = logits.softmax(-1) @ values[b, :, seen]
+        expected_lse[b, :, asked] = logits.logsumexp(-1)
+    check(out, expected, "out", torch.float32)
+    check(lse, expected_lse, "lse", torch.float32)
 
 
 def test_default_scale_backend_and_result(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
-    q, k, v, index, expected, expected_lse = problem("9 heads on 3", torch.float32, layer_of_unlike_heads)
+    q, k, v, index, _, expected, expected_lse = problem("9 heads on 3", torch.float32, layer_of_unlike_heads)
     check(sparse_attention(q, k, v, index), expected, "out", torch.float32)
     out, lse = sparse_attention(q, k, v, index, return_lse=True)
     check(out, expected, "out", torch.float32)
@@ -178,7 +291,7 @@ def test_same_bits_again_and_for_any_number_of_threads(
     engine = server.partition(" ")[2]
     if engine not in cpu.engines(dtype):
         pytest.skip(f"this processor or build has no engine {engine!r}")
-    q, k, v, index, _, _ = problem("length 1000", dtype, layer_of_unlike_heads)
+    q, k, v, index, *_ = problem("length 1000", dtype, layer_of_unlike_heads)
     results = []
     for number in (1, 2, 2, 3):
         with threads(number):

@@ -19,6 +19,7 @@ import kernels.dispatch as dispatch
 from kernels.attention import cpu, sparse_attention
 from kernels.index import PAD, SparseIndex
 from kernels.patterns import LayerPlan, make
+from kernels.ragged import Ragged
 
 
 def inputs(
@@ -37,6 +38,79 @@ def fresh_notes() -> Iterator[None]:
     dispatch._say_once.cache_clear()
     yield
     dispatch._say_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"dense_tail": (1,)}, r"dense_tail must be \(\) or 2 counts, got \(1,\)"),
+        ({"dense_tail": (1, -1)}, r"dense_tail must be \(\) or 2 counts, got \(1, -1\)"),
+        (
+            {"ragged": Ragged.left_padded([200, 100], 200, 200)},
+            r"index is for 1 sequences of up to \(200, 200\) .*, its ragged batch has 2 of up to \(200, 200\)",
+        ),
+        ({"ragged": Ragged.left_padded([100], 200, 200)}, r"its ragged batch has 1 of up to \(100, 100\)"),
+    ],
+)
+def test_the_index_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    q, k, v, index = inputs()
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, k, v, replace(index, **change))
+
+
+@pytest.mark.parametrize(
+    ("ragged", "message"),
+    [
+        (
+            Ragged.packed([0, 150, 201], [0, 150, 201]),
+            r"sequence 1 has its queries in rows 150 to 201 of batch element 0, q is \(1, 2, 200, 64\)",
+        ),
+        (Ragged.packed([0, 100, 200], [0, 100, 201]), r"sequence 1 has its keys in rows 100 to 201, k is"),
+        (Ragged.left_padded([100, 200], 200, 200), "sequence 1 has its queries in rows 0 to 200 of batch element 1"),
+    ],
+)
+def test_sequences_must_lie_in_the_tensors(ragged: Ragged, message: str) -> None:
+    q, k, v, index = inputs()
+    with pytest.raises(ValueError, match=message):
+        LayerPlan([make("dense")] * 2, 1).build(q, k, ragged=ragged)
+    two = replace(
+        index,
+        q_len=max(ragged.q_lens),
+        k_len=max(ragged.k_lens),
+        ragged=ragged,
+        **{name: torch.cat([getattr(index, name)] * 2) for name in ("diagonals", "columns")},
+        tiles=torch.cat([index.tiles] * 2)[:, :, : max(-(-n // 64) for n in ragged.k_lens)],
+    )
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, k, v, two)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"q_lens": (5,), "k_lens": (4,)}, "sequence 0: q_len must be between 1 and k_len=4, got 5"),
+        ({"q_lens": (0,), "k_lens": (4,)}, "sequence 0: q_len must be between 1 and k_len=4, got 0"),
+        ({"q_lens": (1, 1), "k_lens": (4,)}, "must have one entry for each sequence"),
+        ({"q_lens": (1,), "k_lens": (4,), "k_starts": (-1,)}, r"starts must not be negative, got \(0, 0, -1\)"),
+    ],
+)
+def test_a_ragged_batch_names_what_is_wrong(lengths: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ragged(**{"rows": (0,), "q_starts": (0,), "k_starts": (0,)} | lengths)
+
+
+def test_a_page_that_is_not_there_is_refused() -> None:
+    q, k, v, index = inputs(length=100)
+    caches = [x.transpose(1, 2).reshape(2, 50, 1, 64) for x in (k, v)]
+    expected = sparse_attention(q, k, v, index)
+    assert torch.equal(sparse_attention(q, *caches, index, block_table=int32(0, 1)[None]), expected)
+    for page in (2, -1):
+        with pytest.raises(ValueError, match=f"page {page} is none of the 2 pages"):
+            sparse_attention(q, *caches, index, block_table=int32(0, page)[None], backend="cpu")
+    for table in (int32(0)[None], int32(0, 1), torch.zeros(1, 2)):
+        with pytest.raises(ValueError, match=r"the block table must be int32 \(1, at least 2\), got torch"):
+            sparse_attention(q, *caches, index, block_table=table)
 
 
 def int32(*values: int) -> Tensor:
@@ -69,8 +143,15 @@ def int32(*values: int) -> Tensor:
         ({"k": torch.zeros(1, 1, 200, 64).half()}, "must share a floating dtype, got torch.float32, torch.float16"),
         ({n: torch.zeros(1, 1, 200, 64).int() for n in "qkv"}, "must share a floating dtype, got torch.int32"),
         ({"v": torch.zeros(1, 1, 200, 64, device="meta")}, "must share a device, got cpu, meta"),
-        ({"q": torch.zeros(1, 2, 100, 64)}, r"index is for \(B, H, Q, K\) = \(1, 2, 200, 200\), the call has"),
-        ({"q": torch.zeros(1, 3, 200, 64)}, r"index is for \(B, H, Q, K\) = \(1, 2, 200, 200\), the call has"),
+        (
+            {"q": torch.zeros(1, 2, 100, 64)},
+            r"index is for \(B, Q, K\) = \(1, 200, 200\), the call has \(1, 100, 200\)",
+        ),
+        ({"q": torch.zeros(1, 3, 200, 64)}, "index is for 2 heads, q has 3"),
+        (
+            {"out": torch.zeros(1, 2, 200, 32)},
+            r"out must be torch.float32 \(1, 2, 200, 64\) .* got .* \(1, 2, 200, 32\)",
+        ),
         ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
         ({"scale": float("nan")}, "scale must be a positive finite number, got nan"),
         ({"softcap": 0.0}, "softcap must be a positive finite number, got 0.0"),

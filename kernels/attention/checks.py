@@ -1,0 +1,69 @@
+"""What a call of sparse attention must hold to before a backend sees it.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.index import SparseIndex
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, block_table: Tensor | None, out: Tensor | None) -> None:
+    """Raise ValueError, in one line with the values, where the arguments do not go together. Reads no data."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
+    if k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if not q.shape[-1] or not v.shape[-1]:
+        raise ValueError(f"head dims must be positive, got {q.shape[-1]} and {v.shape[-1]}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    tensors = [x for x in (q, k, v, index.diagonals, block_table, out) if x is not None]
+    if len(devices := {x.device for x in tensors}) > 1:
+        raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
+    num_kv_heads = k.shape[1 if block_table is None else 2]
+    if not num_kv_heads or q.shape[1] % num_kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads do not divide into {num_kv_heads} KV heads")
+    if index.num_heads != q.shape[1]:
+        raise ValueError(f"index is for {index.num_heads} heads, q has {q.shape[1]}")
+    index.check_shapes()
+    _check_lengths(q, k, index, paged=block_table is not None)
+    if block_table is not None:
+        _check_pages(k, v, index, block_table)
+    shape = (*q.shape[:3], v.shape[-1])
+    if out is not None and (tuple(out.shape) != shape or out.dtype != q.dtype or out.stride(-1) != 1):
+        raise ValueError(
+            f"out must be {q.dtype} {shape} with its last dimension contiguous, got {out.dtype} {tuple(out.shape)}"
+        )
+
+
+def _check_lengths(q: Tensor, k: Tensor, index: SparseIndex, *, paged: bool) -> None:
+    if index.ragged is not None:
+        if fault := index.ragged.fault(q.shape, None if paged else k.shape):
+            raise ValueError(fault)
+        return
+    if not paged and k.shape[0] != q.shape[0]:
+        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}")
+    k_len = index.k_len if paged else k.shape[2]
+    if not 0 < q.shape[2] <= k_len:
+        raise ValueError(f"query length must be between 1 and key length {k_len}, got {q.shape[2]}")
+    expected = (q.shape[0], q.shape[2], k_len)
+    if (found := (index.batch, index.q_len, index.k_len)) != expected:
+        raise ValueError(f"index is for (B, Q, K) = {found}, the call has {expected}")
+
+
+def _check_pages(k: Tensor, v: Tensor, index: SparseIndex, table: Tensor) -> None:
+    needed = -(-index.k_len // k.shape[1]) if k.shape[1] else 0
+    if (
+        table.dim() != 2
+        or str(table.dtype) != "torch.int32"
+        or table.shape[0] != index.batch
+        or table.shape[1] < needed
+    ):
+        raise ValueError(
+            f"the block table must be int32 ({index.batch}, at least {needed}), got {table.dtype} {tuple(table.shape)}"
+        )
+    if k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError("the last dimension of a paged cache must be contiguous")

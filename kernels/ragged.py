@@ -1,0 +1,100 @@
+"""Where the sequences of a batch lie when they are not all as long as the tensors: padded, packed, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged:
+    """S sequences inside q (B, H, Q, D) and k, v (B, G, K, dim); queries are the last positions of their sequence.
+
+    Sequence s lies in batch element rows[s]; its queries are q_lens[s] rows of q from q_starts[s] on, its keys
+    k_lens[s] rows of k from k_starts[s] on. Lengths are known on the host, as they are to whoever made the batch:
+    reading them back from a device would make every layer wait for it.
+    """
+
+    rows: tuple[int, ...]
+    q_starts: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    k_starts: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len({len(part) for part in self._columns}) != 1 or not self.rows:
+            raise ValueError("rows, q_starts, q_lens, k_starts and k_lens must have one entry for each sequence")
+        for s, (row, q_start, q_len, k_start, k_len) in enumerate(zip(*self._columns, strict=True)):
+            if not 0 < q_len <= k_len:
+                raise ValueError(f"sequence {s}: q_len must be between 1 and k_len={k_len}, got {q_len}")
+            if min(row, q_start, k_start) < 0:
+                raise ValueError(f"sequence {s}: starts must not be negative, got {(row, q_start, k_start)}")
+
+    @classmethod
+    def left_padded(cls, lengths: Sequence[int], q_len: int, k_len: int) -> Self:
+        """A batch whose sequence s is the last lengths[s] of the k_len keys; q holds the last q_len positions."""
+        q_lens = tuple(min(length, q_len) for length in lengths)
+        return cls(
+            rows=tuple(range(len(lengths))),
+            q_starts=tuple(q_len - n for n in q_lens),
+            q_lens=q_lens,
+            k_starts=tuple(k_len - n for n in lengths),
+            k_lens=tuple(lengths),
+        )
+
+    @classmethod
+    def packed(cls, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> Self:
+        """One batch element with all sequences end to end: they start at these rows, the last entry is the end."""
+        return cls(
+            rows=(0,) * (len(cu_seqlens_q) - 1),
+            q_starts=tuple(cu_seqlens_q[:-1]),
+            q_lens=tuple(b - a for a, b in pairwise(cu_seqlens_q)),
+            k_starts=tuple(cu_seqlens_k[:-1]),
+            k_lens=tuple(b - a for a, b in pairwise(cu_seqlens_k)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def _columns(self) -> tuple[tuple[int, ...], ...]:
+        return self.rows, self.q_starts, self.q_lens, self.k_starts, self.k_lens
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """(q_len, k_len) of each sequence."""
+        return tuple(zip(self.q_lens, self.k_lens, strict=True))
+
+    @property
+    def flat(self) -> list[int]:
+        """row, q_start, q_len, k_start, k_len of one sequence after another."""
+        return [number for sequence in zip(*self._columns, strict=True) for number in sequence]
+
+    def table(self, device: torch.device) -> Tensor:
+        """(S, 5) int32 of row, q_start, q_len, k_start, k_len; made once for each device, without waiting for it."""
+        if device not in self._tables:
+            made = torch.tensor(self.flat, dtype=torch.int32).view(-1, 5)
+            self._tables[device] = made.to(device, non_blocking=True)
+        return self._tables[device]
+
+    def fault(self, q_shape: Sequence[int], k_shape: Sequence[int] | None) -> str | None:
+        """Why the sequences do not lie in q (B, H, Q, D) and k (B, G, K, D; None for paged keys); None if they do."""
+        for s, (row, q_start, q_len, k_start, k_len) in enumerate(zip(*self._columns, strict=True)):
+            if row >= q_shape[0] or q_start + q_len > q_shape[2]:
+                where = f"rows {q_start} to {q_start + q_len} of batch element {row}"
+                return f"sequence {s} has its queries in {where}, q is {tuple(q_shape)}"
+            if k_shape is not None and k_start + k_len > k_shape[2]:
+                return f"sequence {s} has its keys in rows {k_start} to {k_start + k_len}, k is {tuple(k_shape)}"
+            if k_shape is None and k_start:
+                return f"sequence {s} starts at key {k_start}: paged keys start at 0"
+        return None
+
+    def covers(self, batch: int, q_len: int) -> bool:
+        """Whether every query row of a (batch, q_len) tensor belongs to a sequence (they never overlap)."""
+        return sum(self.q_lens) == batch * q_len
