@@ -5,13 +5,15 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels import dispatch
 from kernels.attention import sparse_attention
+from kernels.ragged import Ragged
 from runtime.layers import eager_attention
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask, headwise_mask
 from runtime.state import Layer, layer_of
@@ -142,42 +144,58 @@ def _sparse(
     softcap: float | None,
     dense: _Dense,
 ) -> Tensor:
-    """(B, Q, H, E): each run of sequences with the same range in one call, zeros for padded queries."""
+    """(B, Q, H, E): all long sequences in one launch, short ones densely, zeros for padded queries."""
     assert layer.plan is not None
-    batch, num_heads, q_len, _ = query.shape
-    out = None
-    for rows, start, end in _runs(layout):
-        first = max(start, layout.q_start)
-        if end <= first:
-            continue
-        whole = rows == slice(0, batch) and (first, end) == (layout.q_start, layout.q_start + q_len)
-        queries = slice(first - layout.q_start, end - layout.q_start)
-        q, k, v = query[rows, :, queries], key[rows, :, start:end], value[rows, :, start:end]
-        if end - start < layer.settings.dense_below or end - first < MIN_QUERIES:
-            part = dense(q, k, v, _causal_mask(q, k))[0]
-        else:
-            index = layer.plan.build(q, k, scale=scale)
-            backend = layer.settings.backend
-            attended = sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=backend)
-            part = attended.transpose(1, 2)
-        if whole:
-            return part
-        if out is None:
-            out = query.new_zeros(batch, q_len, num_heads, value.shape[-1])
-        out[rows, queries] = part
-    assert out is not None
+    settings, build = layer.settings, layer.plan.build
+    attend = partial(sparse_attention, scale=scale, softcap=softcap, backend=settings.backend)
+    parts = [_Part(b, start, end, layout.q_start) for b, (start, end) in enumerate(layout.ranges)]
+    parts = [part for part in parts if part.q_len > 0]
+    long = [part for part in parts if part.k_len >= settings.dense_below and part.q_len >= MIN_QUERIES]
+    q_len = query.shape[2]
+    if len(long) == query.shape[0] and {(part.k_start, part.q_len) for part in long} == {(long[0].k_start, q_len)}:
+        keys = slice(long[0].k_start, long[0].k_start + long[0].k_len)
+        k, v = key[:, :, keys], value[:, :, keys]
+        return attend(query, k, v, build(query, k, scale=scale)).transpose(1, 2)
+    if long:
+        ragged = Ragged(
+            rows=tuple(part.row for part in long),
+            q_starts=tuple(part.q_start for part in long),
+            q_lens=tuple(part.q_len for part in long),
+            k_starts=tuple(part.k_start for part in long),
+            k_lens=tuple(part.k_len for part in long),
+        )
+        out = attend(query, key, value, build(query, key, scale=scale, ragged=ragged)).transpose(1, 2)
+    else:
+        out = query.new_zeros(query.shape[0], q_len, query.shape[1], value.shape[-1])
+    for part in parts:
+        if part not in long:
+            one = slice(part.row, part.row + 1)
+            queries = slice(part.q_start, part.q_start + part.q_len)
+            keys = slice(part.k_start, part.k_start + part.k_len)
+            q, k, v = query[one, :, queries], key[one, :, keys], value[one, :, keys]
+            out[one, queries] = dense(q, k, v, _causal_mask(q, k))[0]
     return out
 
 
-def _runs(layout: Layout) -> list[tuple[slice, int, int]]:
-    """Neighbouring sequences with the same range, together."""
-    runs: list[tuple[slice, int, int]] = []
-    for b, (start, end) in enumerate(layout.ranges):
-        if runs and runs[-1][1:] == (start, end):
-            runs[-1] = (slice(runs[-1][0].start, b + 1), start, end)
-        else:
-            runs.append((slice(b, b + 1), start, end))
-    return runs
+class _Part(NamedTuple):
+    """One sequence of a call: slots [k_start, end) of the cache, of which those from `first_query` on ask."""
+
+    row: int
+    k_start: int
+    end: int
+    first_query: int
+
+    @property
+    def k_len(self) -> int:
+        return self.end - self.k_start
+
+    @property
+    def q_len(self) -> int:
+        return self.end - max(self.k_start, self.first_query)
+
+    @property
+    def q_start(self) -> int:
+        return max(self.k_start - self.first_query, 0)
 
 
 class _Dense:
