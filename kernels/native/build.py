@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 _KERNELS = Path(__file__).parents[1]
-SOURCES = (_KERNELS / "attention" / "cpu.cpp",)
-HEADERS = (_KERNELS / "native" / "vectors.h",)
+SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "patterns"))
+HEADERS = tuple(_KERNELS / "native" / name for name in ("vectors.h", "engines.h"))
 _FLAGS = (
     "-std=c++20",
     "-O3",

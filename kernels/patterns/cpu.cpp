@@ -1,0 +1,294 @@
+// What builders of indices do to whole prompts, fused for the CPU: estimates, means of tiles, and the choice of the best.
+//
+// Shapes: B batch, h heads of a kind, G KV heads, Q query length, K key length, D head dim, L last queries.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../native/engines.h"
+
+namespace {
+
+using namespace headwise;
+
+// Keys of a task of the estimate: enough to share the packing of a tile between heads, few enough for all threads.
+constexpr int64_t CHUNK = 16 * TILE;
+
+// One head of the estimate: where its results go, its queries in blocks of 64 rows, and how many there are.
+template <class elem>
+struct Member {
+  int64_t at, last;
+  std::unique_ptr<elem[], Free> queries;
+  int64_t blocks() const { return (last + TILE - 1) / TILE; }
+};
+
+// A KV head with those of its query heads that are asked for.
+template <class elem>
+struct Group {
+  int64_t b, g;
+  std::vector<Member<elem>> members;
+};
+
+// Calls visit(member, i, key0, s): for the member's i-th last query and each tile of a chunk, the 64 scores from key0 on,
+// -inf where the query does not see the key. Queries that see none of the tile are left out.
+template <class Engine, class T, class Visit>
+void for_each_row(const Strided<T>& ks, const Group<typename Engine::elem>& group, int64_t K, int64_t D, int64_t window,
+                  int64_t chunk, Visit visit) {
+  using elem = typename Engine::elem;
+  const int inner = round_up(D, Engine::INNER);
+  const auto panel = allocate<elem>(inner * TILE);
+  const auto scores = allocate<float>(TILE * TILE);
+  for (int64_t key0 = chunk * CHUNK; key0 < std::min(K, (chunk + 1) * CHUNK); key0 += TILE) {
+    const T* rows[TILE];
+    const int have = std::min<int64_t>(TILE, K - key0);
+    for (int j = 0; j < have; ++j) rows[j] = ks.at(group.b, group.g, key0 + j);
+    pack_k<Engine>(rows, have, D, inner, panel.get());
+    for (const auto& member : group.members)
+      for (int64_t block = 0; block < member.blocks(); ++block) {
+        const int64_t first = K - member.last + block * TILE;
+        const int64_t rows_here = std::min<int64_t>(TILE, member.last - block * TILE);
+        if (key0 > first + rows_here - 1 || key0 + TILE <= first - window + 1) continue;
+        Engine::qk(member.queries.get() + block * TILE * inner, inner, panel.get(), scores.get(), TILE);
+        for (int64_t r = 0; r < rows_here; ++r) {
+          const int64_t pos = first + r, from = pos - window + 1;
+          if (key0 > pos || key0 + TILE <= from) continue;
+          float* s = scores.get() + r * TILE;
+          if (pos < key0 + TILE - 1) std::fill(s + pos + 1 - key0, s + TILE, NEG_INF);
+          if (from > key0) std::fill(s, s + from - key0, NEG_INF);
+          visit(member, block * TILE + r, key0, s);
+        }
+      }
+  }
+  Engine::finish();
+}
+
+template <class Engine, class T>
+void estimate_with(const at::Tensor& q, const at::Tensor& k, at::IntArrayRef heads, at::IntArrayRef last_q, float factor,
+                   int64_t window, at::Tensor& vertical, at::Tensor& slash) {
+  using elem = typename Engine::elem;
+  const int64_t B = q.size(0), Q = q.size(2), D = q.size(3), K = k.size(2), share = q.size(1) / k.size(1);
+  const int64_t h = heads.size(), chunks = (K + CHUNK - 1) / CHUNK;
+  const int inner = round_up(D, Engine::INNER);
+  const Strided<T> qs(q), ks(k);
+
+  std::vector<Group<elem>> groups;
+  for (int64_t b = 0; b < B; ++b)
+    for (int64_t g = 0; g < k.size(1); ++g) {
+      Group<elem> group{b, g, {}};
+      for (int64_t i = 0; i < h; ++i)
+        if (heads[i] / share == g) {
+          Member<elem> member{b * h + i, std::min(last_q[i], Q), nullptr};
+          member.queries = allocate<elem>(member.blocks() * TILE * inner);
+          std::fill_n(member.queries.get(), member.blocks() * TILE * inner, elem(0));
+          for (int64_t r = 0; r < member.last; ++r)
+            copy(qs.at(b, heads[i], Q - member.last + r), D, member.queries.get() + r * inner);
+          group.members.push_back(std::move(member));
+        }
+      if (!group.members.empty()) groups.push_back(std::move(group));
+    }
+
+  // First pass: maximum and sum of each query over each chunk; rows of member m start at row_start[m].
+  std::vector<int64_t> row_start(B * h + 1, 0), last(B * h);
+  for (int64_t m = 0; m < B * h; ++m) last[m] = std::min(last_q[m % h], Q), row_start[m + 1] = row_start[m] + last[m];
+  std::vector<float> top(row_start[B * h] * chunks, NEG_INF), total(row_start[B * h] * chunks, 0.0f);
+  const int64_t tasks = groups.size() * chunks;
+  at::parallel_for(0, tasks, 1, [&](int64_t from, int64_t to) {
+    for (int64_t task = from; task < to; ++task) {
+      const int64_t chunk = task % chunks;
+      for_each_row<Engine>(ks, groups[task / chunks], K, D, window, chunk, [&](const auto& m, int64_t i, int64_t, float* s) {
+        const int64_t at = (row_start[m.at] + i) * chunks + chunk;
+        vf best = splat(NEG_INF);
+        for (int j = 0; j < TILE; j += LANES) best = larger(load(s + j), best);
+        const float before = top[at], now = std::max(before, maximum(best));
+        const vf shift = splat(now * factor);
+        vf part = {};
+        for (int j = 0; j < TILE; j += LANES) part += exp2<6>(load(s + j) * factor - shift);
+        total[at] = total[at] * (before == NEG_INF ? 0.0f : std::exp2((before - now) * factor)) + sum(part);
+        top[at] = now;
+      });
+    }
+  });
+
+  // Log-sum-exp of each query, in powers of two.
+  std::vector<float> lse(row_start[B * h]);
+  for (size_t row = 0; row < lse.size(); ++row) {
+    const float *t = top.data() + row * chunks, best = *std::max_element(t, t + chunks);
+    float all = 0;
+    for (int64_t c = 0; c < chunks; ++c)
+      if (t[c] != NEG_INF) all += total[row * chunks + c] * std::exp2((t[c] - best) * factor);
+    lse[row] = best * factor + std::log2(all);
+  }
+
+  // Second pass: columns are a task's own; diagonals cross chunks, so that each chunk keeps its share of them.
+  float *const columns = vertical.mutable_data_ptr<float>(), *const diagonals = slash.mutable_data_ptr<float>();
+  std::fill_n(columns, B * h * K, 0.0f);
+  const auto width = [&](int64_t m) { return CHUNK + last[m]; };
+  std::vector<int64_t> share_start(B * h + 1, 0);
+  for (int64_t m = 0; m < B * h; ++m) share_start[m + 1] = share_start[m] + width(m) * chunks;
+  std::vector<float> shares(share_start[B * h], 0.0f);
+  at::parallel_for(0, tasks, 1, [&](int64_t from, int64_t to) {
+    for (int64_t task = from; task < to; ++task) {
+      const int64_t chunk = task % chunks;
+      for_each_row<Engine>(ks, groups[task / chunks], K, D, window, chunk,
+                           [&](const auto& m, int64_t i, int64_t key0, float* s) {
+        const vf shift = splat(lse[row_start[m.at] + i]);
+        for (int j = 0; j < TILE; j += LANES) store(s + j, exp2<6>(load(s + j) * factor - shift));
+        float* column = columns + m.at * K + key0;
+        const int have = std::min<int64_t>(TILE, K - key0);
+        if (have == TILE)
+          for (int j = 0; j < TILE; j += LANES) store(column + j, load(column + j) + load(s + j));
+        else
+          for (int j = 0; j < have; ++j) column[j] += s[j];
+        // Entry r of a share is the diagonal at distance K - 1 - CHUNK * chunk - r.
+        float* diagonal = shares.data() + share_start[m.at] + chunk * width(m.at) + (m.last - 1 - i) + key0 - chunk * CHUNK;
+        for (int j = 0; j < TILE; j += LANES) store(diagonal + j, load(diagonal + j) + load(s + j));
+      });
+    }
+  });
+  at::parallel_for(0, B * h, 1, [&](int64_t from, int64_t to) {
+    for (int64_t m = from; m < to; ++m) {
+      float* sums = diagonals + m * K;
+      std::fill_n(sums, K, 0.0f);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const float* mine = shares.data() + share_start[m] + chunk * width(m);
+        const int64_t far = K - 1 - CHUNK * chunk;
+        for (int64_t r = 0; r <= std::min(far, width(m) - 1); ++r) sums[far - r] += mine[r];
+      }
+    }
+  });
+}
+
+// See kernels.patterns.vertical_slash.estimate. window 0 is none.
+std::tuple<at::Tensor, at::Tensor> vertical_slash_estimate(const at::Tensor& q, const at::Tensor& k,
+                                                           at::IntArrayRef heads, at::IntArrayRef last_q, double scale,
+                                                           int64_t window, std::string engine) {
+  const int64_t K = k.size(2);
+  at::Tensor vertical = at::empty({q.size(0), int64_t(heads.size()), K}, q.options().dtype(at::kFloat));
+  at::Tensor slash = at::empty_like(vertical);
+  const float factor = static_cast<float>(scale) * LOG2E;
+  if (!window) window = K;
+  if (q.scalar_type() == at::kBFloat16 && engine == "brgemm")
+    estimate_with<Brgemm, at::BFloat16>(q, k, heads, last_q, factor, window, vertical, slash);
+#if defined(__AVX512BF16__)
+  else if (q.scalar_type() == at::kBFloat16 && engine == "dot")
+    estimate_with<Blocked<Dot>, at::BFloat16>(q, k, heads, last_q, factor, window, vertical, slash);
+#endif
+  else if (q.scalar_type() == at::kBFloat16)
+    estimate_with<Blocked<Float>, at::BFloat16>(q, k, heads, last_q, factor, window, vertical, slash);
+  else if (q.scalar_type() == at::kHalf)
+    estimate_with<Blocked<Float>, at::Half>(q, k, heads, last_q, factor, window, vertical, slash);
+  else
+    estimate_with<Blocked<Float>, float>(q, k, heads, last_q, factor, window, vertical, slash);
+  return {vertical, slash};
+}
+
+template <class T>
+void pool_with(const at::Tensor& x, int64_t lead, at::Tensor& out) {
+  const int64_t H = x.size(1), L = x.size(2), D = x.size(3), tiles = out.size(2);
+  const Strided<T> xs(x);
+  float* const to = out.mutable_data_ptr<float>();
+  at::parallel_for(0, x.size(0) * H * tiles, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t tile = i % tiles, head = i / tiles % H, b = i / tiles / H;
+      const int64_t from = std::max<int64_t>(tile * TILE - lead, 0), until = std::min((tile + 1) * TILE - lead, L);
+      float* mean = to + i * D;
+      std::fill_n(mean, D, 0.0f);
+      for (int64_t row = from; row < until; ++row) {
+        const T* __restrict one = xs.at(b, head, row);
+        for (int64_t d = 0; d < D; ++d) mean[d] += cast<float>(one[d]);
+      }
+      for (int64_t d = 0; d < D; ++d) mean[d] /= until - from;
+    }
+  });
+}
+
+// Mean over each tile of 64 positions, fp32 (B, H, tiles, D); `lead` positions of the first tile are missing.
+at::Tensor mean_pool(const at::Tensor& x, int64_t lead) {
+  const int64_t tiles = (lead + x.size(2) + TILE - 1) / TILE;
+  at::Tensor out = at::empty({x.size(0), x.size(1), tiles, x.size(3)}, x.options().dtype(at::kFloat));
+  switch (x.scalar_type()) {
+    case at::kHalf: pool_with<at::Half>(x, lead, out); break;
+    case at::kBFloat16: pool_with<at::BFloat16>(x, lead, out); break;
+    default: pool_with<float>(x, lead, out);
+  }
+  return out;
+}
+
+// A score as bits that compare like it, above the place of its entry: larger scores first, then smaller places.
+inline uint64_t ordered(float score, int64_t place) {
+  uint32_t bits;
+  std::memcpy(&bits, &score, 4);
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return uint64_t(bits) << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(place));
+}
+
+// The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), ascending and padded with
+// PAD: of head i the best sizes[i] (ties to the smaller place), the first `forced` entries always among them, entries of
+// -inf never. Where coverage[i] > 0, no more than it takes for their sum to reach that share of the sum of all.
+at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced) {
+  const int64_t n = scores.size(-1), h = scores.size(1);
+  const int64_t rows = scores.numel() / std::max<int64_t>(n, 1), rows_of_head = rows / (scores.size(0) * h);
+  const int64_t width = std::min(n, *std::max_element(sizes.begin(), sizes.end()));
+  auto shape = scores.sizes().vec();
+  shape.back() = width;
+  at::Tensor out = at::empty(shape, scores.options().dtype(at::kInt));
+  int32_t* const to = out.mutable_data_ptr<int32_t>();
+  const float* const from = scores.const_data_ptr<float>();
+  at::parallel_for(0, rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(n, 1)), [&](int64_t begin, int64_t end) {
+    std::vector<uint64_t> candidates;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t head = row / rows_of_head % h, size = std::min(n, sizes[head]);
+      const float* score = from + row * n;
+      int32_t* kept = to + row * width;
+      int64_t count = 0;
+      double mass = 0, goal = 0;
+      candidates.clear();
+      for (int64_t j = 0; j < n; ++j) {
+        if (score[j] == NEG_INF) continue;
+        goal += score[j];
+        if (j < forced && count < size) {
+          kept[count++] = j, mass += score[j];
+        } else {
+          candidates.push_back(ordered(score[j], j));
+        }
+      }
+      const int64_t left = std::min<int64_t>(size - count, candidates.size());
+      if (left < static_cast<int64_t>(candidates.size()) && left > 0)
+        std::nth_element(candidates.begin(), candidates.begin() + left - 1, candidates.end(), std::greater<>());
+      const auto stop = candidates.begin() + left;
+      goal *= coverage[head];
+      if (coverage[head] > 0) std::sort(candidates.begin(), stop, std::greater<>());
+      for (auto at = candidates.begin(); at < stop; ++at) {
+        if (coverage[head] > 0 && mass >= goal) break;
+        kept[count] = ~static_cast<uint32_t>(*at);
+        mass += score[kept[count++]];
+      }
+      std::sort(kept, kept + count);
+      std::fill(kept + count, kept + width, PAD);
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(headwise, m) {
+  m.def(
+      "vertical_slash_estimate(Tensor q, Tensor k, int[] heads, int[] last_q, float scale, int window, str engine) -> "
+      "(Tensor, Tensor)");
+  m.def("mean_pool(Tensor x, int lead) -> Tensor");
+  m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(headwise, CPU, m) {
+  m.impl("vertical_slash_estimate", &vertical_slash_estimate);
+  m.impl("mean_pool", &mean_pool);
+  m.impl("best_places", &best_places);
+}

@@ -1,0 +1,51 @@
+"""What builders do to whole prompts, in native code on the CPU: cpu.cpp, compiled at first use.
+
+In torch each of these is a dozen operations over K columns, and every one waits for all threads.
+
+Shapes: B batch, H query heads, h heads of one kind, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.native import build
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether native code serves builders on these tensors; torch does where it does not."""
+    return x.device.type == "cpu" and x.dtype in _DTYPES and build.load() is None
+
+
+def estimate(
+    q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """See kernels.patterns.vertical_slash.estimate."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    fastest = torch.ops.headwise.engines(q.dtype)[0]
+    found: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
+        q, k, heads, last_q, scale, window or 0, fastest
+    )
+    return found
+
+
+def mean_pool(x: Tensor, *, lead: int) -> Tensor:
+    """Mean over each tile of positions, fp32 (B, heads, tiles, D); `lead` positions of the first tile are missing."""
+    pooled: Tensor = torch.ops.headwise.mean_pool(x if x.stride(-1) == 1 else x.contiguous(), lead)
+    return pooled
+
+
+def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float | None], *, forced: int) -> Tensor:
+    """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending, padded with PAD, int32.
+
+    Of head i the best sizes[i], ties to the smaller place; the first `forced` entries are always among them, entries of
+    -inf never. Where coverage[i] is given, no more than it takes for their sum to reach that share of the sum of all.
+    """
+    shares = [share or 0.0 for share in coverage]
+    found: Tensor = torch.ops.headwise.best_places(scores.contiguous(), sizes, shares, forced)
+    return found
