@@ -10,39 +10,28 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import kernels.dispatch as dispatch
-from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from kernels.attention import reference, sparse_attention
-from kernels.index import SparseIndex
-from kernels.patterns import LayerPlan, Pattern, make
-from profiling.flex import flex_attention
-from profiling.latency import interleaved
-
-# Largest error that still counts as right, in rounding steps of the dtype at the largest output.
-_ROUNDING_STEPS = 4
+from profiling.attention_speed import Size, Speed, measure, patterns_for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What to measure; densities are those that the patterns are sized for."""
+    """What to measure; densities are those that the patterns are sized for, heads are pairs of query and KV heads."""
 
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
-    heads: tuple[int, int]
+    heads: tuple[tuple[int, int], ...]
     density: float
     dtype: str
     device: str
@@ -50,137 +39,62 @@ class Bench:
     flex: bool
     seed: int = 0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One pattern at one size; seconds are medians, flops count computed tiles (dense: the causal half)."""
-
-    length: int
-    head_dim: int
-    pattern: str
-    density: float
-    dense_seconds: float
-    sparse_seconds: float
-    build_seconds: float
-    flex_seconds: float | None
-    dense_flops: float
-    sparse_flops: float
-
     @property
-    def cells(self) -> list[str]:
-        """The line as the table shows it."""
-        both = self.sparse_seconds + self.build_seconds
-        rate = (self.sparse_flops / self.sparse_seconds) / (self.dense_flops / self.dense_seconds)
+    def sizes(self) -> list[Size]:
+        """Every size that is measured, short ones first."""
         return [
-            str(self.length),
-            str(self.head_dim),
-            self.pattern,
-            f"{self.density:.3f}",
-            f"{1e3 * self.dense_seconds:.1f}",
-            f"{1e3 * self.sparse_seconds:.1f}",
-            f"{1e3 * self.build_seconds:.1f}",
-            "-" if self.flex_seconds is None else f"{1e3 * self.flex_seconds:.1f}",
-            f"{self.dense_seconds / self.sparse_seconds:.2f}x",
-            f"{self.dense_seconds / both:.2f}x",
-            "-" if self.flex_seconds is None else f"{self.flex_seconds / self.sparse_seconds:.2f}x",
-            f"{rate:.2f}",
+            Size(
+                length=length,
+                head_dim=head_dim,
+                heads=heads,
+                kv_heads=kv_heads,
+                dtype=self.dtype,
+                device=self.device,
+                seed=self.seed,
+            )
+            for length in self.lengths
+            for head_dim in self.head_dims
+            for heads, kv_heads in self.heads
         ]
 
 
 HEADER = [
-    *("length", "dim", "pattern", "density", "dense ms", "sparse ms", "build ms", "flex ms"),
+    *("length", "dim", "heads", "pattern", "density", "dense ms", "sparse ms", "build ms", "flex ms"),
     *("x dense", "x with build", "x flex", "rate/dense"),
 ]
 
 
-def patterns_for(length: int, density: float) -> list[Pattern]:
-    """One pattern of each kind, of about that density at that length; vertical-slash leans on columns."""
-    tokens = max(128, round(density * length / 2))
+def cells(size: Size, speed: Speed) -> list[str]:
+    """A line of the table; rate/dense compares operations on computed tiles a second with SDPA's on the causal half."""
+    both = speed.sparse_seconds + speed.build_seconds
+    rate = (speed.flops / speed.sparse_seconds) / (size.dense_flops / speed.dense_seconds)
+    flex = speed.flex_seconds
     return [
-        make("a_shape", sink=tokens // 4, window=max(64, tokens - tokens // 4)),
-        make("vertical_slash", vertical=max(64, tokens * 3 // 4), slash=max(64, tokens // 4)),
-        make("block_sparse", blocks=max(2, tokens // 64)),
-        make("dense"),
+        str(size.length),
+        str(size.head_dim),
+        f"{size.heads}/{size.kv_heads}",
+        speed.pattern,
+        f"{speed.density:.3f}",
+        f"{1e3 * speed.dense_seconds:.1f}",
+        f"{1e3 * speed.sparse_seconds:.1f}",
+        f"{1e3 * speed.build_seconds:.1f}",
+        "-" if flex is None else f"{1e3 * flex:.1f}",
+        f"{speed.dense_seconds / speed.sparse_seconds:.2f}x",
+        f"{speed.dense_seconds / both:.2f}x",
+        "-" if flex is None else f"{flex / speed.sparse_seconds:.2f}x",
+        f"{rate:.2f}",
     ]
 
 
-def run(config: Bench, show: Callable[[Line], None]) -> list[Line]:
-    """Measure every length, head dim and pattern; each line is shown when it is there."""
+def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, Speed]]:
+    """Measure every size; its lines are shown when they are there."""
     lines = []
-    for length in config.lengths:
-        for head_dim in config.head_dims:
-            for pattern in patterns_for(length, config.density):
-                line = _measure(config, length, head_dim, pattern)
-                show(line)
-                lines.append(line)
+    for size in config.sizes:
+        patterns = patterns_for(size.length, config.density)
+        for speed in measure(size, patterns, repeats=config.repeats, flex=config.flex):
+            show(size, speed)
+            lines.append((size, speed))
     return lines
-
-
-def _measure(config: Bench, length: int, head_dim: int, pattern: Pattern) -> Line:
-    num_heads, num_kv_heads = config.heads
-    generator = torch.Generator(config.device).manual_seed(config.seed)
-    q, k, v = (
-        torch.randn(
-            1, heads, length, head_dim, generator=generator, device=config.device, dtype=getattr(torch, config.dtype)
-        )
-        for heads in (num_heads, num_kv_heads, num_kv_heads)
-    )
-    plan = LayerPlan([pattern] * num_heads, num_kv_heads)
-    index = plan.build(q, k)
-    runs: dict[str, Callable[[], object]] = {
-        "dense": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-        "sparse": lambda: sparse_attention(q, k, v, index),
-        "build": lambda: plan.build(q, k),
-    }
-    _check(sparse_attention(q, k, v, index), q, k, v, index, "headwise")
-    if config.flex:
-        flex = flex_attention(q, k, v, index)
-        _check(flex(), q, k, v, index, "flex")
-        runs["flex"] = flex
-    seconds = {name: statistics.median(times) for name, times in _in_turn(runs, config).items()}
-    return Line(
-        length=length,
-        head_dim=head_dim,
-        pattern=pattern.kind,
-        density=index.density().mean().item(),
-        dense_seconds=seconds["dense"],
-        sparse_seconds=seconds["sparse"],
-        build_seconds=seconds["build"],
-        flex_seconds=seconds.get("flex"),
-        dense_flops=2.0 * length * length * num_heads * head_dim,
-        sparse_flops=float(index.flops(head_dim).sum()),
-    )
-
-
-def _in_turn(runs: dict[str, Callable[[], object]], config: Bench) -> dict[str, list[float]]:
-    current: list[Callable[[], object]] = []
-
-    def entering(run: Callable[[], object]) -> Callable[[], nullcontext[None]]:
-        def enter() -> nullcontext[None]:
-            current[:] = [run]
-            return nullcontext()
-
-        return enter
-
-    contexts = {name: entering(run) for name, run in runs.items()}
-    return interleaved(contexts, lambda: current[0](), repeats=config.repeats, device=config.device)
-
-
-def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:
-    """Compare one head with the fp32 reference; a speed whose result is wrong is never printed."""
-    first = SparseIndex(
-        q_len=index.q_len,
-        k_len=index.k_len,
-        diagonals=index.diagonals[:, :1],
-        tiles=index.tiles[:, :1],
-        columns=index.columns[:, :1],
-    )
-    q, k, v = q[:, :1].float(), k[:, :1].float(), v[:, :1].float()
-    expected, _ = reference.sparse_attention(q, k, v, first, scale=q.shape[-1] ** -0.5, softcap=None)
-    error = float((out[:, :1].float() - expected).abs().max())
-    allowed = _ROUNDING_STEPS * torch.finfo(out.dtype).eps * max(1.0, float(expected.abs().max()))
-    if not error <= allowed:
-        raise HeadwiseError(f"{name} is wrong: largest error {error:.3g}, allowed {allowed:.3g}; no speed is shown")
 
 
 def environment(device: str) -> dict[str, str]:
@@ -200,13 +114,23 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
+def head_pair(text: str) -> tuple[int, int]:
+    """Read H/G, such as 32/8."""
+    heads, slash, kv_heads = text.partition("/")
+    if not (slash and heads.isdigit() and kv_heads.isdigit() and int(kv_heads) and int(heads) % int(kv_heads) == 0):
+        raise argparse.ArgumentTypeError(f"must be H/G with H a multiple of G, such as 32/8, got {text!r}")
+    return int(heads), int(kv_heads)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of python -m profiling.bench."""
     p = ArgumentParser(prog="python -m profiling.bench", description=__doc__)
     p.add_argument("what", choices=("attention",))
     p.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    p.add_argument("--heads", type=int, nargs=2, metavar=("H", "G"), default=[9, 3], help="query and KV heads")
+    p.add_argument(
+        "--heads", type=head_pair, nargs="+", default=[(9, 3)], metavar="H/G", help="query and KV heads (default 9/3)"
+    )
     p.add_argument("--density", type=float, default=0.12, help="what the patterns are sized for (default 0.12)")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
@@ -230,16 +154,16 @@ def main(argv: list[str] | None = None) -> int:
     widths = [max(len(name), 7) for name in HEADER]
     widths[HEADER.index("pattern")] = 14
 
-    def show(cells: list[str]) -> None:
-        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)), flush=True)
+    def show(line: list[str]) -> None:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
     show(HEADER)
-    lines = run(config, lambda line: show(line.cells))
+    lines = run(config, lambda size, speed: show(cells(size, speed)))
     record = {
         "command": "python -m profiling.bench " + " ".join(sys.argv[1:] if argv is None else argv),
         "settings": asdict(config),
         "environment": {**where, "backend": _backend(config)},
-        "lines": [asdict(line) for line in lines],
+        "lines": [asdict(size) | asdict(speed) for size, speed in lines],
     }
     if to_json:
         atomic_write(to_json, (json.dumps(record, indent=1) + "\n").encode())

@@ -8,7 +8,7 @@ import torch
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
-from profiling import bench
+from profiling import attention_speed, bench
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_a_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch, capsys: p
     def slightly_off(*tensors, **options):
         return sparse_attention(*tensors, **options) * 1.1
 
-    monkeypatch.setattr(bench, "sparse_attention", slightly_off)
+    monkeypatch.setattr(attention_speed, "sparse_attention", slightly_off)
     options = ["attention", "--lengths", "256", "--head-dims", "64", "--repeats", "1", "--no-flex"]
     with pytest.raises(HeadwiseError, match="headwise is wrong: largest error"):
         bench.main([*options, "--dtype", "float32"])
@@ -48,3 +48,20 @@ def test_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line["pattern"] for line in record["lines"]] == ["a_shape", "vertical_slash", "block_sparse", "dense"]
     assert record["lines"][3]["density"] == 1.0 and record["environment"]["device"]
     assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+
+
+@pytest.mark.parametrize("heads", ["9", "9/2", "9/0", "a/3"])
+def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["attention", "--heads", heads])
+    assert f"must be H/G with H a multiple of G, such as 32/8, got '{heads}'" in capsys.readouterr().err
+
+
+def test_inputs_have_near_keys_and_heavy_columns() -> None:
+    size = attention_speed.Size(length=2048, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
+    q, k, _ = attention_speed.inputs(size)
+    index = LayerPlan([make("vertical_slash", vertical=128, slash=128)] * 2, 1).build(q, k)
+    scattered = LayerPlan([make("vertical_slash", vertical=128, slash=128)] * 2, 1).build(
+        torch.randn_like(q), torch.randn_like(k)
+    )
+    assert (index.density() < 0.5 * scattered.density()).all()
