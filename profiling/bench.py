@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     record = {
         "command": "python -m profiling.bench " + " ".join(sys.argv[1:] if argv is None else argv),
         "settings": asdict(config),
-        "environment": {**where, "backend": _backend(config)},
+        "environment": {**where, "backend": backend_of(config.sizes[0])},
         "lines": [asdict(size) | asdict(speed) for size, speed in lines],
     }
     if to_json:
@@ -170,8 +170,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _backend(config: Bench) -> str:
-    probe = torch.empty(1, 1, 1, config.head_dims[0], dtype=getattr(torch, config.dtype), device=config.device)
+def backend_of(size: Size) -> str:
+    """The kernel backend that serves tensors of that size."""
+    probe = torch.empty(1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device)
     return dispatch.choose("auto", probe, probe, probe).__name__.rpartition(".")[2]
 
 

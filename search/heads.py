@@ -22,11 +22,11 @@ from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from profiling.capture import LayerInputs, capture
+from profiling.journal import Journal
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.choose import mean_scores
-from search.journal import Journal
 from search.record import Finding, build_artifact
 from search.report import print_report
 from search.score import Score, score_layer

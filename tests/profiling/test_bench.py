@@ -58,10 +58,10 @@ def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_inputs_have_near_keys_and_heavy_columns() -> None:
-    size = attention_speed.Size(length=2048, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
+    size = attention_speed.Size(length=4096, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
     q, k, _ = attention_speed.inputs(size)
-    index = LayerPlan([make("vertical_slash", vertical=128, slash=128)] * 2, 1).build(q, k)
-    scattered = LayerPlan([make("vertical_slash", vertical=128, slash=128)] * 2, 1).build(
+    index = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1).build(q, k)
+    scattered = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1).build(
         torch.randn_like(q), torch.randn_like(k)
     )
-    assert (index.density() < 0.5 * scattered.density()).all()
+    assert (index.density() < 0.7 * scattered.density()).all()

@@ -1,4 +1,4 @@
-"""The resume file of a search: one line for each finished layer, so that a killed search goes on where it was."""
+"""The resume file of long work: one line for each finished part, so that a killed run goes on where it was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORMAT = 1
 
 
 class Journal:
-    """An append-only file of JSON lines, each with a digest of its content; the first line says whose search it is.
+    """An append-only file of JSON lines, each with a digest of its content; the first line says whose work it is.
 
     A line that was cut off by a kill is dropped; any other damage is an error, since results would be lost in silence.
     """
@@ -26,10 +26,10 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], *, fresh: bool) -> Self:
-        """Start the file, or go on with it if it was written by a search with the same settings.
+        """Start the file, or go on with it if it was written by a run with the same settings.
 
         Raises:
-            HeadwiseError: the file is damaged, or belongs to a search with other settings and `fresh` is not set.
+            HeadwiseError: the file is damaged, or belongs to a run with other settings and `fresh` is not set.
         """
         header = {"format": _FORMAT, "settings": settings}
         if fresh or not path.exists():
@@ -42,7 +42,7 @@ class Journal:
         if (found := lines[0]["settings"]) != settings:
             name = next(key for key in {**settings, **found} if settings.get(key) != found.get(key))
             raise HeadwiseError(
-                f"resume file {path} belongs to another search: its {name} is {found.get(name)!r}, not "
+                f"resume file {path} belongs to another run: its {name} is {found.get(name)!r}, not "
                 f"{settings.get(name)!r}; repeat that command to finish it, or pass --fresh to discard it"
             )
         journal = cls(path, {line["key"]: line["value"] for line in lines[1:]})
@@ -72,7 +72,7 @@ class Journal:
         self._records[key] = json.loads(text)["content"]["value"]
 
     def remove(self) -> None:
-        """Delete the file: the search is finished."""
+        """Delete the file: the work is finished."""
         self.path.unlink(missing_ok=True)
 
     def _replace(self, lines: list[dict[str, Any]]) -> None:

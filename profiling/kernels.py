@@ -1,0 +1,157 @@
+"""Measures what attention costs on a device: seconds by pattern, density, length, head dim and dtype, as a table.
+
+    python -m profiling.kernels --device cpu --out cost.safetensors
+
+The search weighs candidates by this table where it is given one. A killed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import check_writable
+from kernels.patterns import KINDS
+from profiling.attention_speed import Size, Speed, measure, patterns_for
+from profiling.bench import backend_of, environment, head_pair
+from profiling.cost_table import Cost, CostTable, save
+from profiling.journal import Journal
+
+# Below this length dense attention serves anyway.
+DEFAULT_LENGTHS = {"cpu": (2048, 4096, 8192, 16_384), "cuda": (8192, 32_768, 131_072, 524_288)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every combination is measured; heads are pairs of query and KV heads."""
+
+    device: str
+    lengths: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, ...]
+    densities: tuple[float, ...]
+    repeats: int
+    seed: int = 0
+
+    def sizes(self) -> Iterator[Size]:
+        """Short ones first: an interrupted table is of use."""
+        for length, head_dim, (heads, kv_heads), dtype in itertools.product(
+            self.lengths, self.head_dims, self.heads, self.dtypes
+        ):
+            yield Size(
+                length=length,
+                head_dim=head_dim,
+                heads=heads,
+                kv_heads=kv_heads,
+                dtype=dtype,
+                device=self.device,
+                seed=self.seed,
+            )
+
+
+def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTable:
+    """Measure what is not in the resume file beside `out` yet, then write the table.
+
+    Raises:
+        HeadwiseError: a backend computed something wrong, or the resume file is of another grid.
+    """
+    where = environment(grid.device)
+    journal = Journal.open(
+        out.with_name(out.name + ".resume.jsonl"), _plain(asdict(grid) | {"environment": where}), fresh=fresh
+    )
+    sizes = list(grid.sizes())
+    if len(journal):
+        print(f"going on with {journal.path}: {len(journal)} of {len(sizes)} sizes are measured", file=sys.stderr)
+    costs = []
+    for size in tqdm(sizes, desc="sizes", disable=None):
+        key = "/".join(map(str, (size.length, size.head_dim, size.heads, size.kv_heads, size.dtype)))
+        if key not in journal:
+            journal.add(key, [asdict(Cost.of(size, speed)) for speed in _measure(grid, size)])
+        costs += [Cost(**row) for row in journal[key]]
+    device = where.pop("device")
+    table = CostTable(device=device, backend=backend_of(sizes[0]), versions=where, command=command, costs=tuple(costs))
+    save(table, out)
+    journal.remove()
+    return table
+
+
+def _measure(grid: Grid, size: Size) -> list[Speed]:
+    patterns = {pattern for density in grid.densities for pattern in patterns_for(size.length, density)}
+    ordered = sorted(patterns, key=lambda p: (list(KINDS).index(p.kind), *(v for v in vars(p).values() if v)))
+    return measure(size, ordered, repeats=grid.repeats, flex=False)
+
+
+def _plain(settings: dict[str, object]) -> dict[str, object]:
+    """Tuples as JSON gives them back: lists."""
+    return {
+        name: [list(x) if isinstance(x, tuple) else x for x in value] if isinstance(value, tuple) else value
+        for name, value in settings.items()
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.kernels."""
+    p = ArgumentParser(prog="python -m profiling.kernels", description=__doc__)
+    p.add_argument("--out", type=Path, required=True, help="the table, a .safetensors file")
+    p.add_argument("--device", default="cpu", help="cpu (default) or a GPU, as torch names it")
+    p.add_argument("--lengths", type=int, nargs="+", help="in tokens (default: by device)")
+    p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    p.add_argument("--heads", type=head_pair, nargs="+", default=[(9, 3), (8, 2)], metavar="H/G")
+    p.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    p.add_argument("--densities", type=float, nargs="+", default=[0.03, 0.06, 0.12, 0.25, 0.5])
+    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--fresh", action="store_true", help="discard an interrupted run instead of going on with it")
+    return p
+
+
+def config_from(options: argparse.Namespace) -> Grid:
+    """The grid of a command line.
+
+    Raises:
+        HeadwiseError: a device that is not there, a length or a density that cannot be.
+    """
+    kind = options.device.partition(":")[0]
+    if kind not in DEFAULT_LENGTHS or (kind == "cuda" and not torch.cuda.is_available()):
+        raise HeadwiseError(f"device {options.device!r} is not there: cpu" + (", cuda" * torch.cuda.is_available()))
+    lengths = tuple(options.lengths or DEFAULT_LENGTHS[kind])
+    if min(lengths) < 256:
+        raise HeadwiseError(f"lengths must be at least 256 tokens, got {min(lengths)}")
+    for density in options.densities:
+        if not 0 < density <= 1:
+            raise HeadwiseError(f"densities must be above 0 and at most 1, got {density}")
+    if options.repeats < 1:
+        raise HeadwiseError(f"repeats must be at least 1, got {options.repeats}")
+    return Grid(
+        device=options.device,
+        lengths=lengths,
+        head_dims=tuple(options.head_dims),
+        heads=tuple(options.heads),
+        dtypes=tuple(options.dtypes),
+        densities=tuple(options.densities),
+        repeats=options.repeats,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = parser().parse_args(argv)
+    grid = config_from(options)
+    check_writable(options.out)
+    words = sys.argv[1:] if argv is None else argv
+    table = run(grid, options.out, command="python -m profiling.kernels " + " ".join(words), fresh=options.fresh)
+    print(f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
