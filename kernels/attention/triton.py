@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kernels.attention.triton_launch import Launch, architecture, choose, serves, split
 from kernels.index import PAD, TILE, SparseIndex, ascending, num_tiles
-from kernels.patterns.dense import dense_index
+from kernels.ragged import Ragged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 256
@@ -34,6 +35,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
     if reason := _missing(q.device):
         return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
@@ -66,14 +69,8 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention; `launch` takes another build than the table's."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "launch": launch}
-    out, lse = _run(prepare(q, k, v, index, out=out, **how), q.device)
-    if index.dense_tail:
-        tail = min(index.q_len, index.k_len - min(index.first_dense()) * TILE)
-        whole = dense_index(index.batch, index.num_heads, tail, index.k_len, q.device)
-        call = prepare(q[:, :, -tail:], k, v, whole, out=out[:, :, -tail:], **how)
-        lse[:, :, -tail:] = _run(call, q.device)[1]
-    return out, lse
+    call = prepare(q, k, v, index, scale=scale, softcap=softcap, block_table=block_table, out=out, launch=launch)
+    return _run(call, q.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +102,25 @@ def prepare(
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    batch, num_heads, q_len, dim = q.shape
-    v_dim = v.shape[-1]
-    tiles, columns = index.tiles, index.columns
+    num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
+    tiles, columns, ragged = index.tiles, index.columns, index.ragged
+    # A window that holds all keys costs a comparison for each of them.
+    window = None if index.window is None or index.window >= index.k_len else index.window
     has_tiles = tiles.shape[-1] > 0
     launch = launch or choose(
         target or architecture(q.device), dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=has_tiles
     )
-    if out is None:
-        out = torch.empty(batch, q_len, num_heads, v_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32, device=q.device)
-    walk, walk_counts, held, column_counts = _tables(index, launch.rows)
+    out, lse = _results(q, v_dim, ragged, out)
+    tables = _tables(index, launch.rows, window)
+    walk, held = tables["walk"], tables["held"]
     # Where both layouts keep (batch or page, head, row).
     order = (0, 1, 2) if block_table is None else (0, 2, 1)
     arguments: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, "walk": walk, "walk_counts": walk_counts, "held": held,
-        "tiles": tiles.contiguous(), "columns": columns.contiguous(), "column_counts": column_counts,
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, **tables,
+        "tiles": tiles.contiguous(), "columns": columns.contiguous(),
+        "dense_tail": _tail_table(index.dense_tail, q.device) if any(index.dense_tail) else walk,
         "pages": walk if block_table is None else block_table.contiguous(),
+        "places": walk if ragged is None else ragged.table(q.device),
         **_factors(scale, softcap),
     }  # fmt: skip
     for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order), ("out", out, (0, 1, 2))):
@@ -130,9 +129,9 @@ def prepare(
         }
     arguments |= {
         "num_heads": num_heads, "num_kv_heads": k.shape[order[1]], "q_len": q_len, "k_len": index.k_len,
-        "first_row": index.first_row, "num_rows": index.num_rows, "walk_width": walk.shape[-1],
-        "table_width": held.shape[-1], "tiles_width": tiles.shape[-1], "columns_width": columns.shape[-1],
-        "pages_width": 0 if block_table is None else block_table.shape[-1],
+        "first_row": index.first_row, "num_rows": index.num_rows, "window": window or 0,
+        "walk_width": walk.shape[-1], "table_width": held.shape[-1], "tiles_width": tiles.shape[-1],
+        "columns_width": columns.shape[-1], "pages_width": 0 if block_table is None else block_table.shape[-1],
         "search_steps": tiles.shape[-1].bit_length(),
     }  # fmt: skip
     # A product of fp32 without the matrix units holds whole operands in registers.
@@ -141,12 +140,48 @@ def prepare(
         **dict(zip(("D", "D0", "D1"), (dim, *split(dim, widest)), strict=True)),
         **dict(zip(("E", "E0", "E1"), (v_dim, *split(v_dim, widest)), strict=True)),
         "SOFTCAP": softcap is not None, "PRECISION": launch.precision,
-        "HAS_WALK": index.diagonals.shape[-1] > 1, "HAS_TILES": has_tiles, "HAS_COLUMNS": columns.shape[-1] > 0,
-        "PAGE": 0 if block_table is None else k.shape[1],
+        "HAS_WALK": _diagonals(index, window).shape[-1] > 1, "HAS_TILES": has_tiles,
+        "HAS_COLUMNS": columns.shape[-1] > 0, "DENSE_TAIL": any(index.dense_tail), "WINDOW": window is not None,
+        "RAGGED": ragged is not None, "PAGE": 0 if block_table is None else k.shape[1],
         "ROWS": launch.rows, "KEYS": launch.keys, "PARTS": TILE // launch.keys, "STAGES": launch.stages,
     }  # fmt: skip
     blocks = -(-index.num_rows // launch.rows)
-    return Call(grid=(batch * num_heads * blocks,), arguments=arguments, constants=constants, launch=launch)
+    grid = (index.batch * num_heads * blocks,)
+    return Call(grid=grid, arguments=arguments, constants=constants, launch=launch)
+
+
+def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse; rows of q that are in no sequence are 0 and -inf already."""
+    batch, num_heads, q_len, _ = q.shape
+    if ragged is None or ragged.covers(batch, q_len):
+        if out is None:
+            out = q.new_empty(batch, q_len, num_heads, v_dim).transpose(1, 2)
+        return out, torch.empty(batch, num_heads, q_len, dtype=torch.float32, device=q.device)
+    if out is None:
+        out = q.new_zeros(batch, q_len, num_heads, v_dim).transpose(1, 2)
+    else:
+        for row, rest in _between(ragged, batch, q_len):
+            out[row, :, rest] = 0
+    return out, torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
+
+
+def _between(ragged: Ragged, batch: int, q_len: int) -> Iterator[tuple[int, slice]]:
+    """The batch element and the range of each run of query rows that belongs to no sequence."""
+    for row in range(batch):
+        places = zip(ragged.rows, ragged.q_starts, ragged.q_lens, strict=True)
+        end = 0
+        for start, length in sorted((start, length) for at, start, length in places if at == row):
+            if start > end:
+                yield row, slice(end, start)
+            end = start + length
+        if end < q_len:
+            yield row, slice(end, q_len)
+
+
+@functools.cache
+def _tail_table(dense_tail: tuple[int, ...], device: torch.device) -> Tensor:
+    """(H) int32 on the device, made once for a layer's plan and without waiting for it."""
+    return torch.tensor(dense_tail, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _factors(scale: float, softcap: float | None) -> dict[str, float]:
@@ -156,12 +191,20 @@ def _factors(scale: float, softcap: float | None) -> dict[str, float]:
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
-def _tables(index: SparseIndex, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The kernel's walk, walk_counts, held and column_counts, from the index without reading it on the host."""
-    diagonals, n = index.diagonals.contiguous(), num_tiles(index.k_len)
+def _diagonals(index: SparseIndex, window: int | None) -> Tensor:
+    """The diagonals that reach into the window: ascending, so that none lies beyond this width."""
+    return index.diagonals if window is None else index.diagonals[..., : index.reach + 1]
+
+
+def _tables(index: SparseIndex, rows: int, window: int | None) -> dict[str, Tensor]:
+    """The kernel's tables of these names, from the index without reading it on the host."""
+    n, device = num_tiles(index.k_len), index.diagonals.device
+    diagonals = _diagonals(index, window).contiguous()
+    if window is not None:
+        diagonals = diagonals.masked_fill(diagonals > index.reach, PAD)
     batch, num_heads, width = diagonals.shape
-    at = torch.arange(n + 1, dtype=torch.int32, device=diagonals.device)
-    held = torch.zeros(batch, num_heads, n + 1, dtype=torch.uint8, device=diagonals.device)
+    at = torch.arange(n + 1, dtype=torch.int32, device=device)
+    held = torch.zeros(batch, num_heads, n + 1, dtype=torch.uint8, device=device)
     held.scatter_(-1, diagonals.clamp(max=n).long(), 1)
     held[..., n] = 0
     if rows == 1:
@@ -176,9 +219,13 @@ def _tables(index: SparseIndex, rows: int) -> tuple[Tensor, Tensor, Tensor, Tens
         walk = torch.where(before < n, 4 * before + wanted, PAD)
         walk_counts = _count(walk, 4 * (at + 1))
     # Diagonals 0, 1, 2 ... without a gap hold whatever lies in so many tiles up to the own one.
-    unbroken = (diagonals == torch.arange(width, device=diagonals.device)).sum(-1, keepdim=True)
+    unbroken = (diagonals == torch.arange(width, device=device)).sum(-1, keepdim=True)
     column_counts = _count(index.columns, (at + 1 - unbroken).clamp(min=0) * TILE)
-    return walk, walk_counts, held, column_counts
+    # Without a window nobody looks at the last.
+    starts = column_counts if window is None else _count(index.columns, (at - index.reach).clamp(min=0) * TILE)
+    return {
+        "walk": walk, "walk_counts": walk_counts, "held": held, "column_counts": column_counts, "column_starts": starts,
+    }  # fmt: skip
 
 
 def _count(entries: Tensor, below: Tensor) -> Tensor:

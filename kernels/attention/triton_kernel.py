@@ -8,6 +8,8 @@ which halves the traffic from the L2 cache; one that does not want it is masked.
 
 A head dim is two powers of two side by side, D0 + D1 >= D (80 = 64 + 16, 96 = 64 + 32), so that little is padded; the
 value dim likewise.
+
+What a call does not need (DENSE_TAIL, WINDOW, RAGGED, PAGE, SOFTCAP, each sort of entries) is not compiled in.
 """
 
 from __future__ import annotations
@@ -144,16 +146,19 @@ def _spread(flags, KEYS: tl.constexpr):
 @triton.jit
 def _attend_columns(
     q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
-    columns, count, held, at, half, tiles, listed, search_steps,
+    columns, first, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
     pages, k_page, k_row, v_page, v_row,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Gathers the first `count` columns, KEYS a step (PIT's gather); SEARCH seeks them in the row's listed tiles."""
+    """Gathers the columns first ... count, KEYS a step (PIT's gather); SEARCH seeks them in the row's listed tiles.
+
+    `dense_last` is 1 where the second query tile has all keys without them.
+    """
     lane = tl.arange(0, KEYS)
     # A load whose address another load gives takes two stages more to be as far ahead.
-    for start in tl.range(0, count, KEYS, num_stages=STAGES + 2):
+    for start in tl.range(first, count, KEYS, num_stages=STAGES + 2):
         present = start + lane < count
         column = tl.load(columns + start + lane, mask=present, other=0)
         tile = column // TILE
@@ -163,8 +168,10 @@ def _attend_columns(
             free = free & (_is_listed(tiles, tile, listed, search_steps) == 0)
         live = _spread(free, KEYS)[None, :]
         if ROWS == 2:
-            free = present & (tl.load(held + tl.maximum(at + 1 - tile, 0)) == 0)
+            free = present & (dense_last == 0) & (tl.load(held + tl.maximum(at + 1 - tile, 0)) == 0)
             live = ((half == 0)[:, None] & live) | ((half == 1)[:, None] & _spread(free, KEYS)[None, :])
+        if WINDOW:
+            live = live & (column[None, :] > floor[:, None])
         # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
         k_rows, v_rows = _key_rows(column, lane < KEYS, pages, k_page, k_row, v_page, v_row, PAGE)
         acc0, acc1, top, total = _attend(
@@ -176,47 +183,59 @@ def _attend_columns(
 
 @triton.jit
 def _step(
-    step, walk, walked, tiles, listed, held, at,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+    step, walk, walked, tiles, listed, held, at, dense, dense_last,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr, DENSE_TAIL: tl.constexpr,
 ):  # fmt: skip
     """First key of a step through the walk and the list after it, and a bit for each query tile that wants it."""
     i = step // PARTS
+    walking = i < walked
+    wants = 1
+    if DENSE_TAIL:
+        walking = walking & (dense_last == 0)
     if ROWS == 2:
-        entry = tl.load(walk + i, mask=i < walked, other=0)
+        entry = tl.load(walk + i, mask=walking, other=0)
+        if DENSE_TAIL:
+            # Where only the second query tile is dense the first still goes by its diagonals.
+            first = (dense != 0) | (tl.load(held + i + 1, mask=i < walked, other=0) != 0)
+            entry = tl.where(dense_last != 0, 4 * (i + 1) + 2 + first.to(tl.int32), entry)
         tile = at - entry // 4
         wants = entry % 4
-    elif HAS_WALK and HAS_TILES:
-        diagonal = tl.load(walk + 1 + i, mask=i < walked, other=0)
-        entry = tl.load(tiles + i - walked, mask=(i >= walked) & (i < walked + listed), other=at)
-        tile = tl.where(i < walked, at - diagonal, entry)
-        # A listed tile on a diagonal has been walked: it is multiplied again but counts for nothing.
-        wants = ((i < walked) | (tl.load(held + at - entry) == 0)).to(tl.int32)
-    elif HAS_WALK:
-        # Entry 0 is the own tile.
-        tile = at - tl.load(walk + 1 + i, mask=i < walked, other=0)
-        wants = 1
+    elif HAS_WALK or DENSE_TAIL:
+        # Entry 0 of the walk is the own tile.
+        diagonal = i + 1
+        if HAS_WALK:
+            diagonal = tl.load(walk + 1 + i, mask=walking, other=0)
+            if DENSE_TAIL:
+                diagonal = tl.where(dense_last != 0, i + 1, diagonal)
+        tile = at - diagonal
+        if HAS_TILES:
+            entry = tl.load(tiles + i - walked, mask=(i >= walked) & (i < walked + listed), other=at)
+            tile = tl.where(i < walked, tile, entry)
+            if HAS_WALK:
+                # A listed tile on a diagonal has been walked: it is multiplied again but counts for nothing.
+                wants = ((i < walked) | (tl.load(held + at - entry) == 0)).to(tl.int32)
     else:
         tile = tl.load(tiles + i, mask=i < listed, other=0)
-        wants = 1
     return tile * TILE + step % PARTS * KEYS, wants
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "num_kv_heads", "q_len", "k_len", "first_row", "num_rows",
+        "num_heads", "num_kv_heads", "q_len", "k_len", "first_row", "num_rows", "window",
         "walk_width", "table_width", "tiles_width", "columns_width", "pages_width", "search_steps",
     ]
 )  # fmt: skip
 def sparse_attention_kernel(
-    q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_counts, pages,
+    q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail, pages, places,
     scale, softcap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, q_len, k_len, first_row, num_rows,
+    num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
     walk_width, table_width, tiles_width, columns_width, pages_width, search_steps,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sparse attention of one program: ROWS query tiles of one head (MInference 1.0, Algorithm 5, for every pattern).
 
@@ -225,7 +244,11 @@ def sparse_attention_kernel(
     walk_counts (B, H, N + 1) int32: how many entries of walk a program has whose first query tile is at that key tile.
     held (B, H, N + 1) uint8: whether the head has that diagonal.
     column_counts (B, H, N + 1) int32: how many columns lie before the unbroken run of diagonals up to that query tile.
+    column_starts (B, H, N + 1) int32 if WINDOW: how many columns lie before all tiles that it can see.
+    dense_tail (H) int32 if DENSE_TAIL: how many of the last queries see every key.
     pages (B, pages_width) int32 if PAGE > 0; k_batch and v_batch are then the strides of a page.
+    places (B, 5) int32 if RAGGED: batch row, first query, queries, first key and keys of each sequence; B is then the
+    number of sequences, and num_rows, q_len of q and the widths of all tables are those of the longest.
     """
     tl.static_assert(ROWS == 1 or not HAS_TILES)
     # The query heads of one KV head run side by side and read its keys while the L2 cache has them; long rows start
@@ -235,13 +258,30 @@ def sparse_attention_kernel(
     pid = tl.program_id(0)
     kv = pid // (blocks * group)
     rest = pid % (blocks * group)
-    batch = (kv // num_kv_heads).to(tl.int64)
+    sequence = (kv // num_kv_heads).to(tl.int64)
     kv_head = (kv % num_kv_heads).to(tl.int64)
     head = kv_head * group + rest % group
+
+    batch = sequence
+    lse_len = q_len
+    if RAGGED:
+        places += sequence * 5
+        batch = tl.load(places).to(tl.int64)
+        q += tl.load(places + 1).to(tl.int64) * q_row
+        q_len = tl.load(places + 2)
+        if PAGE == 0:
+            k_start = tl.load(places + 3).to(tl.int64)
+            k += k_start * k_row
+            v += k_start * v_row
+        k_len = tl.load(places + 4)
+        first_row = (k_len - q_len) // TILE
+        blocks = ((k_len + TILE - 1) // TILE - first_row + ROWS - 1) // ROWS
+        if rest // group >= blocks:
+            return
     row = (blocks - 1 - rest // group) * ROWS
     at = first_row + row
 
-    heads_before = batch * num_heads + head
+    heads_before = sequence * num_heads + head
     walk += heads_before * walk_width
     held += heads_before * table_width
     q += batch * q_batch + head * q_head
@@ -251,11 +291,26 @@ def sparse_attention_kernel(
         k += batch * k_batch
         v += batch * v_batch
     else:
-        pages += batch * pages_width
+        pages += sequence * pages_width
 
+    # How many tiles before its own a query tile can see, and the last key that each query no longer sees.
+    reach = at
     local = tl.arange(0, ROWS * TILE)
     half = local // TILE
     position = at * TILE + local
+    floor = position
+    if WINDOW:
+        reach = tl.minimum(at, (window + TILE - 2) // TILE)
+        floor = position - window
+    # Whether the first and the last query tile see every key.
+    dense = 0
+    dense_last = 0
+    if DENSE_TAIL:
+        tail = tl.load(dense_tail + head)
+        first_dense = tl.where(tail > 0, tl.maximum(k_len - tail, 0) // TILE, k_len + 1)
+        dense = (at >= first_dense).to(tl.int32)
+        dense_last = (at + ROWS - 1 >= first_dense).to(tl.int32)
+
     query = position - (k_len - q_len)
     asked = (query >= 0) & (query < q_len)
     q_rows = query.to(tl.int64) * q_row
@@ -273,45 +328,68 @@ def sparse_attention_kernel(
     listed = 0
     if HAS_TILES:
         tiles += (heads_before * num_rows + row) * tiles_width
+        beyond = 0
         for start in range(0, tiles_width, 128):
             i = start + tl.arange(0, 128)
-            listed += tl.sum((tl.load(tiles + i, mask=i < tiles_width, other=at) < at).to(tl.int32))
+            tile = tl.load(tiles + i, mask=i < tiles_width, other=at)
+            listed += tl.sum((tile < at).to(tl.int32))
+            if WINDOW:
+                beyond += tl.sum((tile < at - reach).to(tl.int32))
+        tiles += beyond
+        listed -= beyond
+        if DENSE_TAIL:
+            listed = tl.where(dense != 0, 0, listed)
 
     if HAS_COLUMNS:
         columns += heads_before * columns_width
+        first_column = 0
         count = tl.load(column_counts + heads_before * table_width + at + ROWS - 1)
+        if WINDOW:
+            first_column = tl.load(column_starts + heads_before * table_width + at)
+        if DENSE_TAIL:
+            count = tl.where(dense != 0, 0, count)
         if HAS_TILES:  # noqa: SIM102 (known at compile time; the next is not)
             # Only heads with listed tiles pay for the search; the others of the layer take the loop below.
             if listed > 0:
                 acc0, acc1, top, total = _attend_columns(
                     q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
-                    columns, count, held, at, half, tiles, listed, search_steps,
+                    columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
                     pages, k_batch, k_row, v_batch, v_row,
-                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, ROWS, KEYS, STAGES, PAGE, True,
+                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, True,
                 )  # fmt: skip
                 count = 0
         acc0, acc1, top, total = _attend_columns(
             q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
-            columns, count, held, at, half, tiles, listed, search_steps,
+            columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
             pages, k_batch, k_row, v_batch, v_row,
-            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, ROWS, KEYS, STAGES, PAGE, False,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, False,
         )  # fmt: skip
 
-    if HAS_WALK or HAS_TILES:
+    if HAS_WALK or HAS_TILES or DENSE_TAIL:
         walked = 0
         if HAS_WALK:
             walked = tl.load(walk_counts + heads_before * table_width + at)
+        if DENSE_TAIL:
+            walked = tl.where(dense_last != 0, reach, walked)
         # Each step is looked up one step early, so that the addresses of its keys wait for no load; a page is not.
-        first, wants = _step(0, walk, walked, tiles, listed, held, at, ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES)
+        first, wants = _step(
+            0, walk, walked, tiles, listed, held, at, dense, dense_last,
+            ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
+        )  # fmt: skip
+        PICKS: tl.constexpr = ROWS == 2 or (HAS_WALK and HAS_TILES)
         for step in tl.range(0, (walked + listed) * PARTS, num_stages=STAGES if PAGE == 0 else STAGES + 2):
-            wanted = (((wants >> half) & 1) == 1)[:, None]
+            live = (((wants >> half) & 1) == 1)[:, None]
+            if WINDOW:
+                seen = (first + tl.arange(0, KEYS))[None, :] > floor[:, None]
+                live = live & seen if PICKS else seen
             k_run, v_run, k_rows, v_rows = _run_rows(k, v, first, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS)
             first, wants = _step(
-                step + 1, walk, walked, tiles, listed, held, at, ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES
-            )
+                step + 1, walk, walked, tiles, listed, held, at, dense, dense_last,
+                ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
+            )  # fmt: skip
             acc0, acc1, top, total = _attend(
-                q0, q1, k_run, v_run, k_rows, v_rows, asked, wanted, acc0, acc1, top, total, scale, softcap,
-                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, ROWS == 2 or (HAS_WALK and HAS_TILES),
+                q0, q1, k_run, v_run, k_rows, v_rows, asked, live, acc0, acc1, top, total, scale, softcap,
+                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, WINDOW or PICKS,
             )  # fmt: skip
 
     # The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in.
@@ -319,19 +397,31 @@ def sparse_attention_kernel(
         key = at * TILE + part * KEYS + tl.arange(0, KEYS)
         present = key < k_len
         live = key[None, :] <= position[:, None]
+        if WINDOW:
+            live = live & (key[None, :] > floor[:, None])
         if ROWS == 2:
             # Does the second query tile want the first one's own?
-            live = live & ((half == 0) | (part >= PARTS) | (tl.load(held + 1) != 0))[:, None]
+            wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
+            live = live & ((half == 0) | (part >= PARTS) | wanted)[:, None]
         k_rows, v_rows = _key_rows(key, present, pages, k_batch, k_row, v_batch, v_row, PAGE)
         acc0, acc1, top, total = _attend(
             q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
             D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, True, True,
         )  # fmt: skip
 
+    if RAGGED:
+        # Read again: what a load has given takes registers for as long as it is kept.
+        batch = tl.load(places, volatile=True).to(tl.int64)
+        q_start = tl.load(places + 1, volatile=True).to(tl.int64)
+        q_len = tl.load(places + 2, volatile=True)
+        query = position - (tl.load(places + 4, volatile=True) - q_len)
+        asked = (query >= 0) & (query < q_len)
+        out += q_start * out_row
+        lse += q_start
     total = tl.where(asked, total, 1.0)
     out += batch * out_batch + head * out_head
     out_rows = query.to(tl.int64) * out_row
     _store(out, out_rows, asked, acc0 / total[:, None], 0, E0, E)
     if E1 > 0:
         _store(out, out_rows, asked, acc1 / total[:, None], E0, E1, E)
-    tl.store(lse + heads_before * q_len + query, (top + tl.log2(total)) * LN2, mask=asked)
+    tl.store(lse + (batch * num_heads + head) * lse_len + query, (top + tl.log2(total)) * LN2, mask=asked)

@@ -20,7 +20,7 @@ from kernels.attention import cpu, reference, sparse_attention
 from kernels.index import SparseIndex, cat_sequences
 from kernels.patterns import LayerPlan, Pattern
 from kernels.ragged import Ragged
-from tests.kernels.triton_cases import paged
+from tests.kernels.triton_inputs import paged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,12 +18,15 @@ from kernels.attention.triton_launch import Launch, architecture, choose
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
+from kernels.ragged import Ragged
 from tests.kernels import triton_cases
-from tests.kernels.triton_cases import Case, square
+from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DEVICE = torch.device("cuda", 0)
 
+PADDED = partial(padded, 2000, 30, 1025, 64, queries=1500)
+PACKED = partial(packed, (1000, 2000), (1, 900), (64, 64), (700, 700), (1, 1))
 LARGE = {
     **{f"length {n}, {kind}": square(n, index=kind, heads=5) for n in (1000, 4097) for kind in ("layer", "listless")},
     "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
@@ -37,7 +42,33 @@ LARGE = {
     "all three sorts": square(2000, heads=4, index="random:5,5,400"),
     **{f"pages of {size}": square(1000, page=size, heads=5) for size in (16, 64, 256)},
     **{f"pages of {size}, listless": square(1000, page=size, heads=4, index="listless") for size in (16, 64, 256)},
-}
+    **{
+        f"tails of unlike heads, {q} of 3000, {kind}": Case(
+            q_len=q, k_len=3000, heads=5, dense_tail=(0, 10, 64, 65, 3000), index=kind
+        )
+        for q in (3000, 700)
+        for kind in ("layer", "listless")
+    },
+    **{
+        f"window {window}, {kind}": square(2500, heads=5, window=window, index=kind)
+        for window in (1, 65, 66, 512, 1000)
+        for kind in ("layer", "listless")
+    },
+    **{
+        f"{name}, {kind}{pages}": case(heads=4, kv_heads=2, head_dim=128, v_dim=128, index=kind, page=page)
+        for kind in ("layer", "listless")
+        for page, pages in ((None, ""), (16, ", pages of 16"), (64, ", pages of 64"))
+        for name, case in (("padded", PADDED), ("packed", PACKED))
+    },
+    **{
+        f"{name}, window, tails, soft-cap, {sorts}": case(
+            heads=4, kv_heads=2, index=f"random:{sorts}", window=512, dense_tail=(0, 10, 64, 5000), softcap=30.0,
+            page=16, given=True,
+        )
+        for sorts in ("6,0,300", "6,4,300")
+        for name, case in (("padded", PADDED), ("packed", PACKED))
+    },
+}  # fmt: skip
 CASES = {**{f"small: {name}": case for name, case in triton_cases.SMALL.items()}, **LARGE}
 
 
@@ -57,7 +88,7 @@ def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None
     if case.launch is not None:
         precision = choose(architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True).precision
         case = replace(case, launch=replace(case.launch, precision=precision))
-    out, lse = triton_cases.run(case, DEVICE)
+    out, lse = run(case, DEVICE)
     assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
     assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
 
@@ -67,7 +98,7 @@ def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None
 def test_every_form_of_the_kernel_gives_the_same(rows: int, keys: int) -> None:
     launch = Launch(rows=rows, keys=keys, warps=4 * rows, stages=2)
     case = square(1500, heads=4, kv_heads=2, index="listless", dtype=torch.bfloat16, launch=launch)
-    out, lse = triton_cases.run(case, DEVICE)
+    out, lse = run(case, DEVICE)
     assert out <= triton_cases.OUT_ERROR[torch.bfloat16] and lse <= triton_cases.LSE_ERROR[torch.bfloat16]
 
 
@@ -88,16 +119,42 @@ def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
     assert float((lse - expected_lse).abs().max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
 
 
-def test_no_call_waits_for_the_gpu() -> None:
-    q = torch.randn(1, 4, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
-    index = LayerPlan(triton_cases.LAYER[:4], 1).build(q, q[:, :1])
-    sparse_attention(q, q[:, :1], q[:, :1], index, backend="triton")
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Anything that makes the host wait for the GPU raises."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sparse_attention(q, q[:, :1], q[:, :1], index, backend="triton")
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "ragged",
+    [
+        None,
+        Ragged.left_padded([2000], 2000, 2000),
+        Ragged.left_padded([1500], 2000, 2000),
+        Ragged.packed([0, 900, 1990], [0, 900, 1990]),
+    ],
+    ids=["plain", "one sequence", "padded", "packed"],
+)
+@pytest.mark.parametrize("window", [None, 300])
+def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) -> None:
+    """Neither to build the index nor to attend, on the first call or later ones: what is cached by then may differ."""
+    q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
+    k = q[:, :1]
+    plan = LayerPlan(LAYER, 1, dense_tail=70)
+    sparse_attention(q, k, k, plan.build(q, k, window=window, ragged=ragged), backend="triton")
+    triton._tail_table.cache_clear()
+    plan = LayerPlan(LAYER, 1, dense_tail=70)
+    if ragged is not None:
+        ragged = replace(ragged)
+    with no_waiting():
+        for _ in range(2):
+            index = plan.build(q, k, window=window, ragged=ragged)
+            sparse_attention(q, k, k, index, backend="triton", out=torch.empty_like(q))
 
 
 def test_dense_index_is_causal_attention_at_long_length() -> None:

@@ -19,6 +19,7 @@ from kernels.attention import sparse_attention, triton
 from kernels.attention.triton_launch import Launch, choose, serves, split
 from kernels.index import PAD, SparseIndex, num_tiles
 from kernels.patterns.dense import dense_index
+from kernels.ragged import Ragged
 from tests.kernels import triton_cases
 from tests.kernels.triton_builds import HEAD_DIMS, TARGETS
 
@@ -86,6 +87,14 @@ def test_reasons_to_decline_a_gpu_tensor(
     assert triton.supports(x, x[..., :64], x) == reason
 
 
+def test_no_gradient_is_silently_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "_INTERPRETED", True)
+    x = torch.ones(1, 1, 4, 8)
+    assert triton.supports(x, x.clone().requires_grad_(), x) == (
+        "it has no backward pass (use torch.no_grad or torch.inference_mode)"
+    )
+
+
 def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
@@ -95,14 +104,19 @@ def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPa
     assert missing(torch.device("cpu")) == "triton is not installed"
 
 
-def _index(k_len: int, diagonals: list[list[int]], columns: list[list[int]]) -> SparseIndex:
+def _index(k_len: int, diagonals: list[list[int]], columns: list[list[int]], window: int | None = None) -> SparseIndex:
     def padded(rows: list[list[int]]) -> torch.Tensor:
         width = max(map(len, rows))
         return torch.tensor([[row + [PAD] * (width - len(row)) for row in rows]], dtype=torch.int32)
 
     none = torch.empty(1, len(diagonals), num_tiles(k_len), 0, dtype=torch.int32)
     return SparseIndex(
-        q_len=k_len, k_len=k_len, diagonals=padded(diagonals), tiles=none, columns=padded(columns).contiguous()
+        q_len=k_len,
+        k_len=k_len,
+        diagonals=padded(diagonals),
+        tiles=none,
+        columns=padded(columns).contiguous(),
+        window=window,
     )
 
 
@@ -110,12 +124,15 @@ DIAGONALS = [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 7], list(range(8))]
 COLUMNS = [[0, 1, 70, 300], [5], [0, 63, 64, 127, 128, 200, 449], [], [3, 500]]
 
 
+@pytest.mark.parametrize("window", [None, 1, 65, 66, 200])
 @pytest.mark.parametrize("launch", [ONE, TWO], ids=["one tile", "two tiles"])
-def test_walk_visits_what_each_query_tile_wants(launch: Launch) -> None:
-    index = _index(500, DIAGONALS, COLUMNS)
-    walk, counts, held, _ = triton._tables(index, launch.rows)
-    n = num_tiles(500)
-    for head, wanted in enumerate(DIAGONALS):
+def test_walk_visits_what_each_query_tile_wants(launch: Launch, window: int | None) -> None:
+    index = _index(500, DIAGONALS, COLUMNS, window)
+    tables = triton._tables(index, launch.rows, window)
+    walk, counts, held = (tables[name] for name in ("walk", "walk_counts", "held"))
+    n, reach = num_tiles(500), 8 if window is None else -(-(window - 1) // 64)
+    for head, diagonals in enumerate(DIAGONALS):
+        wanted = [d for d in diagonals if d <= reach]
         assert held[0, head].nonzero().flatten().tolist() == wanted
         for at in range(0, n, launch.rows):
             entries = walk[0, head].tolist()
@@ -130,13 +147,18 @@ def test_walk_visits_what_each_query_tile_wants(launch: Launch) -> None:
             assert sorted(found) == sorted(set(expected) - own)
 
 
-def test_columns_within_the_unbroken_run_of_diagonals_are_not_counted() -> None:
-    index = _index(500, DIAGONALS, COLUMNS)
-    *_, counts = triton._tables(index, 1)
+@pytest.mark.parametrize("window", [None, 1, 65, 66, 200])
+def test_columns_outside_the_window_or_in_the_unbroken_run_of_diagonals_are_not_counted(window: int | None) -> None:
+    index = _index(500, DIAGONALS, COLUMNS, window)
+    tables = triton._tables(index, 1, window)
+    reach = 8 if window is None else -(-(window - 1) // 64)
     for head, columns in enumerate(COLUMNS):
-        unbroken = next(i for i, d in enumerate([*DIAGONALS[head], PAD]) if i != d)
+        unbroken = next(i for i, d in enumerate([*DIAGONALS[head], PAD]) if i != d or d > reach)
         for at in range(num_tiles(500)):
-            assert int(counts[0, head, at]) == sum(c // 64 <= at - unbroken for c in columns)
+            counted = sum(c // 64 <= at - unbroken for c in columns)
+            assert int(tables["column_counts"][0, head, at]) == counted
+            if window is not None:
+                assert int(tables["column_starts"][0, head, at]) == sum(c // 64 < at - reach for c in columns)
 
 
 @pytest.mark.parametrize("dim", [1, 16, 17, 33, 64, 65, 80, 96, 112, 128, 130, 160, 192, 224, 256])
@@ -168,23 +190,31 @@ def test_scale_must_be_positive() -> None:
     ("change", "message"),
     [
         ({"q": torch.ones(1, 3, 40, 16)}, "3 query heads do not divide into 2 KV heads"),
-        ({"q": torch.ones(1, 4, 40, 8)}, "shapes do not go together"),
-        ({"q": torch.ones(1, 4, 41, 16)}, r"index is for \(B, H, Q\) = \(1, 4, 40\)"),
-        ({"q": torch.ones(4, 40, 16)}, "q must be"),
-        ({"q": torch.ones(1, 4, 40, 16, dtype=torch.float16)}, "must share a dtype"),
+        ({"q": torch.ones(1, 4, 39, 16)}, r"index is for \(B, Q, K\) = \(1, 40, 40\)"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, r"must be int32 \(1, at least 3\)"),
         ({"block_table": torch.zeros(1, 3)}, "must be int32"),
-        ({"k_cache": torch.ones(5, 16, 2, 32)[..., ::2]}, "must be contiguous"),
+        ({"k": torch.ones(5, 16, 2, 32)[..., ::2]}, "must be contiguous"),
         ({"out": torch.ones(1, 4, 40, 8)}, "out must be"),
     ],
 )
 def test_paged_calls_are_checked(change: dict[str, torch.Tensor], message: str) -> None:
     arguments = {
         "q": torch.ones(1, 4, 40, 16),
-        "k_cache": torch.ones(5, 16, 2, 16),
-        "v_cache": torch.ones(5, 16, 2, 16),
+        "k": torch.ones(5, 16, 2, 16),
+        "v": torch.ones(5, 16, 2, 16),
         "block_table": torch.zeros(1, 3, dtype=torch.int32),
         "index": dense_index(1, 4, 40, 40, torch.device("cpu")),
     }
     with pytest.raises(ValueError, match=message):
-        triton.paged_sparse_attention(**{**arguments, **change})
+        sparse_attention(**{**arguments, **change}, backend="triton")
+
+
+def test_only_rows_of_nobody_are_cleared_beforehand() -> None:
+    ragged = Ragged(rows=(1, 1), q_starts=(2, 6), q_lens=(3, 2), k_starts=(0, 3), k_lens=(3, 2))
+    q, out = torch.ones(2, 1, 9, 4), torch.ones(2, 1, 9, 4)
+    filled, lse = triton._results(q, 4, ragged, out)
+    assert filled is out
+    nobody = [[True] * 9, [True, True, False, False, False, True, False, False, True]]
+    assert (out[:, 0] == 0).all(-1).tolist() == nobody
+    assert (out[:, 0] == 1).all(-1).logical_not().tolist() == nobody
+    assert (lse == float("-inf")).all()

@@ -16,10 +16,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"),
 ]
-PAIRED, MIXED = "diagonals, columns", "diagonals, lists, columns"
+PAIRED, MIXED, SERVING = "diagonals, columns", "diagonals, lists, columns", "a serving engine"
 BUILDS = [
     *[("sm_90", dim, PAIRED, torch.bfloat16) for dim in (64, 80, 96, 128, 256)],
     *[("sm_90", 128, name, torch.bfloat16) for name in VARIANTS if name != PAIRED],
+    *[(target, 128, SERVING, torch.bfloat16) for target in ("sm_80", "sm_100", "gfx942")],
     ("sm_90", 128, PAIRED, torch.float16),
     ("sm_90", 64, "diagonals", torch.float32),
     *[(target, dim, PAIRED, torch.bfloat16) for target in ("sm_80", "sm_100", "gfx942") for dim in (64, 128, 256)],

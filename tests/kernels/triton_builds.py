@@ -18,6 +18,7 @@ import torch
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch, choose
 from kernels.index import SparseIndex, num_tiles
+from kernels.ragged import Ragged
 
 # Architecture -> what Triton calls it and the shared memory a program may have there, in bytes.
 TARGETS: dict[str, tuple[tuple[str, int | str, int], int]] = {
@@ -37,6 +38,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diagonals, columns, soft-cap": {"columns": True, "softcap": 30.0},
     "diagonals, columns, pages of 16": {"columns": True, "page": 16},
     "diagonals, columns, pages of 64": {"columns": True, "page": 64},
+    "diagonals, columns, tail": {"columns": True, "tail": True},
+    "lists, tail": {"diagonals": False, "tiles": True, "tail": True},
+    "diagonals, columns, window": {"columns": True, "window": 100},
+    "diagonals, columns, ragged": {"columns": True, "ragged": True},
+    "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
+    "everything": {
+        "tiles": True,
+        "columns": True,
+        "tail": True,
+        "window": 100,
+        "ragged": True,
+        "page": 16,
+        "softcap": 30.0,
+    },
 }
 # The instruction that multiplies matrices on each target.
 MATRIX_UNIT = {
@@ -94,6 +109,9 @@ def compile_for(
     columns: bool = False,
     softcap: float | None = None,
     page: int | None = None,
+    tail: bool = False,
+    window: int | None = None,
+    ragged: bool = False,
 ) -> Build:
     """Compile the launch that a call of this sort would make on the target."""
     import triton
@@ -110,6 +128,9 @@ def compile_for(
         diagonals=entries[: 2 if diagonals else 1].expand(1, heads, -1),
         tiles=torch.zeros(1, heads, num_tiles(length), int(tiles), dtype=torch.int32),
         columns=torch.zeros(1, heads, int(columns), dtype=torch.int32),
+        dense_tail=(64,) * heads if tail else (),
+        window=window,
+        ragged=Ragged.left_padded([length], length, length) if ragged else None,
     )
     q = torch.empty(1, heads, length, head_dim, dtype=dtype)
     k, v = (torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim))
