@@ -122,10 +122,9 @@ def builders(families: Sequence[Family], q: Tensor, k: Tensor, *, scale: float, 
     heads = range(q.shape[1])
     made = {}
     for kind in dict.fromkeys(family.kind for family in families):
-        largest = max(
-            (family.at(family.steps(k.shape[2])[1]) for family in families if family.kind == kind),
-            key=lambda pattern: max(vars(pattern).values()),
-        )
+        # No size means more than the prompt's length.
+        names = {name for family in families if family.kind == kind for name, _ in family.start}
+        largest = make(kind, **dict.fromkeys(names, k.shape[2]))
         made[kind] = with_tail(KINDS[kind].prepare([largest for _ in heads], heads, q, k, scale=scale))
     return made
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,40 @@ from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense
+from kernels.patterns.dilated import Dilated
+from kernels.patterns.static import Static, freeze
+from kernels.patterns.strided import Strided
+from kernels.patterns.tri_shape import TriShape
 from kernels.patterns.vertical_slash import VerticalSlash
 from kernels.ragged import Ragged
 
-__all__ = ["KINDS", "AShape", "BlockSparse", "Dense", "LayerPlan", "Pattern", "VerticalSlash", "make"]
+__all__ = [
+    "KINDS",
+    "AShape",
+    "BlockSparse",
+    "Dense",
+    "Dilated",
+    "LayerPlan",
+    "Pattern",
+    "Static",
+    "Strided",
+    "TriShape",
+    "VerticalSlash",
+    "freeze",
+    "make",
+]
 
-KINDS: dict[str, type[Pattern]] = {cls.kind: cls for cls in (Dense, AShape, VerticalSlash, BlockSparse)}
+KINDS: dict[str, type[Pattern]] = {
+    cls.kind: cls for cls in (Dense, AShape, TriShape, Dilated, Strided, Static, VerticalSlash, BlockSparse)
+}
 
 
-def make(kind: str, **sizes: int) -> Pattern:
-    """The pattern of that kind with those sizes; ValueError names an unknown kind, an unknown size or a missing one."""
+def make(kind: str, **sizes: Any) -> Pattern:
+    """The pattern of that kind with those fields, sizes for the most part.
+
+    Raises:
+        ValueError: an unknown kind, an unknown size, a missing one, or one that is not as the pattern wants it.
+    """
     if kind not in KINDS:
         raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(KINDS)}")
     known = {field.name: field.default is MISSING for field in fields(KINDS[kind])}

@@ -5,26 +5,46 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from functools import lru_cache
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from kernels.index import SparseIndex
 
 
+def _no_size(value: object) -> str | None:
+    """Why the value is no size, None if it is one."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return None if fits else f"must be a positive integer, got {value!r}"
+
+
+def _no_share(value: object) -> str | None:
+    fits = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1)
+    return None if fits else f"must be above 0 and at most 1, got {value!r}"
+
+
+# `metadata` of a field that is no size: the rule its value is checked by.
+SHARE: Mapping[str, Any] = {"fault": _no_share}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """Base of all patterns: fields are positive integers, sizes in tokens unless the pattern says otherwise."""
+    """Base of all patterns: fields are positive integers, sizes in tokens, unless the pattern says otherwise.
+
+    A field of another type has its rule in its metadata, as "fault": a function from the value to what is wrong with
+    it, or None.
+    """
 
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{self.kind}: {field.name} must be a positive integer, got {value!r}")
+            if fault := field.metadata.get("fault", _no_size)(getattr(self, field.name)):
+                raise ValueError(f"{self.kind}: {field.name} {fault}")
 
     @classmethod
     def prepare(
@@ -45,9 +65,12 @@ class Pattern:
             q: (B, H, Q, D) queries, the last Q of the K positions.
             k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
             scale: factor on the logits.
+            window: in a sliding layer, how many keys a query sees, itself included: nothing is chosen for what lies
+                beyond. The index may name it all the same; it has a window of its own.
 
         Returns:
-            A function from h patterns to the index of those h heads.
+            A function from h patterns to the index of those h heads. Building waits for no device, and the widths of
+            the index follow from sizes and lengths alone.
         """
         raise NotImplementedError
 
@@ -64,3 +87,14 @@ class Pattern:
     ) -> SparseIndex:
         """The index of h heads in one call; arguments as in `prepare`."""
         return cls.prepare(patterns, heads, q, k, scale=scale, window=window)(patterns)
+
+
+@lru_cache(maxsize=4096)
+def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers known on the host as a 1-D tensor, made once for each device and copied there without waiting.
+
+    Shared by all who ask: not to be written to.
+    """
+    with torch.inference_mode(False):
+        made = torch.tensor(values, dtype=dtype, device="cpu")
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

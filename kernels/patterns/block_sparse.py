@@ -5,30 +5,36 @@ Shapes: B batch, h heads of this kind, R query tiles, N key tiles, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_rows, num_tiles
-from kernels.patterns.base import Pattern
+from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
+from kernels.patterns import cpu
+from kernels.patterns.base import SHARE, Pattern, on_device
+from kernels.patterns.choose import best_places
 
-# Bytes of fp32 tile scores held at once: bounds memory at 1M tokens.
-_SCRATCH_BYTES = 1 << 28
+# Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its cores.
+_SCRATCH_BYTES = {"cpu": 1 << 22}
+_SCRATCH_BYTES_ELSEWHERE = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Pattern):
     """For each query tile the `blocks` key tiles whose mean key has the largest product with the mean query.
 
-    The query's own tile and the first tile are always among them, so that 1 and 2 blocks are the same.
+    With a `coverage`, only the smallest set of tiles that holds this share of the attention between the means, still at
+    most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu 2025, section 2.2). The query's own tile and the
+    first tile are always among them, so that 1 and 2 blocks are the same.
     """
 
     kind: ClassVar[str] = "block_sparse"
 
     blocks: int
+    coverage: float | None = field(default=None, metadata=SHARE)
 
     @classmethod
     def prepare(
@@ -41,56 +47,102 @@ class BlockSparse(Pattern):
         scale: float,
         window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
-        """See Pattern.prepare. `scale` does not change an order and is not used."""
-        ranked = rank(q, k, heads, max(p.blocks for p in largest))
-        q_len, k_len = q.shape[2], k.shape[2]
-        return lambda patterns: select(ranked, [p.blocks for p in patterns], q_len=q_len, k_len=k_len)
+        """See Pattern.prepare."""
+        means = (
+            _pool(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
+            _pool(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
+        )
+        return lambda patterns: select(*means, patterns, q_len=q.shape[2], k_len=k.shape[2], scale=scale, window=window)
 
 
-def rank(q: Tensor, k: Tensor, heads: Sequence[int], most: int) -> Tensor:
-    """Key tiles before each query tile's own, best first: (B, h, R, W) int64, padded; W = min(max(most, 2), N) - 1."""
-    batch, num_heads, q_len, _ = q.shape
-    group, k_len = num_heads // k.shape[1], k.shape[2]
-    first, n, rows = (k_len - q_len) // TILE, num_tiles(k_len), num_rows(q_len, k_len)
-    width = min(max(most, 2), n) - 1
-    pooled_q = _pool(q[:, list(heads)], lead=(k_len - q_len) % TILE)
-    pooled_k = _pool(k, lead=0)[:, [head // group for head in heads]].transpose(2, 3)
-    ranked = torch.empty(batch, len(heads), rows, width, dtype=torch.int64, device=q.device)
-    tile = torch.arange(n, device=q.device)
-    step = max(1, _SCRATCH_BYTES // (4 * batch * len(heads) * n))
-    for start in range(0, rows if width else 0, step):
-        scores = pooled_q[:, :, start : start + step] @ pooled_k
-        scores[..., 0] = float("inf")
-        own = torch.arange(start, start + scores.shape[2], device=q.device)[:, None] + first
-        scores.masked_fill_(tile >= own, float("-inf"))
-        best = scores.topk(width, dim=-1).indices
-        ranked[:, :, start : start + step] = torch.where(best < own, best, PAD)
-    return ranked
-
-
-def select(ranked: Tensor, blocks: Sequence[int], *, q_len: int, k_len: int) -> SparseIndex:
-    """The index of the own tile and the best `blocks[i] - 1` others, at least one, of each head i."""
-    batch, heads, _, width = ranked.shape
-    others = [max(count, 2) - 1 for count in blocks]
-    limit = torch.tensor(others, device=ranked.device)[:, None, None]
-    place = torch.arange(width, device=ranked.device)
-    kept = torch.where(place < limit, ranked, PAD).to(torch.int32).sort(dim=-1).values
+def select(
+    queries: Tensor,
+    keys: Tensor,
+    patterns: Sequence[BlockSparse],
+    *,
+    q_len: int,
+    k_len: int,
+    scale: float,
+    window: int | None = None,
+) -> SparseIndex:
+    """The index of the best tiles of each row by the mean queries (B, h, R, D) and keys (B, h, N, D), both fp32."""
+    (batch, heads, rows, _), n, device = queries.shape, keys.shape[2], queries.device
+    first = (k_len - q_len) // TILE
+    reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
+    width = min(max(2, *(p.blocks for p in patterns)) - 1, reach)
+    tiles = torch.full((batch, heads, rows, width), PAD, dtype=torch.int32, device=device)
+    for some in _chunks(rows if width else 0, 4 * batch * heads * n, device):
+        # No row of the chunk sees a tile outside these.
+        seen = slice(max(first + some.start - reach, 0), first + some.stop)
+        own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
+        best = _best_tiles(queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale)
+        # The chunk may have fewer tiles than the widest pattern takes, and more than the window lets a row see.
+        some_width = min(width, best.shape[-1])
+        tiles[:, :, some, :some_width] = torch.where(best < PAD, best + seen.start, PAD)[..., :some_width]
     return SparseIndex(
         q_len=q_len,
         k_len=k_len,
-        diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=ranked.device),
-        tiles=kept[..., : max(others)].contiguous(),
-        columns=empty_entries(batch, heads, 0, device=ranked.device),
+        diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=device),
+        tiles=tiles,
+        columns=empty_entries(batch, heads, 0, device=device),
     )
 
 
-def _pool(x: Tensor, *, lead: int) -> Tensor:
-    """Mean over each tile of positions, fp32 (B, heads, tiles, D); `lead` positions of the first tile are missing."""
-    batch, heads, length, dim = x.shape
-    tail = -(lead + length) % TILE
-    whole = torch.nn.functional.pad(x, (0, 0, lead, tail)) if lead or tail else x
-    sums = whole.reshape(batch, heads, -1, TILE, dim).sum(3, dtype=torch.float32)
-    count = torch.full((sums.shape[2], 1), float(TILE), device=x.device)
-    count[0] -= lead
-    count[-1] -= tail
-    return sums / count
+def _best_tiles(
+    queries: Tensor,
+    keys: Tensor,
+    own: Tensor,
+    reach: int,
+    from_first: bool,
+    patterns: Sequence[BlockSparse],
+    scale: float,
+) -> Tensor:
+    """The best of the tiles `keys` for each of some rows, their own left out: (B, h, rows, any width) int32, padded.
+
+    own: (rows, 1), the row's own among the tiles. from_first: whether these begin with the first tile of all.
+    """
+    tile = torch.arange(keys.shape[2], device=own.device)
+    unseen = (tile > own) | (tile < own - reach)
+    # The own tile takes part in front of all others: it is always among the best, and its mass counts.
+    scores = torch.empty(*queries.shape[:3], keys.shape[2] + 1, dtype=torch.float32, device=own.device)
+    products = scores.flatten(0, 1)[..., 1:]
+    torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=products)
+    scores[..., 1:].masked_fill_(unseen, float("-inf"))
+    coverage = [p.coverage for p in patterns]
+    if covered := tuple(head for head, share in enumerate(coverage) if share is not None):
+        at = on_device(covered, own.device)
+        mass = scores[..., 1:].index_select(1, at).mul_(scale).softmax(dim=-1)
+        scores[..., 1:].index_copy_(1, at, mass.masked_fill_(unseen, float("-inf")))
+    scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
+    scores[..., 1:].masked_fill_(tile == own, float("-inf"))
+    best = best_places(scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first)[..., 1:]
+    return torch.where(best < PAD, best - 1, PAD)
+
+
+def _pool(x: Tensor, heads: Sequence[int], *, lead: int) -> Tensor:
+    """Mean over each tile of positions of some heads of x (B, heads, length, D), fp32 (B, h, tiles, D).
+
+    `lead` positions of the first tile are missing.
+    """
+    low, high = min(heads), max(heads) + 1
+    pooled = _pool_all(x[:, low:high], lead=lead)
+    if list(heads) == list(range(low, high)):
+        return pooled
+    return pooled.index_select(1, on_device(tuple(head - low for head in heads), x.device))
+
+
+def _pool_all(x: Tensor, *, lead: int) -> Tensor:
+    if cpu.serves(x):
+        return cpu.mean_pool(x, lead=lead)
+    cut = min((TILE - lead) % TILE, x.shape[2])
+    end = x.shape[2] - (x.shape[2] - cut) % TILE
+    body = x[:, :, cut:end].unflatten(2, ((end - cut) // TILE, TILE))
+    chunks = _chunks(body.shape[2], 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)
+    pieces = [x[:, :, None, :cut], *(body[:, :, some] for some in chunks), x[:, :, None, end:]]
+    return torch.cat([piece.mean(3, dtype=torch.float32) for piece in pieces if piece.shape[3]], dim=2)
+
+
+def _chunks(count: int, nbytes: int, device: torch.device) -> Iterator[slice]:
+    """`count` things of `nbytes` scratch memory each, as many at a time as there is room for."""
+    step = max(1, _SCRATCH_BYTES.get(device.type, _SCRATCH_BYTES_ELSEWHERE) // nbytes)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

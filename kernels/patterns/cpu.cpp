@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "../native/engines.h"
@@ -231,7 +232,8 @@ inline uint64_t ordered(float score, int64_t place) {
 
 // The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), ascending and padded with
 // PAD: of head i the best sizes[i] (ties to the smaller place), the first `forced` entries always among them, entries of
-// -inf never. Where coverage[i] > 0, no more than it takes for their sum to reach that share of the sum of all.
+// -inf never. Where coverage[i] > 0, no more than it takes for their sum to reach that share of the sum of all, and none
+// that adds nothing to it.
 at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced) {
   const int64_t n = scores.size(-1), h = scores.size(1);
   const int64_t rows = scores.numel() / std::max<int64_t>(n, 1), rows_of_head = rows / (scores.size(0) * h);
@@ -263,12 +265,13 @@ at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::Arra
       if (left < static_cast<int64_t>(candidates.size()) && left > 0)
         std::nth_element(candidates.begin(), candidates.begin() + left - 1, candidates.end(), std::greater<>());
       const auto stop = candidates.begin() + left;
-      goal *= coverage[head];
+      // All of it is more than any sum: rounding must not leave out the last entry that has mass.
+      goal = coverage[head] < 1 ? goal * coverage[head] : std::numeric_limits<double>::infinity();
       if (coverage[head] > 0) std::sort(candidates.begin(), stop, std::greater<>());
       for (auto at = candidates.begin(); at < stop; ++at) {
-        if (coverage[head] > 0 && mass >= goal) break;
-        kept[count] = ~static_cast<uint32_t>(*at);
-        mass += score[kept[count++]];
+        const int32_t place = ~static_cast<uint32_t>(*at);
+        if (coverage[head] > 0 && (mass >= goal || score[place] <= 0)) break;
+        kept[count++] = place, mass += score[place];
       }
       std::sort(kept, kept + count);
       std::fill(kept + count, kept + width, PAD);

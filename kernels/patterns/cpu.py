@@ -41,11 +41,7 @@ def mean_pool(x: Tensor, *, lead: int) -> Tensor:
 
 
 def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float | None], *, forced: int) -> Tensor:
-    """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending, padded with PAD, int32.
-
-    Of head i the best sizes[i], ties to the smaller place; the first `forced` entries are always among them, entries of
-    -inf never. Where coverage[i] is given, no more than it takes for their sum to reach that share of the sum of all.
-    """
+    """See kernels.patterns.choose.best_places."""
     shares = [share or 0.0 for share in coverage]
     found: Tensor = torch.ops.headwise.best_places(scores.contiguous(), sizes, shares, forced)
     return found

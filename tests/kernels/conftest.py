@@ -16,6 +16,12 @@ LAYER = (
     make("dense"),
     make("vertical_slash", vertical=600, slash=350, last_q=32),
     make("block_sparse", blocks=1),
+    make("tri_shape", sink=1, window=1, last=70),
+    make("static", columns=(65, 130, 131, 250), diagonals=(0, 2, 9)),
+    make("strided", sink=70, window=65, stride=3),
+    make("dilated", sink=1, window=500, dilation=2),
+    make("block_sparse", blocks=9, coverage=0.7),
+    make("vertical_slash", vertical=200, slash=300, coverage=0.8),
     make("a_shape", sink=1, window=1),
 )
 
@@ -37,6 +43,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["native", "torch"])
+def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builders with their native code, where this machine has it, and in plain torch."""
+    if request.param == "torch":
+        monkeypatch.setattr("kernels.patterns.cpu.serves", lambda x: False)
 
 
 @pytest.fixture(scope="session")

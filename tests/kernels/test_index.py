@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,27 @@ from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
 from kernels.patterns import KINDS, LayerPlan, Pattern, make
 
 sizes = st.one_of(st.integers(1, 8), st.integers(1, 700))
+share = st.one_of(st.none(), st.floats(0.01, 1.0))
+fields_of: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "dense": {},
+    "a_shape": {"sink": sizes, "window": sizes},
+    "tri_shape": {"sink": sizes, "window": sizes, "last": sizes},
+    "dilated": {"sink": sizes, "window": sizes, "dilation": st.integers(1, 9)},
+    "strided": {"sink": sizes, "window": sizes, "stride": st.integers(1, 9)},
+    "static": {
+        "columns": st.sets(st.integers(0, 600)).map(lambda found: tuple(sorted(found))),
+        "diagonals": st.sets(st.integers(0, 9)).map(lambda found: tuple(sorted(found))),
+    },
+    "vertical_slash": {"vertical": sizes, "slash": sizes, "last_q": st.integers(1, 100), "coverage": share},
+    "block_sparse": {"blocks": st.integers(1, 9), "coverage": share},
+}
 pattern = st.one_of(
-    st.just(make("dense")),
-    st.builds(lambda a, b: make("a_shape", sink=a, window=b), sizes, sizes),
-    st.builds(
-        lambda a, b, c: make("vertical_slash", vertical=a, slash=b, last_q=c),
-        sizes,
-        sizes,
-        st.integers(1, 100),
-    ),
-    st.builds(lambda a: make("block_sparse", blocks=a), st.integers(1, 9)),
+    *(
+        st.fixed_dictionaries(drawn).map(lambda found, kind=kind: make(kind, **found))
+        for kind, drawn in fields_of.items()
+    )
 )
+GROWING = ("sink", "window", "last", "vertical", "slash", "blocks")
 
 
 @st.composite
@@ -45,6 +56,9 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
     at = index.first_row + row
     named = [at - d for d in index.diagonals[b, head].tolist()] + index.tiles[b, head, row].tolist()
     tiles = {t for t in named if 0 <= t <= at}
+    last = index.dense_tail[head] if index.dense_tail else 0
+    if last and at >= max(index.k_len - last, 0) // TILE:
+        tiles = set(range(at + 1))
     columns = index.columns[b, head].tolist()
     groups = [columns[i : i + TILE] for i in range(0, len(columns), TILE)]
     live = [[c for c in group if c // TILE < at and c // TILE not in tiles] for group in groups]
@@ -108,7 +122,7 @@ def test_more_budget_never_takes_a_key_away(
 ) -> None:
     patterns, kv_heads, q, k = layer
     larger = [
-        replace(p, **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name != "last_q"})
+        replace(p, **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name in GROWING})
         for p in patterns
     ]
     less = LayerPlan(patterns, kv_heads).build(q, k)
@@ -129,7 +143,15 @@ def test_dense_computes_everything_once(k_len: int, data: st.DataObject) -> None
 @given(layers())
 def test_static_patterns_do_not_know_about_chunks(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
     _, kv_heads, q, k = layer
-    patterns = [make("a_shape", sink=100, window=70) if i % 2 else make("dense") for i in range(q.shape[1])]
+    fixed = [
+        make("a_shape", sink=100, window=70),
+        make("tri_shape", sink=1, window=1, last=70),
+        make("dilated", sink=1, window=300, dilation=2),
+        make("strided", sink=1, window=70, stride=3),
+        make("static", columns=(70, 200), diagonals=(0, 3)),
+        make("dense"),
+    ]
+    patterns = [fixed[i % len(fixed)] for i in range(q.shape[1])]
     plan = LayerPlan(patterns, kv_heads)
     whole = plan.build(torch.zeros(*q.shape[:2], k.shape[2], 8), k).to_mask()
     assert torch.equal(plan.build(q, k).to_mask(), whole[:, :, k.shape[2] - q.shape[2] :])
@@ -196,7 +218,7 @@ def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -
 
 
 def test_every_kind_is_drawn_here() -> None:
-    assert {"dense", "a_shape", "vertical_slash", "block_sparse"} == set(KINDS), "extend `pattern` above"
+    assert set(fields_of) == set(KINDS), "extend `fields_of` above"
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (64, 64), (10, 130)])

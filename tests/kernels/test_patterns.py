@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.index import PAD, TILE
-from kernels.patterns import KINDS, LayerPlan, make
+from kernels.patterns import KINDS, LayerPlan, Pattern, make
 
 LENGTHS = [(1, 1), (64, 64), (65, 65), (300, 300), (1, 300), (63, 257), (200, 450), (64, 640)]
 
@@ -34,14 +36,14 @@ def test_a_shape_keeps_sinks_and_window(q_len: int, k_len: int, sink: int, windo
     assert not mask[..., causal & beyond].any()
 
 
-def last_attention(q: Tensor, k: Tensor, last_q: int) -> tuple[Tensor, Tensor]:
+def last_attention(q: Tensor, k: Tensor, last_q: int, window: int = 1 << 30) -> tuple[Tensor, Tensor]:
     """Mass on each column and at each distance from the last queries, (B, H, K) fp64, by the definition."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     last, k_len = min(last_q, q.shape[2]), k.shape[2]
     query = torch.arange(k_len - last, k_len)[:, None]
     distance = query - torch.arange(k_len)
     logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * 16**-0.5
-    weights = logits.masked_fill(distance < 0, float("-inf")).softmax(-1)
+    weights = logits.masked_fill((distance < 0) | (distance >= window), float("-inf")).softmax(-1)
     slash = torch.zeros(*weights.shape[:2], k_len, dtype=torch.float64)
     for row in range(last):
         seen = distance[row] >= 0
@@ -49,6 +51,7 @@ def last_attention(q: Tensor, k: Tensor, last_q: int) -> tuple[Tensor, Tensor]:
     return weights.sum(2), slash
 
 
+@pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
 @pytest.mark.parametrize(("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)])
 def test_vertical_slash_keeps_the_best(q_len: int, k_len: int, vertical: int, slash: int, last_q: int) -> None:
@@ -72,6 +75,7 @@ def test_vertical_slash_keeps_the_best(q_len: int, k_len: int, vertical: int, sl
             assert mask[b, h][rows[key >= 0], key[key >= 0]].all(), "a diagonal has holes"
 
 
+@pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
 @pytest.mark.parametrize("blocks", [1, 2, 3, 99])
 def test_block_sparse_keeps_the_nearest_means(q_len: int, k_len: int, blocks: int) -> None:
@@ -91,6 +95,7 @@ def test_block_sparse_keeps_the_nearest_means(q_len: int, k_len: int, blocks: in
             assert kept(index.diagonals[b, h]) == {0}
 
 
+@pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
     """Where keys stand out far beyond rounding, 16 bits and a transposed view choose the same."""
@@ -108,11 +113,15 @@ def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
 
 def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
     q, k = problem(300, 450)
-    sizes: dict[str, list[dict[str, int]]] = {
+    sizes: dict[str, list[dict[str, Any]]] = {
         "dense": [{}, {}],
         "a_shape": [{"sink": 200, "window": 300}, {"sink": 70, "window": 10}],
-        "vertical_slash": [{"vertical": 300, "slash": 200}, {"vertical": 80, "slash": 150}],
-        "block_sparse": [{"blocks": 6}, {"blocks": 3}],
+        "tri_shape": [{"sink": 200, "window": 300, "last": 90}, {"sink": 70, "window": 10, "last": 1}],
+        "dilated": [{"sink": 200, "window": 300, "dilation": 3}, {"sink": 70, "window": 200, "dilation": 2}],
+        "strided": [{"sink": 200, "window": 300, "stride": 3}, {"sink": 70, "window": 90, "stride": 2}],
+        "static": [{"columns": (3, 99, 300), "diagonals": (0, 2)}, {"columns": (99,), "diagonals": ()}],
+        "vertical_slash": [{"vertical": 300, "slash": 200}, {"vertical": 80, "slash": 150, "coverage": 0.9}],
+        "block_sparse": [{"blocks": 6}, {"blocks": 5, "coverage": 0.9}],
     }
     assert sizes.keys() == KINDS.keys()
     for kind, (large, small) in sizes.items():
@@ -122,13 +131,67 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
         assert torch.equal(build([make(kind, **small)] * 2).to_mask(), fresh.to_mask())
 
 
-def test_ties_go_the_same_way_each_time() -> None:
-    """Identical keys: nothing to choose by, and yet the choice is a choice of whole indices that validate."""
-    q, k = torch.ones(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
-    plan = LayerPlan([make("vertical_slash", vertical=100, slash=100), make("block_sparse", blocks=3)], 1)
-    first, second = plan.build(q, k), plan.build(q, k)
-    first.validate()
-    assert torch.equal(first.to_mask(), second.to_mask())
+@pytest.mark.usefixtures("builder")
+def test_of_equals_the_first_are_taken() -> None:
+    """Every row of tiles scores alike, and every column and diagonal weighs the same within the last queries' reach."""
+    q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
+    plan = LayerPlan([make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)], 1)
+    index = plan.build(q, k)
+    index.validate()
+    assert kept(index.columns[0, 0]) == set(range(100)) and kept(index.diagonals[0, 0]) == {0, 1, 2}
+    assert [kept(row) for row in index.tiles[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize(("q_len", "k_len"), [(65, 65), (300, 300), (63, 257), (200, 450), (64, 640)])
+@pytest.mark.parametrize("window", [1, 2, 65, 130, 10_000])
+def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, window: int) -> None:
+    q, k = problem(q_len, k_len)
+    patterns = [make("vertical_slash", vertical=90, slash=100, last_q=10), make("block_sparse", blocks=3)] * 2
+    index = LayerPlan(patterns, 2).build(q, k, window=window)
+    index.validate()
+    columns, distances = last_attention(q, k, 10, window)
+    columns[..., :TILE], distances[..., :TILE] = float("inf"), float("inf")
+    best_columns, best_distances = (x.sort(descending=True, stable=True).indices for x in (columns, distances))
+    reach = -(-(window - 1) // TILE)
+    for b in range(2):
+        assert kept(index.columns[b, 0]) == set(best_columns[b, 0, :90].tolist())
+        offsets = {o for s in best_distances[b, 0, :100].tolist() for o in (s // TILE, -(-s // TILE))}
+        assert kept(index.diagonals[b, 0]) == {o for o in offsets if o < -(-k_len // TILE)}
+        keys = [part.double().mean(0) for part in k[b, 1].split(TILE)]
+        for row in range(index.num_rows):
+            at, offset = index.first_row + row, k_len - q_len
+            mean = q[b, 3, max(at * TILE - offset, 0) : (at + 1) * TILE - offset].double().mean(0)
+            seen = range(max(at - reach, 0), at)
+            ranked = sorted(seen, key=lambda t: float("-inf") if t == 0 else -float(mean @ keys[t]))
+            assert kept(index.tiles[b, 3, row]) == set(ranked[:2])
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
+def test_a_build_reads_no_data_back(q_len: int, k_len: int, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+    """Tensors without data, which nobody can wait for, give an index of the same shapes."""
+    patterns = [*layer_of_unlike_heads, *layer_of_unlike_heads][: 2 * (len(layer_of_unlike_heads) // 2)]
+    plan = LayerPlan(patterns, 2)
+    q, k = problem(q_len, k_len, heads=len(patterns))
+    index, unread = plan.build(q, k), plan.build(q.to("meta"), k.to("meta"))
+    for name in ("diagonals", "tiles", "columns"):
+        assert getattr(unread, name).shape == getattr(index, name).shape
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("vertical_slash", {"vertical": 1000, "slash": 6096}),
+        ("vertical_slash", {"vertical": 1000, "slash": 6096, "coverage": 0.95}),
+        ("block_sparse", {"blocks": 100}),
+        ("a_shape", {"sink": 1024, "window": 4096}),
+        ("strided", {"sink": 1024, "window": 4096, "stride": 8}),
+    ],
+)
+def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any]) -> None:
+    length = 1 << 20
+    q, k = (torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    assert LayerPlan([make(kind, **sizes)] * 32, 8).build(q, k).nbytes <= 256 << 20
 
 
 @pytest.mark.parametrize(
@@ -137,7 +200,7 @@ def test_ties_go_the_same_way_each_time() -> None:
         (
             "slash_only",
             {},
-            "unknown pattern kind 'slash_only'; known: dense, a_shape, vertical_slash, block_sparse",
+            "unknown pattern kind 'slash_only'; known: dense, a_shape, tri_shape, dilated, strided, static, ",
         ),
         (
             "a_shape",
@@ -155,9 +218,21 @@ def test_ties_go_the_same_way_each_time() -> None:
         ),
         ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
         ("block_sparse", {}, "block_sparse needs a size 'blocks'"),
+        ("strided", {"sink": 1, "window": 1}, "strided needs a size 'stride'"),
+        ("block_sparse", {"blocks": 1, "coverage": 0.0}, "coverage must be above 0 and at most 1, got 0.0"),
+        ("block_sparse", {"blocks": 1, "coverage": 1.01}, "coverage must be above 0 and at most 1, got 1.01"),
+        ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "coverage must be above 0 and at most 1, got nan"),
+        ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": "0.9"}, "at most 1, got '0.9'"),
+        ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": True}, "at most 1, got True"),
+        ("static", {"columns": [1], "diagonals": ()}, "static: columns must be a tuple of integers, got list"),
+        ("static", {"columns": (), "diagonals": (0, 2, 1)}, "static: diagonals must be ascending, got 1 after 2"),
+        ("static", {"columns": (5, 5), "diagonals": ()}, "static: columns must be ascending, got 5 after 5"),
+        ("static", {"columns": (-1,), "diagonals": ()}, "columns must hold integers from 0 to 2147483646, got -1"),
+        ("static", {"columns": (2**31 - 1,), "diagonals": ()}, "2147483646, got 2147483647"),
+        ("static", {"columns": (1.0,), "diagonals": ()}, "2147483646, got 1.0"),
     ],
 )
-def test_make_names_what_is_wrong(kind: str, sizes: dict[str, int], message: str) -> None:
+def test_make_names_what_is_wrong(kind: str, sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(kind, **sizes)
 

@@ -1,0 +1,74 @@
+"""The choice that every pattern built at run time comes down to: the best entries of each row, by number or by mass.
+
+Shapes: B batch, h heads of one kind, n entries to choose from, W the most that any head takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.index import PAD
+from kernels.patterns import cpu
+from kernels.patterns.base import on_device
+
+# Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the order on the run.
+_UNITS = 2.0**40
+_LOWER_HALF = 0xFFFFFFFF
+
+
+def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float | None], *, forced: int) -> Tensor:
+    """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending: (B, h, ..., W) int32.
+
+    Args:
+        scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass: none below 0, in
+            all at most 1,024.
+        sizes: how many of its entries head i takes at most; W is the largest of these, or n.
+        coverage: None, or the share of all its mass that head i wants: it takes the fewest entries that hold it, and
+            none without mass.
+        forced: the first so many entries are taken before all others, whatever their scores (but -inf).
+
+    Returns:
+        The places, padded with PAD. Nothing waits for the device. On the CPU the smaller place of two with equal scores
+        comes first; on a GPU topk decides, each time alike.
+    """
+    if cpu.serves(scores):
+        return cpu.best_places(scores, sizes, coverage, forced=forced)
+    width = min(max(sizes), scores.shape[-1])
+    marked = scores.clone()
+    first = marked[..., :forced]
+    first.masked_fill_(first != float("-inf"), float("inf"))
+    best = _best_first(marked, width)
+    score = scores.gather(-1, best)
+    place = torch.arange(width, device=scores.device)
+    kept = (place < _each_head(sizes, scores)) & (score != float("-inf"))
+    if any(share is not None for share in coverage):
+        units = score.clamp_min(0).mul_(_UNITS).to(torch.int64)
+        before = units.cumsum(dim=-1).sub_(units).to(torch.float64).div_(_UNITS)
+        total = scores.clamp_min(0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+        # All of the mass is more than any sum of it: rounding must not leave out the last of it.
+        shares = [2.0 if share is None or share >= 1 else share for share in coverage]
+        wanted = (before < total * _each_head(shares, scores, torch.float64)) & (score > 0)
+        whole = _each_head([share is None for share in coverage], scores, torch.bool)
+        kept &= wanted | whole | (best < forced)
+    return torch.where(kept, best, PAD).to(torch.int32).sort(dim=-1).values
+
+
+def _best_first(scores: Tensor, width: int) -> Tensor:
+    """Places of the `width` largest scores (..., n) of each row, largest first: (..., width) int64."""
+    if scores.device.type != "cpu":
+        return scores.topk(width, dim=-1).indices
+    # Bits and place make one 64-bit key: no two are equal, and topk gives what a stable sort of everything would.
+    bits = scores.contiguous().view(torch.int32)
+    # As integers the bits of negative numbers run the wrong way round.
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    last = scores.shape[-1] - 1
+    keys = ordered.mul_(1 << 32).add_(torch.arange(last, -1, -1))
+    return last - (keys.topk(width, dim=-1).values & _LOWER_HALF)
+
+
+def _each_head(values: Sequence[float], scores: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """One number a head, to go with (B, h, ..., W)."""
+    return on_device(tuple(values), scores.device, dtype).view(-1, *[1] * (scores.dim() - 2))

@@ -1,0 +1,75 @@
+"""What patterns share that are the same whatever the prompt says: their entries are counted, not chosen.
+
+Shapes: B batch, h heads of one kind in a layer, N key tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_rows, num_tiles
+from kernels.patterns.base import Pattern, on_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Pattern):
+    """Base of the patterns that read the shapes of q and k alone."""
+
+    @classmethod
+    def entries(cls, patterns: Sequence[Self], k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Diagonals (h, any width) and columns (h, any width) of each pattern, int32, ascending and padded."""
+        raise NotImplementedError
+
+    @classmethod
+    def dense_tail(cls, patterns: Sequence[Self]) -> tuple[int, ...]:
+        """For each pattern, how many of the last queries see every key; () for none."""
+        return ()
+
+    @classmethod
+    def prepare(
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare. A sliding window is left to whoever reads the index."""
+        batch, q_len, k_len, device = q.shape[0], q.shape[2], k.shape[2], q.device
+
+        def build(patterns: Sequence[Self]) -> SparseIndex:
+            diagonals, columns = cls.entries(patterns, k_len, device)
+            return SparseIndex(
+                q_len=q_len,
+                k_len=k_len,
+                diagonals=diagonals.expand(batch, -1, -1).contiguous(),
+                tiles=empty_entries(batch, len(patterns), num_rows(q_len, k_len), 0, device=device),
+                columns=columns.expand(batch, -1, -1).contiguous(),
+                dense_tail=cls.dense_tail(patterns),
+            )
+
+        return build
+
+
+def reach(window: int, k_len: int) -> int:
+    """Tiles before a query's own that its window of `window` tokens touches: it reaches back over window - 1 keys."""
+    return min(num_tiles(window - 1), num_tiles(k_len) - 1)
+
+
+def sink_columns(sinks: Sequence[int], k_len: int, device: torch.device) -> Tensor:
+    """The first sinks[i] keys of each pattern i, at least a tile of them: (h, the largest count) int32, padded."""
+    return counted([min(max(sink, TILE), k_len) for sink in sinks], [1] * len(sinks), device)
+
+
+def counted(counts: Sequence[int], steps: Sequence[int], device: torch.device) -> Tensor:
+    """0, step, 2 * step, ... counts[i] numbers for each pattern i, padded: (h, the largest count) int32."""
+    at = torch.arange(max(counts), device=device)
+    limit, step = (on_device(tuple(numbers), device)[:, None] for numbers in (counts, steps))
+    return torch.where(at < limit, at * step, PAD).to(torch.int32)

@@ -1,0 +1,144 @@
+"""Patterns that are the same on every prompt, against masks written down from their definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.index import PAD, TILE
+from kernels.patterns import LayerPlan, Static, freeze, make
+
+LENGTHS = [(1, 1), (63, 63), (64, 64), (65, 65), (1000, 1000), (1, 65), (63, 257), (200, 450), (64, 640)]
+PATTERNS: list[tuple[str, dict[str, Any]]] = [
+    ("a_shape", {"sink": 70, "window": 130}),
+    ("a_shape", {"sink": 1, "window": 1}),
+    ("tri_shape", {"sink": 70, "window": 130, "last": 65}),
+    ("tri_shape", {"sink": 1, "window": 1, "last": 1}),
+    ("tri_shape", {"sink": 1, "window": 1, "last": 9999}),
+    ("dilated", {"sink": 70, "window": 400, "dilation": 3}),
+    ("dilated", {"sink": 1, "window": 9999, "dilation": 1}),
+    ("dilated", {"sink": 9999, "window": 1, "dilation": 7}),
+    ("strided", {"sink": 70, "window": 130, "stride": 4}),
+    ("strided", {"sink": 1, "window": 1, "stride": 1}),
+    ("strided", {"sink": 1, "window": 700, "stride": 5}),
+    ("strided", {"sink": 1, "window": 9999, "stride": 2}),
+    ("static", {"columns": (70, 71, 200, 9999), "diagonals": (0, 2, 5, 99)}),
+    ("static", {"columns": (), "diagonals": ()}),
+    ("static", {"columns": (0, 500), "diagonals": (1,)}),
+]
+
+
+def definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> Tensor:
+    """What the pattern promises, (Q, K) bool."""
+    key, query = torch.arange(k_len), torch.arange(k_len - q_len, k_len)[:, None]
+    tiles_back = query // TILE - key // TILE
+    if kind == "static":
+        single = torch.isin(key, torch.tensor(sizes["columns"], dtype=torch.int64)) | (key < TILE)
+        mask = single | torch.isin(tiles_back, torch.tensor([0, *sizes["diagonals"]]))
+    else:
+        near = tiles_back <= -(-(sizes["window"] - 1) // TILE)
+        if kind == "dilated":
+            near &= tiles_back % sizes["dilation"] == 0
+        if kind == "strided":
+            near |= tiles_back % sizes["stride"] == 0
+        mask = near | (key < max(sizes["sink"], TILE))
+    if kind == "tri_shape":
+        mask = mask | (query // TILE >= max(k_len - sizes["last"], 0) // TILE)
+    return mask & (key <= query)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize(("kind", "sizes"), PATTERNS, ids=[f"{k} {tuple(s.values())}" for k, s in PATTERNS])
+def test_the_index_is_the_definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> None:
+    q, k = torch.empty(2, 4, q_len, 8), torch.empty(2, 2, k_len, 8)
+    index = LayerPlan([make(kind, **sizes)] * 4, 2).build(q, k)
+    index.validate()
+    expected = definition(kind, sizes, q_len, k_len)
+    assert torch.equal(index.to_mask(), expected.expand(2, 4, -1, -1))
+
+
+def test_heads_of_one_kind_with_unlike_sizes() -> None:
+    q, k = torch.empty(1, len(PATTERNS), 450, 8), torch.empty(1, 1, 700, 8)
+    mask = LayerPlan([make(kind, **sizes) for kind, sizes in PATTERNS], 1).build(q, k).to_mask()
+    for head, (kind, sizes) in enumerate(PATTERNS):
+        assert torch.equal(mask[0, head], definition(kind, sizes, 450, 700)), kind
+
+
+def test_a_dense_tail_goes_with_that_of_the_pattern() -> None:
+    q, k = torch.empty(1, 2, 450, 8), torch.empty(1, 1, 450, 8)
+    patterns = [make("tri_shape", sink=1, window=1, last=200), make("a_shape", sink=1, window=1)]
+    assert LayerPlan(patterns, 1).build(q, k).dense_tail == (200, 0)
+    assert LayerPlan(patterns, 1, dense_tail=64).build(q, k).dense_tail == (200, 64)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16)
+
+
+FROZEN = [
+    make("vertical_slash", vertical=90, slash=100),
+    make("vertical_slash", vertical=70, slash=300, last_q=20, coverage=0.9),
+    make("strided", sink=70, window=100, stride=3),
+    make("dense"),
+]
+
+
+def test_frozen_on_the_same_prompt_it_is_the_same() -> None:
+    q, k = prompt(700)
+    index = LayerPlan(FROZEN, 2).build(q, k)
+    frozen = LayerPlan(freeze(index), 2).build(q, k)
+    frozen.validate()
+    mask = index.to_mask()[:1].expand(2, -1, -1, -1)
+    assert torch.equal(frozen.to_mask(), mask), "of the first prompt of the batch, for all of them"
+    # The vertical-slash heads list the very same entries.
+    for name in ("columns", "diagonals"):
+        for head in (0, 1):
+            ours, theirs = (getattr(i, name)[0, head] for i in (frozen, index))
+            assert torch.equal(ours[ours < PAD], theirs[theirs < PAD])
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 1500])
+def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length: int) -> None:
+    index = LayerPlan(FROZEN[:2] * 2, 2).build(*prompt(700))
+    frozen = freeze(index)
+    other = LayerPlan(frozen, 2).build(*prompt(length, seed=1))
+    other.validate()
+    for head, pattern in enumerate(frozen):
+        sizes = {"columns": pattern.columns, "diagonals": pattern.diagonals}
+        assert torch.equal(other.to_mask()[0, head], definition("static", sizes, length, length))
+        assert set(other.columns[0, head].tolist()) - {PAD} == {c for c in pattern.columns if c < length}
+
+
+def test_what_lists_tiles_row_by_row_cannot_be_frozen() -> None:
+    index = LayerPlan([*FROZEN[:3], make("block_sparse", blocks=3)], 2).build(*prompt(300))
+    with pytest.raises(ValueError, match="head 3 lists tiles row by row"):
+        freeze(index)
+
+
+def test_alike_patterns_are_equal() -> None:
+    one, other = (Static(columns=(1, 2), diagonals=(0,)) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert one != Static(columns=(1, 3), diagonals=(0,))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 500),
+    st.integers(1, 500),
+    st.sets(st.integers(0, 700)),
+    st.sets(st.integers(0, 12)),
+)
+def test_any_columns_and_diagonals(k_len: int, q_len: int, columns: set[int], diagonals: set[int]) -> None:
+    q_len = min(q_len, k_len)
+    sizes = {"columns": tuple(sorted(columns)), "diagonals": tuple(sorted(diagonals))}
+    index = LayerPlan([make("static", **sizes)], 1).build(torch.empty(1, 1, q_len, 4), torch.empty(1, 1, k_len, 4))
+    index.validate()
+    assert torch.equal(index.to_mask()[0, 0], definition("static", sizes, q_len, k_len))
+    (again,) = freeze(index)
+    assert set(again.columns) == {c for c in columns if c < k_len} | set(range(min(TILE, k_len)))
