@@ -4,7 +4,18 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
 from artifacts.errors import ArtifactError, HeadwiseError
-from artifacts.patterns import AShape, BlockSparse, Dense, Pattern, VerticalSlash, pattern_name
+from artifacts.patterns import (
+    AShape,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Pattern,
+    Static,
+    Strided,
+    TriShape,
+    VerticalSlash,
+    pattern_name,
+)
 from artifacts.schema import (
     Artifact,
     Calibration,
@@ -15,7 +26,7 @@ from artifacts.schema import (
     Sidecar,
     Summary,
 )
-from artifacts.store import load, load_arrays, save
+from artifacts.store import load, load_arrays, load_pair, save
 
 __all__ = [
     "AShape",
@@ -24,6 +35,7 @@ __all__ = [
     "BlockSparse",
     "Calibration",
     "Dense",
+    "Dilated",
     "HeadwiseError",
     "Measurement",
     "ModelInfo",
@@ -31,10 +43,14 @@ __all__ = [
     "Prefill",
     "SearchInfo",
     "Sidecar",
+    "Static",
+    "Strided",
     "Summary",
+    "TriShape",
     "VerticalSlash",
     "load",
     "load_arrays",
+    "load_pair",
     "pattern_name",
     "save",
 ]

@@ -16,7 +16,7 @@ from typing import Literal
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import ArtifactError, one_line
 from artifacts.page import render
-from artifacts.store import load, load_arrays
+from artifacts.store import load, load_arrays, load_pair
 
 _EPILOG = """\
 An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a
@@ -64,8 +64,7 @@ def _show(config: Command) -> str:
 
 
 def _validate(config: Command) -> str:
-    artifact = load(config.file, check_sidecar=False)
-    arrays = load_arrays(config.file)
+    artifact, arrays = load_pair(config.file)
     file = artifact.sidecar.file if artifact.sidecar else None
     if config.as_json:
         shapes = {name: {"dtype": str(a.dtype), "shape": list(a.shape)} for name, a in sorted(arrays.items())}

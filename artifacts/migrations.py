@@ -14,8 +14,16 @@ from artifacts.schema import SCHEMA_VERSION
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
-MIGRATIONS: dict[int, Step] = {}
-"""MIGRATIONS[n] makes version n + 1 of version n and sets its schema_version. Version 1 is the first."""
+
+def _to_2(fields: dict[str, Any]) -> dict[str, Any]:
+    """Vertical-slash and block-sparse patterns may have a coverage."""
+    none = {"vertical_slash": {"coverage": None}, "block_sparse": {"coverage": None}}
+    patterns = {name: pattern | none.get(pattern["kind"], {}) for name, pattern in fields["patterns"].items()}
+    return fields | {"schema_version": 2, "patterns": patterns}
+
+
+MIGRATIONS: dict[int, Step] = {1: _to_2}
+"""MIGRATIONS[n] makes version n + 1 of version n and sets its schema_version."""
 
 
 def version_of(fields: Mapping[str, Any]) -> int:

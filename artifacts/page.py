@@ -14,7 +14,16 @@ from artifacts.schema import Artifact, Measurement
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-LETTERS = {"vertical_slash": "V", "a_shape": "A", "block_sparse": "B", "dense": "D"}
+LETTERS = {
+    "vertical_slash": "V",
+    "block_sparse": "B",
+    "a_shape": "A",
+    "tri_shape": "T",
+    "dilated": "L",
+    "strided": "S",
+    "static": "F",
+    "dense": "D",
+}
 LEFT_ALONE = "."
 _LABEL = 13
 # More heads than fit beside the means are wrapped.
@@ -90,7 +99,8 @@ def _winners(artifact: Artifact) -> list[str]:
 
 
 def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
-    legend = ", ".join(f"{letter} {kind}" for kind, letter in LETTERS.items())
+    used = {artifact.patterns[name].kind for row in artifact.prefill.layers for name in row or ()}
+    legend = ", ".join(f"{letter} {kind}" for kind, letter in LETTERS.items() if kind in used)
     heads = artifact.model.num_heads
     label = "query heads"
     per_line = heads if heads <= _MAP_HEADS else _MAP_WRAP
@@ -100,7 +110,7 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         for name in _MEANS
         if (array := arrays.get(f"chosen.{name}")) is not None and array.shape == (artifact.model.num_layers, heads)
     }
-    lines = [f"map: {legend}, {LEFT_ALONE} slides already"]
+    lines = [f"map: {', '.join(filter(None, (legend, f'{LEFT_ALONE} slides already')))}"]
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):
         letters = "".join(LETTERS[artifact.patterns[name].kind] for name in row) if row else LEFT_ALONE * heads

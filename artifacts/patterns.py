@@ -1,12 +1,17 @@
-"""The attention patterns an artifact can name: the same kinds and sizes as kernels.patterns, as data."""
+"""The attention patterns an artifact can name: the same kinds and sizes as kernels.patterns, as data.
+
+A static pattern's entries are too many for a page: its record names the arrays of the sidecar that hold them.
+"""
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-KINDS = ("dense", "a_shape", "vertical_slash", "block_sparse")
+KINDS = ("dense", "a_shape", "tri_shape", "dilated", "strided", "static", "vertical_slash", "block_sparse")
 DEFAULT_LAST_Q = 64
 
 
@@ -14,6 +19,27 @@ class Record(BaseModel):
     """Base of every part of an artifact: immutable, no unknown fields, no converted types, finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def matching(pattern: str, wanted: str) -> AfterValidator:
+    """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(f"must be {wanted}")
+        return value
+
+    return AfterValidator(check)
+
+
+Size = Annotated[int, Field(ge=1)]
+Coverage = Annotated[float, Field(gt=0.0, le=1.0)]
+# No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's name.
+IndicesName = Annotated[
+    str,
+    matching("[A-Za-z0-9][A-Za-z0-9_-]{0,47}", "a letter or digit and then up to 47 letters, digits, '_' or '-'"),
+]
 
 
 class Dense(Record):
@@ -26,43 +52,105 @@ class AShape(Record):
     """The first `sink` tokens and the last `window` tokens before each query (MInference 1.0, A-shape)."""
 
     kind: Literal["a_shape"] = "a_shape"
-    sink: int = Field(ge=1)
-    window: int = Field(ge=1)
+    sink: Size
+    window: Size
+
+
+class TriShape(Record):
+    """An A-shape whose last `last` queries see every token (SCBench, Tri-shape)."""
+
+    kind: Literal["tri_shape"] = "tri_shape"
+    sink: Size
+    window: Size
+    last: Size
+
+
+class Dilated(Record):
+    """The first `sink` tokens, and of the 64-token tiles of the last `window` tokens every `dilation`-th."""
+
+    kind: Literal["dilated"] = "dilated"
+    sink: Size
+    window: Size
+    dilation: Size
+
+
+class Strided(Record):
+    """The first `sink` tokens, the last `window`, and beyond them every `stride`-th diagonal of 64-token tiles."""
+
+    kind: Literal["strided"] = "strided"
+    sink: Size
+    window: Size
+    stride: Size
+
+
+class Static(Record):
+    """The columns and diagonals in the sidecar's arrays `static.<indices>.columns` and `static.<indices>.diagonals`."""
+
+    kind: Literal["static"] = "static"
+    indices: IndicesName
+
+    @property
+    def arrays(self) -> tuple[str, str]:
+        """The names of its arrays: key columns in tokens, diagonals in 64-token tiles from the query's own."""
+        return f"static.{self.indices}.columns", f"static.{self.indices}.diagonals"
 
 
 class VerticalSlash(Record):
     """`vertical` key columns and `slash` diagonals, chosen by the last `last_q` queries.
 
-    MInference 1.0, Algorithm 2.
+    With a `coverage`, the fewest that hold that share of these queries' attention. MInference 1.0, Algorithm 2;
+    FlexPrefill.
     """
 
     kind: Literal["vertical_slash"] = "vertical_slash"
-    vertical: int = Field(ge=1)
-    slash: int = Field(ge=1)
+    vertical: Size
+    slash: Size
     last_q: int = Field(default=DEFAULT_LAST_Q, ge=1, le=1024)
+    coverage: Coverage | None = None
 
 
 class BlockSparse(Record):
     """`blocks` blocks of 64 keys for each block of 64 queries, chosen by mean pooling.
 
-    MInference 1.0, Algorithm 3.
+    With a `coverage`, the fewest that hold that share of the attention between the means. MInference 1.0, Algorithm 3;
+    XAttention.
     """
 
     kind: Literal["block_sparse"] = "block_sparse"
-    blocks: int = Field(ge=1)
+    blocks: Size
+    coverage: Coverage | None = None
 
 
-Pattern = Annotated[Dense | AShape | VerticalSlash | BlockSparse, Field(discriminator="kind")]
+AnyPattern = Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse
+Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
 
 
-def pattern_name(pattern: Dense | AShape | VerticalSlash | BlockSparse) -> str:
-    """The short canonical name: dense, a_1024_4096, bs_100, vs_1000_6096, vs_1000_6096_q32 (last_q 32)."""
+def pattern_name(pattern: AnyPattern) -> str:
+    """The short canonical name.
+
+    dense, a_1024_4096, tri_1024_4096_128, dil_1024_4096_2, str_1024_4096_8, static_NAME, vs_1000_6096 and bs_100, with
+    _q32 for a last_q of 32 and _c95 for a coverage of 0.95.
+    """
     match pattern:
         case AShape(sink=sink, window=window):
             return f"a_{sink}_{window}"
+        case TriShape(sink=sink, window=window, last=last):
+            return f"tri_{sink}_{window}_{last}"
+        case Dilated(sink=sink, window=window, dilation=dilation):
+            return f"dil_{sink}_{window}_{dilation}"
+        case Strided(sink=sink, window=window, stride=stride):
+            return f"str_{sink}_{window}_{stride}"
+        case Static(indices=indices):
+            return f"static_{indices}"
         case VerticalSlash(vertical=vertical, slash=slash, last_q=last_q):
-            return f"vs_{vertical}_{slash}" + ("" if last_q == DEFAULT_LAST_Q else f"_q{last_q}")
+            asked = "" if last_q == DEFAULT_LAST_Q else f"_q{last_q}"
+            return f"vs_{vertical}_{slash}{asked}{_percent(pattern.coverage)}"
         case BlockSparse(blocks=blocks):
-            return f"bs_{blocks}"
+            return f"bs_{blocks}{_percent(pattern.coverage)}"
         case Dense():
             return "dense"
+
+
+def _percent(coverage: float | None) -> str:
+    """_c95 for 0.95, _c99.5 for 0.995: exact, so that two coverages never share a name."""
+    return "" if coverage is None else f"_c{(Decimal(repr(coverage)) * 100).normalize():f}"

@@ -1,4 +1,4 @@
-"""Version 1 of the artifact: what Headwise found for one model, as immutable data.
+"""Version 2 of the artifact: what Headwise found for one model, as immutable data.
 
 docs/artifact.md explains each field.
 """
@@ -6,7 +6,6 @@ docs/artifact.md explains each field.
 from __future__ import annotations
 
 import difflib
-import re
 from datetime import UTC, datetime
 from math import isfinite
 from typing import Annotated, Literal, Self
@@ -14,21 +13,9 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from artifacts.errors import shorten
-from artifacts.patterns import KINDS, Pattern, Record
+from artifacts.patterns import KINDS, Pattern, Record, matching
 
-SCHEMA_VERSION = 1
-
-
-def _matching(pattern: str, wanted: str) -> AfterValidator:
-    """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
-    compiled = re.compile(pattern)
-
-    def check(value: str) -> str:
-        if not compiled.fullmatch(value):
-            raise ValueError(f"must be {wanted}")
-        return value
-
-    return AfterValidator(check)
+SCHEMA_VERSION = 2
 
 
 def _share(value: float) -> float:
@@ -41,21 +28,21 @@ def _share(value: float) -> float:
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, AfterValidator(_share)]
-Sha256 = Annotated[str, _matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
-SavedSha256 = Annotated[str, _matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
+Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
+SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
     str,
-    _matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"),
+    matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"),
 ]
-KindName = Annotated[str, _matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
+KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
 PatternName = Annotated[
     str,
-    _matching("[A-Za-z][A-Za-z0-9_.-]{0,63}", "a letter and then up to 63 letters, digits, '_', '.' or '-'"),
+    matching("[A-Za-z][A-Za-z0-9_.-]{0,63}", "a letter and then up to 63 letters, digits, '_', '.' or '-'"),
 ]
 # A bare name: a path could reach any file, and the pair could no longer be moved together.
 SidecarName = Annotated[
     str,
-    _matching(
+    matching(
         r"[^/\\:\x00-\x1f.][^/\\:\x00-\x1f]*\.safetensors",
         "the bare name of a .safetensors file beside this one",
     ),
@@ -192,7 +179,7 @@ class Artifact(Record):
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     created_at: Timestamp = Field(default_factory=now)
     model: ModelInfo
     search: SearchInfo

@@ -12,9 +12,9 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
 from artifacts.errors import ArtifactError, one_line, shorten
@@ -24,18 +24,17 @@ from artifacts.migrations import migrate, version_of
 from artifacts.patterns import pattern_name
 from artifacts.schema import SCHEMA_VERSION, Artifact, Sidecar
 from artifacts.sidecar import check, read_arrays, to_bytes
+from artifacts.static import check_static, has_static
 from artifacts.validation import to_artifact
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-__all__ = ["MAX_BYTES", "load", "load_arrays", "pattern_name", "save"]
+__all__ = ["MAX_BYTES", "load", "load_arrays", "load_pair", "pattern_name", "save"]
 
 MAX_BYTES = 16 * 2**20
 _HEADER = "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
 _ATTEMPTS = 5
-
-T = TypeVar("T")
 
 
 def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None) -> Artifact:
@@ -48,8 +47,8 @@ def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, 
         The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
 
     Raises:
-        ArtifactError: a field is not as the schema wants it (possible with model_copy), or the YAML has more
-            than 16 MiB.
+        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern
+            is missing or no list of positions, or the YAML has more than 16 MiB.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
@@ -62,6 +61,7 @@ def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, 
     fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
     with _naming(path):
         checked = to_artifact(fields)
+        check_static(checked.patterns, arrays)
         fields["content_sha256"] = content_sha256(fields)
         text = _to_yaml(fields)
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
@@ -74,7 +74,8 @@ def load(path: str | os.PathLike[str], *, check_sidecar: bool = True) -> Artifac
 
     Args:
         path: the YAML file.
-        check_sidecar: also hash the sidecar; without it the sidecar need not be there.
+        check_sidecar: also hash the sidecar, and look at the arrays of static patterns; without it the sidecar need
+            not be there.
 
     Raises:
         ArtifactError: the file cannot be read, is no artifact, was changed, is of a newer schema version, or
@@ -84,7 +85,7 @@ def load(path: str | os.PathLike[str], *, check_sidecar: bool = True) -> Artifac
     path = Path(path)
     if not check_sidecar:
         return _parse(path, _read(path))
-    return _load_pair(path, check)[0]
+    return _load_pair(path, arrays=False)[0]
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -93,19 +94,36 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
     Raises:
         ArtifactError: as load().
     """
-    return _load_pair(Path(path), read_arrays)[1] or {}
+    return load_pair(path)[1]
 
 
-def _load_pair(path: Path, read: Callable[[Path, Sidecar], T]) -> tuple[Artifact, T | None]:
+def load_pair(path: str | os.PathLike[str]) -> tuple[Artifact, dict[str, Array]]:
+    """An artifact and its arrays, which belong together even if the pair is replaced meanwhile.
+
+    Raises:
+        ArtifactError: as load().
+    """
+    return _load_pair(Path(path), arrays=True)
+
+
+def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]:
+    """The artifact with its sidecar checked; with its arrays where they are asked for or static patterns need them."""
     data = _read(path)
     for _ in range(_ATTEMPTS):
         artifact = _parse(path, data)
         if artifact.sidecar is None:
-            return artifact, None
+            with _naming(path):
+                check_static(artifact.patterns, None)
+            return artifact, {}
         file = path.with_name(artifact.sidecar.file)
         try:
             with _naming(path):
-                return artifact, read(file, artifact.sidecar)
+                if not (arrays or has_static(artifact.patterns.values())):
+                    check(file, artifact.sidecar)
+                    return artifact, {}
+                found = read_arrays(file, artifact.sidecar)
+                check_static(artifact.patterns, found)
+                return artifact, found
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.
             before, data = data, _read(path)

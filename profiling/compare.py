@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from artifacts import HeadwiseError, load
+from artifacts import HeadwiseError, load, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.fidelity import fidelity
@@ -80,7 +80,7 @@ def run(config: Comparison) -> Result:
 
 def compare(config: Comparison, loaded: LoadedModel) -> Result:
     """Compare on a model that is loaded; the model is left as it was."""
-    artifact = load(config.config)
+    artifact, arrays = load_pair(config.config)
     if config.length < artifact.prefill.dense_below:
         raise HeadwiseError(
             f"--length {config.length} is below the artifact's dense_below of {artifact.prefill.dense_below}: "
@@ -92,7 +92,7 @@ def compare(config: Comparison, loaded: LoadedModel) -> Result:
         return make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=config.seed)
 
     timed = make(f"text:{config.text}" if config.text else "passkey", config.length, 1)[0]
-    kept = fidelity(model, artifact, timed)
+    kept = fidelity(model, artifact, timed, arrays)
     ids = torch.tensor([timed.input_ids], device=model.device)
 
     seconds: dict[str, list[float]] = {}

@@ -5,6 +5,7 @@ Shapes: L layers, H query heads, S prompt length.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 
 from artifacts import Artifact
 from kernels.attention import sparse_attention
-from kernels.patterns import LayerPlan, make
+from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.capture import LayerInputs, capture
 from profiling.prompts import Prompt
+from runtime.patterns import kernel_patterns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,14 @@ class Fidelity:
     density: np.ndarray
 
 
-def fidelity(model: Any, artifact: Artifact, prompt: Prompt) -> Fidelity:
-    """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense attention gives."""
+def fidelity(
+    model: Any, artifact: Artifact, prompt: Prompt, arrays: Mapping[str, np.ndarray] | None = None
+) -> Fidelity:
+    """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense attention gives.
+
+    arrays: those of the artifact's sidecar, which static patterns are read from.
+    """
+    patterns = kernel_patterns(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     tables = {name: np.full(shape, np.nan, dtype=np.float32) for name in ("error", "recall", "density")}
 
@@ -40,8 +48,7 @@ def fidelity(model: Any, artifact: Artifact, prompt: Prompt) -> Fidelity:
         row = artifact.prefill.layers[inputs.layer]
         if row is None:
             return
-        patterns = [make(**artifact.patterns[name].model_dump()) for name in row]
-        plan = LayerPlan(patterns, inputs.k.shape[1], dense_tail=artifact.prefill.dense_tail)
+        plan = LayerPlan([patterns[name] for name in row], inputs.k.shape[1], dense_tail=artifact.prefill.dense_tail)
         index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
         whole = dense_index(1, len(row), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
         (dense, dense_lse), (sparse, lse) = (

@@ -11,17 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, load, load_arrays
+from artifacts import Artifact, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
+from artifacts.page import LETTERS
 
-# Okabe and Ito's palette: told apart with any colour vision.
+# Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale shades of the first, so
+# that those kinds carry their letter, too.
 COLOURS = {
     "vertical_slash": "#0072B2",
     "a_shape": "#E69F00",
     "block_sparse": "#009E73",
     "dense": "#D55E00",
+    "tri_shape": "#56B4E9",
+    "dilated": "#F0E442",
+    "strided": "#CC79A7",
+    "static": "#000000",
 }
+LETTERED = ("tri_shape", "dilated", "strided", "static")
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5
@@ -37,19 +44,20 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     Returns:
         The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall, error, density.
     """
-    artifact, arrays = load(config), load_arrays(config)
+    artifact, arrays = load_pair(config)
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
     for path in paths:
         check_writable(path)
     _write_numbers(artifact, arrays, paths[2])
-    figure = _figure(artifact, arrays["chosen.recall"])
+    drawn = figure(artifact, arrays["chosen.recall"])
     for path in paths[:2]:
         # Without these two, the same map would be another file each time.
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+        drawn.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     return paths
 
 
-def _figure(artifact: Artifact, recall: np.ndarray) -> Any:
+def figure(artifact: Artifact, recall: np.ndarray) -> Any:
+    """The map as a matplotlib figure; recall (layers, heads)."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "headwise"
@@ -60,6 +68,7 @@ def _figure(artifact: Artifact, recall: np.ndarray) -> Any:
     layers, heads = artifact.model.num_layers, artifact.model.num_heads
     image = np.ones((heads, layers, 3))
     counts: dict[str, int] = {}
+    marks: list[tuple[int, int, str]] = []
     for layer, row in enumerate(artifact.prefill.layers):
         for head in range(heads):
             if row is None:
@@ -67,16 +76,19 @@ def _figure(artifact: Artifact, recall: np.ndarray) -> Any:
                 continue
             kind = artifact.patterns[row[head]].kind
             counts[kind] = counts.get(kind, 0) + 1
+            if kind in LETTERED:
+                marks.append((layer, head, LETTERS[kind]))
             strength = np.clip((recall[layer, head] - PALEST) / (1 - PALEST), 0.0, 1.0)
             colour = np.array(to_rgb(COLOURS[kind]))
             image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
 
     cell = min(0.32, 14 / layers)
-    figure = Figure(
-        figsize=(max(6.5, layers * cell + 1.2), max(2.2, heads * cell) + 1.5), layout="constrained", dpi=150
-    )
-    axes = figure.subplots()
+    drawn = Figure(figsize=(max(6.5, layers * cell + 1.2), max(2.2, heads * cell) + 1.5), layout="constrained", dpi=150)
+    axes = drawn.subplots()
     axes.imshow(image, aspect="equal", interpolation="nearest", origin="lower")
+    for layer, head, letter in marks:
+        ink = "black" if image[head, layer].mean() > 0.5 else "white"
+        axes.text(layer, head, letter, color=ink, fontsize=50 * cell / 2, ha="center", va="center")
     axes.set_xlabel("layer")
     axes.set_ylabel("query head")
     axes.set_xticks(range(0, layers, max(1, layers // 15)))
@@ -95,15 +107,19 @@ def _figure(artifact: Artifact, recall: np.ndarray) -> Any:
         loc="left",
         fontsize=8,
     )
-    handles = [Patch(color=COLOURS[kind], label=f"{kind} {count}") for kind, count in sorted(counts.items())]
+    handles = [Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}") for kind, count in sorted(counts.items())]
     if None in artifact.prefill.layers:
         handles.append(Patch(color=LEFT_ALONE, label="slides already"))
     handles += [
         Patch(color=str(1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))), label=f"recall {value:.2f}")
         for value in (1.0, 0.75, PALEST)
     ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=7, frameon=False)
-    return figure
+    drawn.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=7, frameon=False)
+    return drawn
+
+
+def _label(kind: str) -> str:
+    return f"{LETTERS[kind]}: {kind}" if kind in LETTERED else kind
 
 
 def _write_numbers(artifact: Artifact, arrays: dict[str, np.ndarray], path: Path) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
-from kernels.patterns import LayerPlan, make
+from kernels.patterns import LayerPlan
 from runtime.attention import ATTENTION_NAME, register
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, text_config
+from runtime.patterns import kernel_patterns
 from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from artifacts.sidecar import Array
 
 
 class Applied:
@@ -41,7 +45,15 @@ class Applied:
         self._modules = []
 
 
-def attach(artifact: Artifact, model: nn.Module, *, strict: bool, check_weights: bool, backend: str) -> Applied:
+def attach(
+    artifact: Artifact,
+    arrays: Mapping[str, Array] | None,
+    model: nn.Module,
+    *,
+    strict: bool,
+    check_weights: bool,
+    backend: str,
+) -> Applied:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
     if backend not in ("auto", *BACKENDS):
         raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
@@ -54,7 +66,7 @@ def attach(artifact: Artifact, model: nn.Module, *, strict: bool, check_weights:
         strict=strict,
         backend=backend,
     )
-    layers = _plan(artifact, modules, settings)
+    layers = _plan(artifact, arrays, modules, settings)
     register()
     return Applied(model, layers, settings)
 
@@ -73,8 +85,10 @@ def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
     return result
 
 
-def _plan(artifact: Artifact, modules: dict[int, nn.Module], settings: Settings) -> dict[nn.Module, Layer]:
-    patterns = {name: make(**pattern.model_dump()) for name, pattern in artifact.patterns.items()}
+def _plan(
+    artifact: Artifact, arrays: Mapping[str, Array] | None, modules: dict[int, nn.Module], settings: Settings
+) -> dict[nn.Module, Layer]:
+    patterns = kernel_patterns(artifact, arrays)
     layers = {}
     for number, row in enumerate(artifact.prefill.layers):
         if row is not None and number not in modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +12,7 @@ import artifacts
 if TYPE_CHECKING:
     from torch import nn
 
+    from artifacts.sidecar import Array
     from runtime.applied import Applied
 
 
@@ -18,16 +20,18 @@ def load(path: str | PathLike[str]) -> Headwise:
     """Load an artifact, ready to be applied.
 
     Raises:
-        ArtifactError: the file or its sidecar is missing, damaged, or of another schema.
+        ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema.
     """
-    return Headwise(artifacts.load(path))
+    return Headwise(*artifacts.load_pair(path))
 
 
 class Headwise:
     """An artifact that can be applied to the model it was made for, as often as wanted."""
 
-    def __init__(self, artifact: artifacts.Artifact) -> None:
+    def __init__(self, artifact: artifacts.Artifact, arrays: Mapping[str, Array] | None = None) -> None:
+        """The artifact and its sidecar's arrays; without them where no pattern is static."""
         self.artifact = artifact
+        self.arrays = arrays
 
     def apply(
         self, model: nn.Module, *, strict: bool = False, check_weights: bool = True, backend: str = "auto"
@@ -50,7 +54,9 @@ class Headwise:
         """
         from runtime.applied import attach
 
-        return Handle(attach(self.artifact, model, strict=strict, check_weights=check_weights, backend=backend))
+        return Handle(
+            attach(self.artifact, self.arrays, model, strict=strict, check_weights=check_weights, backend=backend)
+        )
 
 
 class Handle:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import artifacts.patterns as data
 import kernels.patterns as code
+from artifacts.page import LETTERS
 from profiling.pattern_map import COLOURS
 
 
@@ -23,10 +24,15 @@ def test_the_same_kinds_with_the_same_sizes_and_defaults() -> None:
     records = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}
     in_data = {kind: sizes_in_data(cls) for kind, cls in records.items()}
     in_code = {kind: sizes_in_code(cls) for kind, cls in code.KINDS.items()}
+    # A static pattern's entries lie in the sidecar's arrays, under the names that the record gives.
+    assert in_data.pop("static") == {"indices": None}
+    arrays = data.Static(indices="x").arrays
+    assert arrays == tuple(f"static.x.{name}" for name in in_code.pop("static"))
     assert in_data == in_code
     assert set(data.KINDS) == set(code.KINDS)
 
 
-def test_every_kind_has_a_colour_of_its_own() -> None:
-    assert set(COLOURS) == set(code.KINDS)
-    assert len(set(COLOURS.values())) == len(COLOURS)
+def test_every_kind_has_a_colour_and_a_letter_of_its_own() -> None:
+    for marks in (COLOURS, LETTERS):
+        assert set(marks) == set(code.KINDS)
+        assert len(set(marks.values())) == len(marks)

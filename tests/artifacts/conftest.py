@@ -1,4 +1,4 @@
-"""A small artifact with every kind of pattern and a layer that slides, and a way to damage its file."""
+"""A small artifact with a layer that slides, one with every kind of pattern, and a way to damage a file."""
 
 from __future__ import annotations
 
@@ -84,6 +84,41 @@ def build_arrays() -> dict[str, np.ndarray]:
     recall = np.linspace(0.5, 1.0, 12, dtype=np.float32).reshape(3, 4)
     recall[1] = np.nan
     return {"chosen.recall": recall, "chosen.candidate": np.arange(12, dtype=np.int32).reshape(3, 4)}
+
+
+def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
+    """An artifact with every kind of pattern and every field of one, and its arrays."""
+    small = build()
+    patterns = (
+        *small.patterns.values(),
+        artifacts.TriShape(sink=64, window=512, last=128),
+        artifacts.Dilated(sink=64, window=1024, dilation=2),
+        artifacts.Strided(sink=64, window=256, stride=8),
+        artifacts.Static(indices="mean"),
+        artifacts.VerticalSlash(vertical=100, slash=1800, coverage=0.95),
+        artifacts.BlockSparse(blocks=40, coverage=0.995),
+        artifacts.Dense(),
+    )
+    names = [artifacts.pattern_name(pattern) for pattern in patterns]
+    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:]))
+    artifact = build(
+        model=small.model.model_copy(update={"num_layers": 4}),
+        patterns=dict(zip(names, patterns, strict=True)),
+        prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, layers=rows),
+    )
+    recall = np.linspace(0.5, 1.0, 16, dtype=np.float32).reshape(4, 4)
+    recall[1] = np.nan
+    return artifact, {
+        "chosen.recall": recall,
+        "static.mean.columns": np.array([*range(64), 99, 512, 700], dtype=np.int32),
+        "static.mean.diagonals": np.array([0, 1, 2, 9], dtype=np.int32),
+    }
+
+
+@pytest.fixture
+def every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
+    """See build_every_kind."""
+    return build_every_kind()
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_bad_arguments_give_one_line(capsys):
 def test_validate(saved):
     done = run("validate", saved)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"ok: {saved} (schema 1, content ")
+    assert done.stdout.startswith(f"ok: {saved} (schema 2, content ")
     facts = json.loads(run("validate", saved, "--json").stdout)
     assert facts["valid"] is True and facts["content_sha256"] == load(saved).content_sha256
     assert facts["arrays"]["chosen.recall"] == {"dtype": "float32", "shape": [3, 4]}
@@ -115,6 +115,19 @@ def test_show(saved, capsys, monkeypatch):
     rows = [line.split() for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "012"]
     recall = np.linspace(0.5, 1.0, 12).reshape(3, 4).mean(1)
     assert rows == [["0", "VVAB", f"{recall[0]:.4f}"], ["1", "....", "-"], ["2", "VVAD", f"{recall[2]:.4f}"]]
+
+
+def test_show_every_kind(tmp_path, every_kind, capsys, monkeypatch):
+    artifact, arrays = every_kind
+    save(artifact, tmp_path / "cfg.yaml", arrays)
+    text = page(tmp_path / "cfg.yaml", capsys, monkeypatch, columns=100)
+    rows = [line.split()[:2] for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "0123"]
+    assert rows == [["0", "VVAB"], ["1", "...."], ["2", "DTLS"], ["3", "FVBD"]]
+    assert "T tri_shape, L dilated, S strided, F static" in text
+
+
+def test_show_names_no_kind_that_is_not_there(saved, capsys, monkeypatch):
+    assert "map: V vertical_slash, B block_sparse, A a_shape, D dense, . slides" in page(saved, capsys, monkeypatch)
 
 
 def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
 from artifacts import ArtifactError, load, load_arrays, save
@@ -48,12 +49,15 @@ EDITS = [
     ("lengths: [4096]", "lengths: []", ["search.calibration.lengths: must not be empty"]),
     ("lengths: [4096]", "lengths: 4096", ["search.calibration.lengths: must be a list, got 4096"]),
     ("winners: {v", "winners: {w", ["search.summary.winners.wertical_slash: must be one of dense, a_shape,"]),
+    ("blocks: 9, coverage: null", "blocks: 9, coverage: 1.5", ["patterns.bs_9.coverage: must be at most 1", "got 1.5"]),
+    ("blocks: 9, coverage: null", "blocks: 9, coverage: 0.0", ["patterns.bs_9.coverage: must be more than 0"]),
+    ("blocks: 9, coverage: null", "blocks: 9, coverage: half", ["bs_9.coverage: must be a number, got 'half'"]),
     ("vertical: 100,", "vertical: 0,", ["patterns.vs_100_1800.vertical: must be at least 1, got 0"]),
     ("last_q: 32", "last_q: 2048", ["patterns.vs_30_2048_q32.last_q: must be at most 1024, got 2048"]),
     ("kind: block_sparse", "kind: blocks", ["patterns.bs_9.kind: must be one of 'dense', ", "got 'blocks'"]),
     ("kind: block_sparse, ", "", ["patterns.bs_9.kind: missing, must be one of dense,"]),
     ("bs_9: {kind", "b/9: {kind", ["patterns.'b/9': must be a letter and then", "got 'b/9'"]),
-    ("bs_9: {kind: block_sparse, blocks: 9}", "bs_9: 9", ["patterns.bs_9: must be a mapping, got 9"]),
+    ("bs_9: {kind: block_sparse, blocks: 9, coverage: null}", "bs_9: 9", ["patterns.bs_9: must be a mapping, got 9"]),
     ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", ["patterns.bs_8 is used by no head: remove it"]),
     (", bs_9]", ", bs_8]", ["prefill.layers[0][3]: no pattern is called 'bs_8', did you mean bs_9?"]),
     (", bs_9]", "]", ["prefill.layers[0] has 3 names, the model has 4 query heads"]),
@@ -62,12 +66,13 @@ EDITS = [
     ("  baseline: 3.75", "  baseline: null", ["evidence[0]: baseline and baseline_name go together"]),
     ("created_at: '2025", "created_at: 'x2025", ["created_at: must be a UTC time like"]),
     (
-        "schema_version: 1",
+        "schema_version: 2",
         "schema_version: 9",
-        ["schema_version: 9 is newer", "(up to 1)", "upgrade headwise"],
+        ["schema_version: 9 is newer", "(up to 2)", "upgrade headwise"],
     ),
-    ("schema_version: 1", "schema_version: 0", ["schema_version: must be a whole number from 1", "got 0"]),
-    ("schema_version: 1", "version: 1", ["schema_version: missing"]),
+    ("schema_version: 2", "schema_version: 0", ["schema_version: must be a whole number from 1", "got 0"]),
+    ("schema_version: 2", "version: 2", ["schema_version: missing"]),
+    ("schema_version: 2", "schema_version: 1", ["content_sha256: says", "was changed after it was written"]),
     ("sidecar: {file: cfg", "sidecar: {file: ../cfg", ["sidecar.file: must be the bare name", "got '../cfg"]),
     ("sidecar: {file: cfg", "sidecar: {file: /cfg", ["sidecar.file: must be the bare name", "got '/cfg"]),
     ("sidecar: {file: cfg", "sidecar: {file: c:cfg", ["sidecar.file: must be the bare name", "got 'c:cfg"]),
@@ -118,7 +123,7 @@ def test_cut_short(saved, share):
         (b"{a: 1, a: 2}", "given twice"),
         (b"? [a]\n: 1", "a key must be plain text"),
         (b"a: 1\n---\nb: 1", "a second document"),
-        (b"schema_version: 1", "created_at: missing"),
+        (b"schema_version: 2", "created_at: missing"),
         (b"#" * (16 * 2**20 + 1), "has more than 16777216 bytes"),
     ],
 )
@@ -165,6 +170,42 @@ def test_sidecar_with_the_right_hash_that_is_no_safetensors(saved, make):
     load(saved)
     with pytest.raises(ArtifactError, match="is no safetensors file of arrays"):
         load_arrays(saved)
+
+
+STATIC = [
+    ("static.mean.columns", None, "patterns.static_mean: the sidecar has no array static.mean.columns"),
+    ("static.mean.diagonals", None, "of static patterns it has: static.mean.columns"),
+    ("static.mean.columns", np.array([1, 2]), "static.mean.columns must be one row of int32, got int64 of shape (2,)"),
+    ("static.mean.columns", np.zeros((1, 2), np.int32), "must be one row of int32, got int32 of shape (1, 2)"),
+    ("static.mean.columns", np.array([-1, 2], np.int32), "static.mean.columns must hold positions from 0 on, got -1"),
+    ("static.mean.diagonals", np.array([0, 3, 3], np.int32), "static.mean.diagonals must be ascending, got 3 after 3"),
+    ("static.mean.diagonals", np.array([0, 3, 1], np.int32), "must be ascending, got 1 after 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "array", "expected"), STATIC, ids=[expected[-30:] for *_, expected in STATIC])
+def test_arrays_of_static_patterns(tmp_path, every_kind, monkeypatch, name, array, expected):
+    """Refused when they are written, and when a file that another writer made is read."""
+    artifact, arrays = every_kind
+    arrays = {key: value for key, value in (arrays | {name: array}).items() if value is not None}
+    path = tmp_path / "cfg.yaml"
+    with pytest.raises(ArtifactError) as refused:
+        save(artifact, path, arrays)
+    assert expected in str(refused.value) and list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("artifacts.store.check_static", lambda patterns, arrays: None)
+        save(artifact, path, arrays)
+    assert expected in line(path)
+    with pytest.raises(ArtifactError, match="static"):
+        load_arrays(path)
+    assert load(path, check_sidecar=False).patterns["static_mean"].indices == "mean"
+
+
+def test_static_patterns_need_a_sidecar(tmp_path, every_kind, monkeypatch):
+    with pytest.raises(
+        ArtifactError, match=r"static_mean: the array static\.mean\.columns must be in the sidecar, and"
+    ):
+        save(every_kind[0], tmp_path / "cfg.yaml")
 
 
 def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import ArtifactError, migrations, store, strict_yaml
+from artifacts import ArtifactError, migrations, strict_yaml
 from artifacts.hashing import content_sha256
+from artifacts.patterns import KINDS
 from artifacts.schema import SCHEMA_VERSION
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -26,18 +28,30 @@ def test_golden_v1(make, arrays):
     expected = make()
     for field in ("created_at", "model", "search", "patterns", "prefill", "evidence"):
         assert getattr(artifact, field) == getattr(expected, field)
+    assert artifact.schema_version == SCHEMA_VERSION
+    assert artifact.content_sha256 == content_sha256(artifact.model_dump(mode="json"))
     back = artifacts.load_arrays(GOLDEN / "v1.yaml")
     assert back.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(back[name], array)
 
 
-@pytest.mark.skipif(SCHEMA_VERSION != 1, reason="version 1 is no longer written")
-def test_golden_v1_is_what_save_writes(tmp_path, make, arrays):
-    artifacts.save(make(), tmp_path / "v1.yaml", arrays)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in GOLDEN.glob("v1.*"))
+def test_golden_v2(tmp_path, every_kind):
+    """Every kind of pattern, and what save() writes today, byte for byte."""
+    artifact, arrays = every_kind
+    saved = artifacts.save(artifact, tmp_path / "v2.yaml", arrays)
+    assert artifacts.load(GOLDEN / "v2.yaml") == saved
+    assert {pattern.kind for pattern in saved.patterns.values()} == set(KINDS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in GOLDEN.glob("v2.*"))
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (GOLDEN / path.name).read_bytes()
+
+
+def test_a_step_leaves_its_input_alone():
+    for number, step in migrations.MIGRATIONS.items():
+        fields = strict_yaml.parse((GOLDEN / f"v{number}.yaml").read_text())
+        before = copy.deepcopy(fields)
+        assert step(fields)["schema_version"] == number + 1 and fields == before
 
 
 def renamed(fields):
@@ -49,22 +63,21 @@ def renamed(fields):
 
 @pytest.fixture
 def older(tmp_path, monkeypatch):
-    """A file of an imagined version before the current one, and a headwise that knows the step from it."""
-    monkeypatch.setattr(migrations, "SCHEMA_VERSION", 2)
-    monkeypatch.setattr(store, "SCHEMA_VERSION", 2)
-    monkeypatch.setitem(migrations.MIGRATIONS, 1, renamed)
-    for path in GOLDEN.glob("v1.*"):
+    """A file of an imagined version right before the current one, and a headwise that knows the step from it."""
+    monkeypatch.setitem(migrations.MIGRATIONS, SCHEMA_VERSION - 1, renamed)
+    current = GOLDEN / f"v{SCHEMA_VERSION}.yaml"
+    for path in GOLDEN.glob(f"{current.stem}.*"):
         shutil.copy(path, tmp_path)
-    fields = strict_yaml.parse((tmp_path / "v1.yaml").read_text())
+    fields = strict_yaml.parse(current.read_text()) | {"schema_version": SCHEMA_VERSION - 1}
     fields["prefill"]["dense_under"] = fields["prefill"].pop("dense_below")
     fields["content_sha256"] = content_sha256(fields)
-    (tmp_path / "v1.yaml").write_text(strict_yaml.dump(fields))
-    return tmp_path / "v1.yaml"
+    (tmp_path / current.name).write_text(strict_yaml.dump(fields))
+    return tmp_path / current.name
 
 
-def test_an_older_file_is_read_through_its_step(older, make):
+def test_an_older_file_is_read_through_its_step(older, every_kind):
     artifact = artifacts.load(older)
-    assert artifact.prefill == make().prefill
+    assert artifact.prefill == every_kind[0].prefill
     assert artifact.content_sha256 == content_sha256(artifact.model_dump(mode="json"))
 
 

@@ -8,7 +8,19 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from artifacts import AShape, BlockSparse, Dense, Prefill, Summary, VerticalSlash, pattern_name
+from artifacts import (
+    AShape,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Prefill,
+    Static,
+    Strided,
+    Summary,
+    TriShape,
+    VerticalSlash,
+    pattern_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +30,17 @@ from artifacts import AShape, BlockSparse, Dense, Prefill, Summary, VerticalSlas
         (AShape(sink=1024, window=4096), "a_1024_4096"),
         (VerticalSlash(vertical=1000, slash=6096), "vs_1000_6096"),
         (VerticalSlash(vertical=1000, slash=6096, last_q=32), "vs_1000_6096_q32"),
+        (VerticalSlash(vertical=1000, slash=6096, coverage=0.95), "vs_1000_6096_c95"),
+        (VerticalSlash(vertical=1000, slash=6096, last_q=32, coverage=0.57), "vs_1000_6096_q32_c57"),
         (BlockSparse(blocks=100), "bs_100"),
+        (BlockSparse(blocks=100, coverage=0.9), "bs_100_c90"),
+        (BlockSparse(blocks=100, coverage=0.995), "bs_100_c99.5"),
+        (BlockSparse(blocks=100, coverage=1.0), "bs_100_c100"),
+        (BlockSparse(blocks=100, coverage=1e-5), "bs_100_c0.001"),
+        (TriShape(sink=1024, window=4096, last=128), "tri_1024_4096_128"),
+        (Dilated(sink=1024, window=4096, dilation=2), "dil_1024_4096_2"),
+        (Strided(sink=1024, window=4096, stride=8), "str_1024_4096_8"),
+        (Static(indices="mean-2"), "static_mean-2"),
     ],
 )
 def test_pattern_name(pattern, name):
@@ -34,6 +56,14 @@ def test_pattern_name(pattern, name):
         (AShape, {"sink": 1, "window": 1, "extra": 1}),
         (VerticalSlash, {"vertical": 1, "slash": 1, "last_q": 1025}),
         (BlockSparse, {}),
+        (BlockSparse, {"blocks": 1, "coverage": 0.0}),
+        (BlockSparse, {"blocks": 1, "coverage": 1.01}),
+        (VerticalSlash, {"vertical": 1, "slash": 1, "coverage": "0.9"}),
+        (TriShape, {"sink": 1, "window": 1}),
+        (Strided, {"sink": 1, "window": 1, "stride": 0}),
+        (Static, {"indices": ""}),
+        (Static, {"indices": "a.b"}),
+        (Static, {"indices": "a" * 49}),
     ],
 )
 def test_wrong_sizes_are_refused(make_pattern, sizes):

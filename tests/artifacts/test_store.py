@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 
-from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, pattern_name, save
+from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, load_pair, pattern_name, save
 
 
 def names(folder):
@@ -32,6 +32,16 @@ def test_round_trip(tmp_path, make, arrays):
         assert back[name].dtype == array.dtype
 
 
+def test_round_trip_of_every_kind(tmp_path, every_kind):
+    artifact, arrays = every_kind
+    result = save(artifact, tmp_path / "cfg.yaml", arrays)
+    assert load(tmp_path / "cfg.yaml") == result and result.patterns == artifact.patterns
+    again, back = load_pair(tmp_path / "cfg.yaml")
+    assert again == result and back.keys() == arrays.keys()
+    for name in arrays:
+        np.testing.assert_array_equal(back[name], arrays[name])
+
+
 def test_without_arrays_there_is_one_file(tmp_path, make):
     result = save(make(), tmp_path / "cfg.yaml")
     assert result.sidecar is None and names(tmp_path) == ["cfg.yaml"]
@@ -40,7 +50,7 @@ def test_without_arrays_there_is_one_file(tmp_path, make):
 
 def test_rows_and_patterns_take_one_line_each(saved):
     text = saved.read_text()
-    assert "  vs_100_1800: {kind: vertical_slash, vertical: 100, slash: 1800, last_q: 64}\n" in text
+    assert "  vs_100_1800: {kind: vertical_slash, vertical: 100, slash: 1800, last_q: 64, coverage: null}\n" in text
     assert "  - [vs_100_1800, vs_30_2048_q32, a_64_512, bs_9]\n  - null\n" in text
 
 

@@ -1,0 +1,37 @@
+"""The picture of an artifact: every kind has its colour, and a letter where shades could be mistaken."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+
+import artifacts
+from profiling.pattern_map import LETTERED, draw_pattern_map, figure
+from tests.artifacts.conftest import build_every_kind
+
+
+def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
+    artifact, arrays = build_every_kind()
+    arrays |= {f"chosen.{name}": np.full((4, 4), 0.5, dtype=np.float32) for name in ("error", "density")}
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    png, svg, table = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
+    assert png.read_bytes()[:4] == b"\x89PNG" and svg.read_text().startswith("<?xml")
+    lines = list(csv.DictReader(table.open()))
+    assert [(line["layer"], line["kind"]) for line in lines[4:8]] == [
+        ("2", "dense"),
+        ("2", "tri_shape"),
+        ("2", "dilated"),
+        ("2", "strided"),
+    ]
+
+
+def test_kinds_that_shades_could_be_taken_for_carry_their_letter() -> None:
+    artifact, arrays = build_every_kind()
+    drawn = figure(artifact, arrays["chosen.recall"])
+    letters = {text.get_position(): text.get_text() for text in drawn.axes[0].texts}
+    assert letters == {(2, 1): "T", (2, 2): "L", (2, 3): "S", (3, 0): "F"}
+    assert set(LETTERED) == {artifact.patterns[artifact.prefill.layers[x][y]].kind for x, y in letters}
+    (legend,) = drawn.legends
+    assert {"T: tri_shape 1", "vertical_slash 3", "slides already"} <= {t.get_text() for t in legend.get_texts()}
