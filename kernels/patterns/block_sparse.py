@@ -102,19 +102,17 @@ def _best_tiles(
     own: (rows, 1), the row's own among the tiles. from_first: whether these begin with the first tile of all.
     """
     tile = torch.arange(keys.shape[2], device=own.device)
-    unseen = (tile > own) | (tile < own - reach)
     # The own tile takes part in front of all others: it is always among the best, and its mass counts.
     scores = torch.empty(*queries.shape[:3], keys.shape[2] + 1, dtype=torch.float32, device=own.device)
     products = scores.flatten(0, 1)[..., 1:]
     torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=products)
-    scores[..., 1:].masked_fill_(unseen, float("-inf"))
     coverage = [p.coverage for p in patterns]
     if covered := tuple(head for head, share in enumerate(coverage) if share is not None):
-        at = on_device(covered, own.device)
-        mass = scores[..., 1:].index_select(1, at).mul_(scale).softmax(dim=-1)
-        scores[..., 1:].index_copy_(1, at, mass.masked_fill_(unseen, float("-inf")))
+        at, unseen = on_device(covered, own.device), (tile > own) | (tile < own - reach)
+        logits = scores[..., 1:].index_select(1, at).mul_(scale).masked_fill_(unseen, float("-inf"))
+        scores[..., 1:].index_copy_(1, at, logits.softmax(dim=-1))
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
-    scores[..., 1:].masked_fill_(tile == own, float("-inf"))
+    scores[..., 1:].masked_fill_((tile >= own) | (tile < own - reach), float("-inf"))
     best = best_places(scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first)[..., 1:]
     return torch.where(best < PAD, best - 1, PAD)
 
