@@ -114,7 +114,8 @@ def figure(artifact: Artifact, recall: np.ndarray) -> Any:
         Patch(color=str(1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))), label=f"recall {value:.2f}")
         for value in (1.0, 0.75, PALEST)
     ]
-    drawn.legend(handles=handles, loc="outside lower left", ncols=6, fontsize=7, frameon=False)
+    # The names with letters are longer: six of them are wider than a small map.
+    drawn.legend(handles=handles, loc="outside lower left", ncols=5 if marks else 6, fontsize=7, frameon=False)
     return drawn
 
 
