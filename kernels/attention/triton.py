@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,42 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.triton_launch import Launch, architecture, choose, serves, split
+from kernels.attention.triton_launch import Launch, architecture, choose, serves, split, unavailable
 from kernels.index import PAD, TILE, SparseIndex, ascending, num_tiles
 from kernels.ragged import Ragged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 256
 _LOG2E = 1.4426950408889634
-# Triton reads the variable once, when the kernel is defined.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why this backend cannot serve the call; None where it can. Looks for triton only if the tensors are on a GPU."""
-    if q.device.type != "cuda" and not _INTERPRETED:
-        return f"it serves tensors on a GPU, not on {q.device.type}"
+    if reason := unavailable(q.device):
+        return reason
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
-    if reason := _missing(q.device):
-        return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
         return f"float32 with head dim {widest} does not fit the shared memory of {target}"
-    return None
-
-
-@functools.cache
-def _missing(device: torch.device) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     return None
 
 

@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _load(base, rows, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
+def load_rows(base, rows, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
     """Elements FIRST ... FIRST + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL, where not present."""
     at = FIRST + tl.arange(0, WIDTH)
     pointers = base + rows[:, None] + at[None, :]
@@ -95,10 +95,10 @@ def _attend(
     `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts to it, which logits
     count, and is looked at if MASK.
     """
-    k0 = _load(k, k_rows, present, 0, D0, D, TAIL)
+    k0 = load_rows(k, k_rows, present, 0, D0, D, TAIL)
     logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
-        k1 = _load(k, k_rows, present, D0, D1, D, TAIL)
+        k1 = load_rows(k, k_rows, present, D0, D1, D, TAIL)
         logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
     factor = scale
     if SOFTCAP:
@@ -112,11 +112,11 @@ def _attend(
     p = tl.exp2(logits * factor - highest[:, None])
     rescale = tl.exp2(top - highest)
     total = total * rescale + tl.sum(p, 1)
-    v0 = _load(v, v_rows, present, 0, E0, E, TAIL)
+    v0 = load_rows(v, v_rows, present, 0, E0, E, TAIL)
     p = p.to(v0.dtype)
     acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=PRECISION)
     if E1 > 0:
-        v1 = _load(v, v_rows, present, E0, E1, E, TAIL)
+        v1 = load_rows(v, v_rows, present, E0, E1, E, TAIL)
         acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=PRECISION)
     return acc0, acc1, highest, total
 
@@ -314,10 +314,10 @@ def sparse_attention_kernel(
     query = position - (k_len - q_len)
     asked = (query >= 0) & (query < q_len)
     q_rows = query.to(tl.int64) * q_row
-    q0 = _load(q, q_rows, asked, 0, D0, D, True)
+    q0 = load_rows(q, q_rows, asked, 0, D0, D, True)
     q1 = q0
     if D1 > 0:
-        q1 = _load(q, q_rows, asked, D0, D1, D, True)
+        q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
     acc0 = tl.zeros([ROWS * TILE, E0], tl.float32)
     acc1 = acc0
     if E1 > 0:

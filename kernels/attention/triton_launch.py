@@ -8,9 +8,15 @@ each byte, for which the cache delivers a little over half of the matrix rate.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import torch
+
+# Triton reads the variable once, when a kernel is defined.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,24 @@ _CDNA_16: _Builds = {128: (_one(32, 4, 2),), 256: (_one(16, 4, 2),)}
 _CDNA_32: _Builds = {128: (_one(16, 4, 2),), 256: (_one(16, 4, 1),)}
 # Small steps make an interpreted run look at more of them.
 _INTERPRETER: _Builds = {256: (_one(32, 4, 1), _two(32, 4, 1))}
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on a device; None if one does. Looks for triton only if the device is a GPU."""
+    if device.type != "cuda" and not _INTERPRETED:
+        return f"it serves tensors on a GPU, not on {device.type}"
+    return _missing(device)
+
+
+@functools.cache
+def _missing(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    return None
 
 
 def architecture(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.patterns import cpu
+from kernels.patterns import cpu, triton
 from kernels.patterns.base import on_device
 
 # Bytes of attention rows held at once: on a GPU enough to be busy at 128K tokens and little at 1M; on a CPU what stays
@@ -53,6 +53,8 @@ def estimate(
     """
     if cpu.serves(q):
         return cpu.estimate(q, k, heads, last_q, scale=scale, window=window)
+    if triton.serves(q):
+        return triton.estimate(q, k, heads, last_q, scale=scale, window=window)
     batch, group, k_len = q.shape[0], q.shape[1] // k.shape[1], k.shape[2]
     last_q = [min(last, q.shape[2]) for last in last_q]
     room = _SCRATCH_BYTES.get(q.device.type, _SCRATCH_BYTES_ELSEWHERE)

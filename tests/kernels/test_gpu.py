@@ -18,8 +18,10 @@ from kernels.attention.triton_launch import Launch, architecture, choose
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
+from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
-from tests.kernels import triton_cases
+from tests.kernels import triton_cases, triton_estimates
+from tests.kernels.triton_estimates import Estimate
 from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -117,6 +119,38 @@ def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
     )
     assert float((first.float() - expected).abs().max()) <= triton_cases.OUT_ERROR[torch.bfloat16]
     assert float((lse - expected_lse).abs().max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
+
+
+ESTIMATES = {
+    "128K tokens": Estimate(q_len=2000, k_len=131_072, heads=(0, 1, 2, 3), last_q=(64,) * 4, head_dim=128),
+    "1000 queries": Estimate(
+        q_len=3000, k_len=3000, heads=(0, 1, 3), last_q=(1000, 64, 700), kv_heads=4, head_dim=128, transposed=True
+    ),
+    "a window": Estimate(q_len=500, k_len=20_000, heads=(0, 1, 2), last_q=(64, 128, 64), window=1000, head_dim=256),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*triton_estimates.SMALL, *ESTIMATES])
+def test_estimate_agrees_with_torch(name: str, dtype: torch.dtype) -> None:
+    case = (triton_estimates.SMALL | ESTIMATES)[name]
+    errors = triton_estimates.run(replace(case, dtype=dtype), DEVICE)
+    assert max(errors) <= 10 * triton_estimates.ERROR, f"vertical, slash are off by {errors}"
+
+
+def test_estimate_repeats_to_the_bit_and_keeps_no_attention() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(1, 32, 200, 128, dtype=torch.bfloat16, device=DEVICE)
+    k = torch.randn(1, 8, 100_000, 128, dtype=torch.bfloat16, device=DEVICE)
+    how = (q, k, range(32), [64] * 32)
+    first = estimate(*how, scale=0.1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    again = estimate(*how, scale=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    # Both masses, each slash in two parts, and little else: not 64 rows for each head.
+    assert torch.cuda.max_memory_allocated() - before < 8 * 32 * 100_000 * 4
 
 
 @contextmanager

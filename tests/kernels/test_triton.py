@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from kernels import dispatch
-from kernels.attention import sparse_attention, triton
+from kernels.attention import sparse_attention, triton, triton_launch
 from kernels.attention.triton_launch import Launch, choose, serves, split
 from kernels.index import PAD, SparseIndex, num_tiles
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from tests.kernels import triton_cases
+from tests.kernels import triton_cases, triton_estimates
 from tests.kernels.triton_builds import HEAD_DIMS, TARGETS
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,12 @@ def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: di
     out, lse = interpreted[name]
     assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
     assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", triton_estimates.SMALL)
+def test_interpreted_estimate_agrees_with_torch(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    assert max(interpreted[name]) <= triton_estimates.ERROR, f"vertical, slash are off by {interpreted[name]}"
 
 
 def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
@@ -82,13 +88,13 @@ def test_backend_asked_for_by_name_says_why_it_cannot() -> None:
 def test_reasons_to_decline_a_gpu_tensor(
     dtype: torch.dtype, dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "_INTERPRETED", True)
+    monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     x = torch.ones(1, 1, 4, dim, dtype=dtype)
     assert triton.supports(x, x[..., :64], x) == reason
 
 
 def test_no_gradient_is_silently_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "_INTERPRETED", True)
+    monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     x = torch.ones(1, 1, 4, 8)
     assert triton.supports(x, x.clone().requires_grad_(), x) == (
         "it has no backward pass (use torch.no_grad or torch.inference_mode)"
@@ -98,9 +104,9 @@ def test_no_gradient_is_silently_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
-    missing = triton._missing.__wrapped__
+    missing = triton_launch._missing.__wrapped__
     assert missing(torch.device("cuda", 0)) == "it needs compute capability 8.0, this GPU has 7.5"
-    monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_launch.importlib.util, "find_spec", lambda name: None)
     assert missing(torch.device("cpu")) == "triton is not installed"
 
 

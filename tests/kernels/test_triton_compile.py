@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from tests.kernels.triton_builds import VARIANTS, compile_for
+from tests.kernels.triton_builds import TARGETS, VARIANTS, compile_estimate, compile_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,11 +32,21 @@ BUILDS = [
 @pytest.mark.parametrize(("target", "head_dim", "variant", "dtype"), BUILDS)
 def test_kernel_compiles_without_spills(target: str, head_dim: int, variant: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[variant])
+    _, built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[variant])
     assert built.fault(target, dtype) is None
 
 
 def test_value_dim_may_differ() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    built = compile_for("sm_90", head_dim=192, v_dim=128, dtype=torch.bfloat16, columns=True)
+    _, built = compile_for("sm_90", head_dim=192, v_dim=128, dtype=torch.bfloat16, columns=True)
     assert built.fault("sm_90", torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "window"),
+    [*((target, 128, None) for target in TARGETS), ("sm_90", 256, None), ("sm_90", 80, 9)],
+)
+def test_estimate_compiles_without_spills(target: str, head_dim: int, window: int | None) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    for name, built in compile_estimate(target, head_dim=head_dim, dtype=torch.bfloat16, window=window).items():
+        assert built.fault(target, torch.bfloat16) is None, name

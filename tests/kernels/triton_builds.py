@@ -18,6 +18,7 @@ import torch
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch, choose
 from kernels.index import SparseIndex, num_tiles
+from kernels.patterns import triton as builders
 from kernels.ragged import Ragged
 
 # Architecture -> what Triton calls it and the shared memory a program may have there, in bytes.
@@ -66,6 +67,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.uint8: "*u8",
 }
 
@@ -74,7 +76,6 @@ _TYPES = {
 class Build:
     """What the compiler made: bytes of shared memory, registers and bytes spilled a thread, and the assembly."""
 
-    launch: Launch
     shared: int
     registers: int
     spilled: int
@@ -112,10 +113,9 @@ def compile_for(
     tail: bool = False,
     window: int | None = None,
     ragged: bool = False,
-) -> Build:
+) -> tuple[Launch, Build]:
     """Compile the launch that a call of this sort would make on the target."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+    from kernels.attention.triton_kernel import sparse_attention_kernel
 
     architecture = "hip" if target.startswith("gfx") else target
     v_dim = v_dim or head_dim
@@ -139,7 +139,39 @@ def compile_for(
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
         table = torch.zeros(1, length // page, dtype=torch.int32)
     call = backend.prepare(q, k, v, index, scale=1.0, softcap=softcap, block_table=table, launch=launch)
-    kernel = triton.compile(_source(call), target=GPUTarget(*TARGETS[target][0]), options=backend.build_options(launch))
+    return launch, _compile(
+        sparse_attention_kernel, call.arguments, call.constants, backend.build_options(launch), target
+    )
+
+
+def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: int | None = None) -> dict[str, Build]:
+    """Compile the launches of vertical-slash's estimate for a layer on the target, by name."""
+    from kernels.patterns import triton_kernels
+
+    q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
+    architecture = "hip" if target.startswith("gfx") else target
+    heads, last = range(4), [128] * 4
+    plan = builders.plan(q, k, heads, last, scale=1.0, window=window, target=architecture)
+    some = torch.empty(1, 4, 256)
+    launches = {
+        "normalisers": plan.normalisers(some),
+        "masses": plan.masses(0, some, some, some, some),
+        "more masses": plan.masses(1, some, some, some, some),
+    }
+    return {
+        name: _compile(getattr(triton_kernels, one.kernel), one.arguments, one.constants, one.options, target)
+        for name, one in launches.items()
+    }
+
+
+def _compile(
+    function: Any, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any], target: str
+) -> Build:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    source = _source(function, arguments, constants)
+    kernel = triton.compile(source, target=GPUTarget(*TARGETS[target][0]), options=options)
     if target.startswith("gfx"):
         assembly = kernel.asm["amdgcn"]
         registers, spilled = _number(r"\.vgpr_count:", assembly), _number(r"\.private_segment_fixed_size:", assembly)
@@ -148,22 +180,20 @@ def compile_for(
         usage = _resource_usage(triton.__file__, kernel.asm["cubin"])
         registers, spilled = _number("REG:", usage), _number("STACK:", usage) + _number("LOCAL:", usage)
         assembly = kernel.asm["ptx"]
-    return Build(launch=launch, shared=kernel.metadata.shared, registers=registers, spilled=spilled, assembly=assembly)
+    return Build(shared=kernel.metadata.shared, registers=registers, spilled=spilled, assembly=assembly)
 
 
-def _source(call: backend.Call) -> Any:
-    """The kernel with the types and the divisibility that Triton would find in the call's arguments."""
+def _source(function: Any, arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
+    """The kernel with the types and the divisibility that Triton would find in the arguments."""
     from triton.compiler import ASTSource
 
-    from kernels.attention.triton_kernel import sparse_attention_kernel
-
     signature, attributes = {}, {}
-    for place, parameter in enumerate(sparse_attention_kernel.params):
+    for place, parameter in enumerate(function.params):
         name = parameter.name
-        if name in call.constants:
+        if name in constants:
             signature[name] = "constexpr"
             continue
-        value = call.arguments[name]
+        value = arguments[name]
         if isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
         else:
@@ -172,8 +202,8 @@ def _source(call: backend.Call) -> Any:
             isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
         ):
             attributes[(place,)] = [["tt.divisibility", 16]]
-    assert signature.keys() == {**call.arguments, **call.constants}.keys()
-    return ASTSource(sparse_attention_kernel, signature, call.constants, attributes)
+    assert signature.keys() == {**arguments, **constants}.keys()
+    return ASTSource(function, signature, constants, attributes)
 
 
 def _resource_usage(triton_file: str, cubin: bytes) -> str:
@@ -198,11 +228,19 @@ def main(targets: list[str]) -> int:
         for head_dim in HEAD_DIMS:
             for dtype in (torch.bfloat16, torch.float16):
                 for name, variant in VARIANTS.items():
-                    built = compile_for(target, head_dim=head_dim, dtype=dtype, **variant)
-                    fault, how = built.fault(target, dtype), built.launch
+                    how, built = compile_for(target, head_dim=head_dim, dtype=dtype, **variant)
+                    fault = built.fault(target, dtype)
                     faults += fault is not None
                     print(
                         f"{target:8}{head_dim:4}  {str(dtype)[6:]:9} {how.rows:4} {how.keys:4} {how.warps:5} "
+                        f"{built.shared:7} {built.registers:4} {built.spilled:7}  {name} {fault or ''}",
+                        flush=True,
+                    )
+                for name, built in compile_estimate(target, head_dim=head_dim, dtype=dtype).items():
+                    fault = built.fault(target, dtype)
+                    faults += fault is not None
+                    print(
+                        f"{target:8}{head_dim:4}  {str(dtype)[6:]:9} {'':14} "
                         f"{built.shared:7} {built.registers:4} {built.spilled:7}  {name} {fault or ''}",
                         flush=True,
                     )

@@ -1,7 +1,7 @@
 """Cases of the Triton kernel, small enough for its interpreter.
 
 As a script (TRITON_INTERPRET=1 python tests/kernels/triton_cases.py) it interprets them and prints one JSON object: the
-largest errors of out and lse of each case.
+largest errors of out and lse of each case, and of both masses of each estimate.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import torch
 
 from kernels.attention.triton_launch import Launch
+from tests.kernels import triton_estimates
 from tests.kernels.triton_inputs import Case, packed, padded, run, square
 
 # Largest absolute error of standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
@@ -121,7 +122,10 @@ def main() -> None:
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    print(json.dumps({name: run(case, torch.device("cpu")) for name, case in SMALL.items()}))
+    device = torch.device("cpu")
+    errors = {name: run(case, device) for name, case in SMALL.items()}
+    errors |= {name: triton_estimates.run(case, device) for name, case in triton_estimates.SMALL.items()}
+    print(json.dumps(errors))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Cases of vertical-slash's estimate in Triton, small enough for its interpreter.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from kernels.patterns.last_queries import estimate
+
+# Of masses of up to 1: the sums have another order.
+ERROR = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """`heads` are those asked for, each by its number in `last_q`."""
+
+    q_len: int
+    k_len: int
+    heads: tuple[int, ...]
+    last_q: tuple[int, ...]
+    batch: int = 1
+    num_heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 64
+    window: int | None = None
+    dtype: torch.dtype = torch.float16
+    transposed: bool = False
+
+
+SMALL = {
+    "estimate of a layer": Estimate(q_len=200, k_len=200, heads=(0, 1, 2, 3), last_q=(64,) * 4, kv_heads=2),
+    "estimate of some heads, batch 2, D 80": Estimate(
+        q_len=70, k_len=301, heads=(0, 2, 3, 4, 5), last_q=(64, 64, 16, 64, 64), batch=2, num_heads=6, kv_heads=2,
+        head_dim=80, transposed=True,
+    ),
+    "estimate of heads of unlike numbers": Estimate(
+        q_len=300, k_len=300, heads=(1, 3, 0), last_q=(200, 130, 1), kv_heads=4
+    ),
+    "estimate of more queries than there are": Estimate(q_len=5, k_len=70, heads=(1,), last_q=(64,)),
+    "estimate of wide heads": Estimate(q_len=64, k_len=130, heads=(0, 3), last_q=(64, 64), head_dim=160),
+    **{
+        f"estimate in a window of {window}": Estimate(
+            q_len=200, k_len=400, heads=(0, 1, 3), last_q=(64, 130, 64), window=window, head_dim=32
+        )
+        for window in (1, 64, 65, 200, 1000)
+    },
+}  # fmt: skip
+
+
+def run(case: Estimate, device: torch.device) -> tuple[float, float]:
+    """Largest absolute errors of both masses against torch's of the same inputs in fp32."""
+    torch.manual_seed(0)
+    q, k = (
+        torch.randn(case.batch, heads, length, case.head_dim, device=device).to(case.dtype)
+        for heads, length in ((case.num_heads, case.q_len), (case.kv_heads, case.k_len))
+    )
+    if case.transposed:
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    how = {"scale": 2 * case.head_dim**-0.5, "window": case.window}
+    # What is left is Triton for half precision and torch for the rest.
+    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        found = estimate(q, k, case.heads, case.last_q, **how)
+        expected = estimate(q.float(), k.float(), case.heads, case.last_q, **how)
+    errors = [float((a - b).abs().nan_to_num(nan=float("inf")).max()) for a, b in zip(found, expected, strict=True)]
+    return errors[0], errors[1]
