@@ -22,17 +22,20 @@ import torch
 import kernels.dispatch as dispatch
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.attention_speed import Size, Speed, measure, patterns_for
+from profiling.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What to measure; densities are those that the patterns are sized for, heads are pairs of query and KV heads."""
+    """What to measure; heads are pairs of query and KV heads.
+
+    The patterns are sized for the density, or have the sizes of MInference 1.0 where it is None.
+    """
 
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     heads: tuple[tuple[int, int], ...]
-    density: float
+    density: float | None
     dtype: str
     device: str
     repeats: int
@@ -90,7 +93,7 @@ def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, 
     """Measure every size; its lines are shown when they are there."""
     lines = []
     for size in config.sizes:
-        patterns = patterns_for(size.length, config.density)
+        patterns = paper_patterns() if config.density is None else patterns_for(size.length, config.density)
         for speed in measure(size, patterns, repeats=config.repeats, flex=config.flex):
             show(size, speed)
             lines.append((size, speed))
@@ -131,7 +134,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--heads", type=head_pair, nargs="+", default=[(9, 3)], metavar="H/G", help="query and KV heads (default 9/3)"
     )
-    p.add_argument("--density", type=float, default=0.12, help="what the patterns are sized for (default 0.12)")
+    sizes = p.add_mutually_exclusive_group()
+    sizes.add_argument("--density", type=float, default=0.12, help="what the patterns are sized for (default 0.12)")
+    sizes.add_argument(
+        "--paper-sizes", dest="density", action="store_const", const=None, help="the sizes that MInference 1.0 names"
+    )
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--repeats", type=int, default=5)

@@ -50,6 +50,20 @@ def test_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 2 + 4
 
 
+def test_sizes_of_the_paper(tmp_path) -> None:
+    import json
+
+    out = tmp_path / "bench.json"
+    options = ["attention", "--lengths", "100", "--head-dims", "64", "--repeats", "1", "--no-flex", "--paper-sizes"]
+    bench.main([*options, "--json", str(out)])
+    lines = json.loads(out.read_text())["lines"]
+    assert [(line["pattern"], line["sizes"].get("slash")) for line in lines] == [
+        ("a_shape", None),
+        ("vertical_slash", 6096),
+        ("block_sparse", None),
+    ]
+
+
 @pytest.mark.parametrize("heads", ["9", "9/2", "9/0", "a/3"])
 def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
