@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from artifacts import HeadwiseError
-from search.journal import Journal
+from profiling.journal import Journal
 
 SETTINGS = {"length": 4096, "seed": 0}
 
