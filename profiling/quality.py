@@ -6,6 +6,7 @@ Shapes: S prompt length, V vocabulary.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,11 @@ def answer(model: Any, tokenizer: Any, prompt: Prompt, *, extra_tokens: int = 2)
 
 
 def is_right(prompt: Prompt, given: str) -> bool:
-    """Whether a continuation begins with the expected answer."""
-    return prompt.answer is not None and given.startswith(prompt.answer.strip())
+    """Whether a continuation begins with the expected answer; one of several finds names them all in their order."""
+    if prompt.answer is None or len(prompt.finds) < 2:
+        return prompt.answer is not None and given.startswith(prompt.answer.strip())
+    wanted = ".*?".join(re.escape(find.expected.strip()) for find in prompt.finds)
+    return re.match(wanted, given, re.DOTALL) is not None
 
 
 def answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, label: str) -> list[str]:

@@ -10,12 +10,13 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
+from profiling.prompts import Prompt
 from profiling.tokens import Encoder, Ids
 
 _FIELDS = ("prompt", "text", "input")
 
 
-def windows(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[tuple[Ids, str | None]]:
+def windows(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
     """Stretches of a text at random places, apart from one another where the text is long enough for that."""
     assert file is not None
     ids = read_ids(encode, file)
@@ -33,22 +34,22 @@ def windows(encode: Encoder, file: Path | None, length: int, samples: int, seed:
     shift = rng.randint(0, len(ids) % room)
     apart = list(range(shift, starts, room))
     chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
-    return [((*encode.prefix, *ids[start : start + room]), None) for start in chosen]
+    return [Prompt((*encode.prefix, *ids[start : start + room]), None) for start in chosen]
 
 
-def lines(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[tuple[Ids, str | None]]:
+def lines(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, in random order; what is too long loses its start."""
     assert file is not None
     records = list(_records(file))
     random.Random(f"{seed} jsonl").shuffle(records)
     room = length - len(encode.prefix)
-    made: list[tuple[Ids, str | None]] = []
+    made: list[Prompt] = []
     longest = 0
     for text, answer in records:
         ids = encode(text)
         longest = max(longest, len(ids))
         if len(ids) >= room > 0:
-            made.append(((*encode.prefix, *ids[len(ids) - room :]), answer))
+            made.append(Prompt((*encode.prefix, *ids[len(ids) - room :]), answer))
             if len(made) == samples:
                 return made
     raise HeadwiseError(
@@ -59,14 +60,15 @@ def lines(encode: Encoder, file: Path | None, length: int, samples: int, seed: i
 
 def read_ids(encode: Encoder, file: Path) -> Ids:
     """The ids of a whole text file."""
-    text = _read(file)
+    text = read_text(file)
     ids = encode(text)
     if not text.strip() or not ids:
         raise HeadwiseError(f"{file.name} is empty")
     return ids
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A file of UTF-8 text; HeadwiseError where it is none."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -77,7 +79,7 @@ def _read(file: Path) -> str:
 
 def _records(file: Path) -> Iterator[tuple[str, str | None]]:
     found = False
-    for number, line in enumerate(_read(file).split("\n"), start=1):
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
         if line.strip():
             found = True
             yield _record(line, f"{file.name}, line {number}")

@@ -45,13 +45,14 @@ def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tasks(story: Path, jsonl: Path) -> list[str]:
-    return ["kv_retrieval", "passkey", f"passkey:{story}", f"text:{story}", f"jsonl:{jsonl}"]
+    hidden = ["passkey", f"passkey:{story}", "multi_hop", f"multi_hop:{story}"]
+    return [f"jsonl:{jsonl}", f"text:{story}", "kv_retrieval", "line_retrieval", "two_stage_retrieval", *hidden]
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(9))
 @pytest.mark.parametrize("length", [401, 512])
 def test_length_is_exact(tokenizer: Any, story: Path, jsonl: Path, which: int, length: int) -> None:
-    length = length if which == 4 else length * 3
+    length = length * 3 if which else length
     prompts = make_prompts(tasks(story, jsonl)[which], tokenizer, length=length, samples=3, seed=0)
     assert [len(prompt.input_ids) for prompt in prompts] == [length] * 3
     assert len({prompt.input_ids for prompt in prompts}) == 3
@@ -64,13 +65,15 @@ def test_length_is_exact(tokenizer: Any, story: Path, jsonl: Path, which: int, l
 
 def test_every_length_from_the_smallest_on() -> None:
     tokenizer = byte_level(bos=True)
-    for task in ("kv_retrieval", "passkey"):
+    for task in ("kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval", "multi_hop"):
         with pytest.raises(HeadwiseError, match=r"too small.*?(\d+)$") as caught:
             make_prompts(task, tokenizer, length=1, samples=1, seed=0)
-        smallest = int(re.findall(r"\d+", str(caught.value))[-1]) + 20
+        # Another seed has other words or keys, of other lengths.
+        smallest = int(re.findall(r"\d+", str(caught.value))[-1]) + 90
         for length in range(smallest, smallest + 40):
             prompt = make_prompts(task, tokenizer, length=length, samples=1, seed=length)[0]
-            assert prompt.answer in tokenizer.decode(prompt.input_ids)
+            text = tokenizer.decode(prompt.input_ids)
+            assert all(find.expected.strip() in text for find in prompt.finds) and prompt.finds
 
 
 def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer: Any) -> None:
@@ -132,24 +135,26 @@ def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(jsonl: Path) -> None:
 
 def test_the_seed_decides(story: Path, jsonl: Path) -> None:
     tokenizer = byte_level()
-    for task in tasks(story, jsonl):
+    for at, task in enumerate(tasks(story, jsonl)):
         first, again, other = (
-            digest(make_prompts(task, tokenizer, length=400, samples=2, seed=seed)) for seed in (5, 5, 6)
+            digest(make_prompts(task, tokenizer, length=1000 if at else 400, samples=2, seed=seed))
+            for seed in (5, 5, 6)
         )
         assert first == again != other
 
 
 def test_more_samples_begin_with_the_same_ones() -> None:
     tokenizer = byte_level()
-    for task in ("kv_retrieval", "passkey"):
-        few, many = (make_prompts(task, tokenizer, length=900, samples=n, seed=0) for n in (2, 4))
+    for task in ("kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval", "multi_hop"):
+        few, many = (make_prompts(task, tokenizer, length=1100, samples=n, seed=0) for n in (2, 4))
         assert many[:2] == few
 
 
 def test_other_processes_make_the_same_prompts(story: Path, jsonl: Path) -> None:
     code = (
         "import sys; from profiling.prompts import *; from tests.profiling.tokenizers import byte_level;"
-        "print(*(digest(make_prompts(t, byte_level(), length=400, samples=2, seed=5)) for t in sys.argv[1:]))"
+        "make = lambda t, n: make_prompts(t, byte_level(), length=n, samples=2, seed=5);"
+        "print(*(digest(make(t, 400 if t[:5] == 'jsonl' else 1100)) for t in sys.argv[1:]))"
     )
     found = []
     for hash_seed in ("1", "2"):
@@ -157,7 +162,7 @@ def test_other_processes_make_the_same_prompts(story: Path, jsonl: Path) -> None
         command = [sys.executable, "-c", code, *tasks(story, jsonl)]
         found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT))
     assert found[0] == found[1]
-    assert len(set(found[0].split())) == 5
+    assert len(set(found[0].split())) == 9
 
 
 def test_digest_knows_ids_and_answers() -> None:
@@ -191,6 +196,7 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, capl
         ("needle", "unknown task 'needle'; known: kv_retrieval, passkey"),
         ("", "unknown task ''"),
         ("kv_retrieval:x", "unknown task 'kv_retrieval:x'"),
+        ("two_stage_retrieval:x", "unknown task 'two_stage_retrieval:x'"),
         ("text", "the task 'text' needs a file: text:FILE"),
         ("jsonl:", "the task 'jsonl' needs a file: jsonl:FILE"),
         ("passkey:", "the task 'passkey' needs a file"),
@@ -211,6 +217,8 @@ def test_bad_tasks(task: str, line: str) -> None:
         ("passkey", b"", "bad.file is empty"),
         ("text", b"few words", "bad.file is too short: it has"),
         ("passkey", b"few words", "bad.file is too short for passkey at length 500: it has"),
+        ("multi_hop", b"", "bad.file is empty"),
+        ("multi_hop", b"few words", "length 500 is too small for multi_hop: give at least"),
         ("text", b"caf\xe9 au lait", "bad.file is not UTF-8 text: byte 3"),
         ("jsonl", b"\n\n", "bad.file is empty"),
         ("jsonl", b'{"prompt": "x"}\n{"prompt": \n', "bad.file, line 2: not JSON"),
