@@ -70,15 +70,19 @@ def select(
     first = (k_len - q_len) // TILE
     reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
     width = min(max(2, *(p.blocks for p in patterns)) - 1, reach)
-    tiles = torch.full((batch, heads, rows, width), PAD, dtype=torch.int32, device=device)
-    for some in _chunks(rows if width else 0, 4 * batch * heads * n, device):
-        # No row of the chunk sees a tile outside these.
-        seen = slice(max(first + some.start - reach, 0), first + some.stop)
-        own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
-        best = _best_tiles(queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale)
-        # The chunk may have fewer tiles than the widest pattern takes, and more than the window lets a row see.
-        some_width = min(width, best.shape[-1])
-        tiles[:, :, some, :some_width] = torch.where(best < PAD, best + seen.start, PAD)[..., :some_width]
+    if cpu.serves(queries):
+        blocks, coverage = [p.blocks for p in patterns], [p.coverage for p in patterns]
+        tiles = cpu.best_tiles(queries, keys, blocks, coverage, first=first, reach=reach, scale=scale, width=width)
+    else:
+        tiles = torch.full((batch, heads, rows, width), PAD, dtype=torch.int32, device=device)
+        for some in _chunks(rows if width else 0, 4 * batch * heads * n, device):
+            # No row of the chunk sees a tile outside these.
+            seen = slice(max(first + some.start - reach, 0), first + some.stop)
+            own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
+            best = _best_tiles(queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale)
+            # The chunk may have fewer tiles than the widest pattern takes, and more than the window lets a row see.
+            some_width = min(width, best.shape[-1])
+            tiles[:, :, some, :some_width] = torch.where(best < PAD, best + seen.start, PAD)[..., :some_width]
     return SparseIndex(
         q_len=q_len,
         k_len=k_len,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD
-from kernels.patterns import cpu
+from kernels.patterns import cpu, triton
 from kernels.patterns.base import on_device
 
 # Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the order on the run.
@@ -31,11 +31,13 @@ def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float |
         forced: the first so many entries are taken before all others, whatever their scores (but -inf).
 
     Returns:
-        The places, padded with PAD. Nothing waits for the device. On the CPU the smaller place of two with equal scores
-        comes first; on a GPU topk decides, each time alike.
+        The places, padded with PAD. Nothing waits for the device. The smaller place of two with equal scores comes
+        first, but where a GPU is left to torch, long rows and coverage, topk decides, each time alike.
     """
     if cpu.serves(scores):
         return cpu.best_places(scores, sizes, coverage, forced=forced)
+    if triton.chooses(scores, coverage):
+        return triton.best_places(scores, sizes, forced=forced)
     width = min(max(sizes), scores.shape[-1])
     marked = scores.clone()
     first = marked[..., :forced]

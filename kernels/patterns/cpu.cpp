@@ -230,10 +230,48 @@ inline uint64_t ordered(float score, int64_t place) {
   return uint64_t(bits) << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(place));
 }
 
-// The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), ascending and padded with
-// PAD: of head i the best sizes[i] (ties to the smaller place), the first `forced` entries always among them, entries of
-// -inf never. Where coverage[i] > 0, no more than it takes for their sum to reach that share of the sum of all, and none
-// that adds nothing to it.
+// How a head chooses: at most `size` entries; where coverage > 0 no more than it takes for their sum to reach that share
+// of the sum of all, and none that adds nothing to it.
+struct Choice {
+  int64_t size;
+  double coverage;
+};
+
+// The places of the best of n scores, ascending: ties to the smaller place, the first `forced` always among them, entries
+// of -inf never. Returns how many; `candidates` is scratch.
+int64_t keep_best(const float* score, int64_t n, Choice how, int64_t forced, std::vector<uint64_t>& candidates,
+                  int32_t* kept) {
+  const int64_t size = std::min(n, how.size);
+  int64_t count = 0;
+  double mass = 0, goal = 0;
+  candidates.clear();
+  for (int64_t j = 0; j < n; ++j) {
+    if (score[j] == NEG_INF) continue;
+    goal += score[j];
+    if (j < forced && count < size) {
+      kept[count++] = j, mass += score[j];
+    } else {
+      candidates.push_back(ordered(score[j], j));
+    }
+  }
+  const int64_t left = std::min<int64_t>(size - count, candidates.size());
+  if (left < static_cast<int64_t>(candidates.size()) && left > 0)
+    std::nth_element(candidates.begin(), candidates.begin() + left - 1, candidates.end(), std::greater<>());
+  const auto stop = candidates.begin() + left;
+  // All of it is more than any sum: rounding must not leave out the last entry that has mass.
+  goal = how.coverage < 1 ? goal * how.coverage : std::numeric_limits<double>::infinity();
+  if (how.coverage > 0) std::sort(candidates.begin(), stop, std::greater<>());
+  for (auto at = candidates.begin(); at < stop; ++at) {
+    const int32_t place = ~static_cast<uint32_t>(*at);
+    if (how.coverage > 0 && (mass >= goal || score[place] <= 0)) break;
+    kept[count++] = place, mass += score[place];
+  }
+  std::sort(kept, kept + count);
+  return count;
+}
+
+// The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), padded with PAD: head i keeps
+// at most sizes[i] of each row. See kernels.patterns.choose.best_places.
 at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced) {
   const int64_t n = scores.size(-1), h = scores.size(1);
   const int64_t rows = scores.numel() / std::max<int64_t>(n, 1), rows_of_head = rows / (scores.size(0) * h);
@@ -246,35 +284,67 @@ at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::Arra
   at::parallel_for(0, rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(n, 1)), [&](int64_t begin, int64_t end) {
     std::vector<uint64_t> candidates;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t head = row / rows_of_head % h, size = std::min(n, sizes[head]);
-      const float* score = from + row * n;
+      const int64_t head = row / rows_of_head % h;
       int32_t* kept = to + row * width;
-      int64_t count = 0;
-      double mass = 0, goal = 0;
-      candidates.clear();
-      for (int64_t j = 0; j < n; ++j) {
-        if (score[j] == NEG_INF) continue;
-        goal += score[j];
-        if (j < forced && count < size) {
-          kept[count++] = j, mass += score[j];
-        } else {
-          candidates.push_back(ordered(score[j], j));
-        }
-      }
-      const int64_t left = std::min<int64_t>(size - count, candidates.size());
-      if (left < static_cast<int64_t>(candidates.size()) && left > 0)
-        std::nth_element(candidates.begin(), candidates.begin() + left - 1, candidates.end(), std::greater<>());
-      const auto stop = candidates.begin() + left;
-      // All of it is more than any sum: rounding must not leave out the last entry that has mass.
-      goal = coverage[head] < 1 ? goal * coverage[head] : std::numeric_limits<double>::infinity();
-      if (coverage[head] > 0) std::sort(candidates.begin(), stop, std::greater<>());
-      for (auto at = candidates.begin(); at < stop; ++at) {
-        const int32_t place = ~static_cast<uint32_t>(*at);
-        if (coverage[head] > 0 && (mass >= goal || score[place] <= 0)) break;
-        kept[count++] = place, mass += score[place];
-      }
-      std::sort(kept, kept + count);
+      const int64_t count = keep_best(from + row * n, n, {sizes[head], coverage[head]}, forced, candidates, kept);
       std::fill(kept + count, kept + width, PAD);
+    }
+  });
+  return out;
+}
+
+// For each row of tiles the best key tiles before its own, ascending and padded with PAD: (B, h, R, width). Means of the
+// queries (B, h, R, D) and of the keys (B, h, N, D), contiguous fp32; row r is the query tile at key tile first + r and
+// sees `reach` tiles before it. The row's own tile, which is not listed, and the first tile are always chosen; head i
+// chooses at most blocks[i], where coverage[i] > 0 by the softmax of the scaled products.
+at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::IntArrayRef blocks,
+                      at::ArrayRef<double> coverage, int64_t first, int64_t reach, double scale, int64_t width) {
+  const int64_t h = queries.size(1), R = queries.size(2), N = keys.size(2), D = queries.size(3);
+  const int64_t heads = queries.size(0) * h, row_blocks = (R + TILE - 1) / TILE;
+  at::Tensor out = at::empty({queries.size(0), h, R, width}, queries.options().dtype(at::kInt));
+  int32_t* const to = out.mutable_data_ptr<int32_t>();
+  const float *const q = queries.const_data_ptr<float>(), *const k = keys.const_data_ptr<float>();
+  const int64_t columns = round_up(N, TILE);
+  at::parallel_for(0, heads * row_blocks, 1, [&](int64_t begin, int64_t end) {
+    const auto panel = allocate<float>(D * TILE), asked = allocate<float>(TILE * D);
+    const auto products = allocate<float>(TILE * columns);
+    std::vector<float> scores(N + 1);
+    std::vector<int32_t> kept(N + 1);
+    std::vector<uint64_t> candidates;
+    for (int64_t task = begin; task < end; ++task) {
+      // Long rows first, and heads in turn, so that threads have alike much to do.
+      const int64_t head = task % heads, row0 = (row_blocks - 1 - task / heads) * TILE;
+      const int64_t rows = std::min<int64_t>(TILE, R - row0);
+      std::fill_n(asked.get(), TILE * D, 0.0f);
+      std::copy_n(q + (head * R + row0) * D, rows * D, asked.get());
+      const int64_t from = std::max<int64_t>(first + row0 - reach, 0) / TILE * TILE;
+      for (int64_t tile0 = from; tile0 < first + row0 + rows; tile0 += TILE) {
+        const float* key_rows[TILE];
+        const int have = std::min<int64_t>(TILE, N - tile0);
+        for (int j = 0; j < have; ++j) key_rows[j] = k + (head * N + tile0 + j) * D;
+        pack_k<Blocked<Float>>(key_rows, have, D, D, panel.get());
+        Blocked<Float>::qk(asked.get(), D, panel.get(), products.get() + tile0, columns);
+      }
+      const Choice how{std::max<int64_t>(blocks[head % h], 2), coverage[head % h]};
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t own = first + row0 + r, low = std::max<int64_t>(own - reach, 0);
+        const float* product = products.get() + r * columns;
+        // Entry 0 is the own tile, so that its mass counts; then come the tiles from `low` on.
+        const int64_t n = own - low + 1;
+        scores[0] = product[own];
+        std::copy(product + low, product + own, scores.begin() + 1);
+        if (how.coverage > 0) {
+          const float top = *std::max_element(scores.begin(), scores.begin() + n);
+          float total = 0;
+          for (int64_t j = 0; j < n; ++j) total += scores[j] = std::exp((scores[j] - top) * static_cast<float>(scale));
+          for (int64_t j = 0; j < n; ++j) scores[j] /= total;
+        }
+        const int64_t count = keep_best(scores.data(), n, how, low == 0 ? 2 : 1, candidates, kept.data());
+        int32_t* listed = to + (head * R + row0 + r) * width;
+        // Entry 0 comes first: it is left out.
+        for (int64_t j = 1; j < count; ++j) listed[j - 1] = low + kept[j] - 1;
+        std::fill(listed + count - 1, listed + width, PAD);
+      }
     }
   });
   return out;
@@ -288,10 +358,14 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "(Tensor, Tensor)");
   m.def("mean_pool(Tensor x, int lead) -> Tensor");
   m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced) -> Tensor");
+  m.def(
+      "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, int first, int reach, float scale, "
+      "int width) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("vertical_slash_estimate", &vertical_slash_estimate);
   m.impl("mean_pool", &mean_pool);
   m.impl("best_places", &best_places);
+  m.impl("best_tiles", &best_tiles);
 }

@@ -45,3 +45,26 @@ def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float |
     shares = [share or 0.0 for share in coverage]
     found: Tensor = torch.ops.headwise.best_places(scores.contiguous(), sizes, shares, forced)
     return found
+
+
+def best_tiles(
+    queries: Tensor,
+    keys: Tensor,
+    blocks: Sequence[int],
+    coverage: Sequence[float | None],
+    *,
+    first: int,
+    reach: int,
+    scale: float,
+    width: int,
+) -> Tensor:
+    """For each row of tiles the best key tiles before its own, ascending, padded with PAD: (B, h, R, width) int32.
+
+    queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r and sees `reach` tiles
+    before it.
+    """
+    shares = [share or 0.0 for share in coverage]
+    found: Tensor = torch.ops.headwise.best_tiles(
+        queries.contiguous(), keys.contiguous(), blocks, shares, first, reach, scale, width
+    )
+    return found

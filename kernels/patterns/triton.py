@@ -1,7 +1,8 @@
 """What builders do to whole prompts, in Triton on GPUs: prepares and launches triton_kernels.py.
 
 In torch the estimate writes the attention of the last queries out, four bytes a key for each of them, and reads it
-again several times; here it stays on the chip. Means over tiles stay in torch: they read each number once in any case.
+again several times; here it stays on the chip. torch's topk reads a row of scores up to a dozen times; here it is read
+once. Means over tiles stay in torch: they read each number once in any case.
 
 Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K key length, D head dim.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, choose, split, unavailable
-from kernels.index import TILE, num_tiles
+from kernels.index import PAD, TILE, num_tiles
 from kernels.patterns.base import on_device
 
 _LOG2E = 1.4426950408889634
@@ -29,9 +30,56 @@ _PROGRAMS = 1024
 _MOST_CHUNKS = 64
 
 
+# Rows that the first level of cache holds, and what a program takes of one at a time.
+_MOST_PLACES = 1 << 16
+_CHUNK = 2048
+
+
 def serves(x: Tensor) -> bool:
     """Whether Triton serves builders on these tensors: half precision on a GPU that it compiles for."""
     return x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM and unavailable(x.device) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch: the kernel's name, its grid, its arguments, what is compiled in, and Triton's own options."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
+    """Whether Triton makes this choice: short rows on a GPU, none of them by mass."""
+    short = 0 < scores.shape[-1] <= _MOST_PLACES and scores.numel() > 0
+    return short and all(share is None for share in coverage) and unavailable(scores.device) is None
+
+
+def best_places(scores: Tensor, sizes: Sequence[int], *, forced: int) -> Tensor:
+    """See kernels.patterns.choose.best_places."""
+    places, launch = choice(scores, sizes, forced=forced)
+    _run(launch, scores.device)
+    return places
+
+
+def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor, Launch]:
+    """Memory for the places, and the launch that fills it."""
+    n = scores.shape[-1]
+    width, chunk = min(max(sizes), n), min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
+    places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
+    arguments = {
+        "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device), "places": places,
+        "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
+    }  # fmt: skip
+    return places, Launch(
+        kernel="best_places_kernel",
+        grid=(scores.shape[:-1].numel(),),
+        arguments=arguments,
+        constants={"FORCED": forced, "PAD": PAD, "CHUNK": chunk},
+        options={"num_warps": max(1, chunk // 512)},
+    )
 
 
 def estimate(
@@ -52,17 +100,6 @@ def estimate(
     seen = min(seen, k.shape[2])
     torch.add(near[..., :seen], far[..., :seen], out=slash[..., :seen])
     return vertical, slash
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One launch: the kernel's name, its grid, its arguments, what is compiled in, and Triton's own options."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
