@@ -144,7 +144,7 @@ def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -
         out = q.new_zeros(batch, q_len, num_heads, v_dim).transpose(1, 2)
     else:
         for row, rest in _between(ragged, batch, q_len):
-            out[row, :, rest] = 0
+            out[row, :, rest].zero_()
     return out, torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
 
 
@@ -189,14 +189,14 @@ def _tables(index: SparseIndex, rows: int, window: int | None) -> dict[str, Tens
     at = torch.arange(n + 1, dtype=torch.int32, device=device)
     held = torch.zeros(batch, num_heads, n + 1, dtype=torch.uint8, device=device)
     held.scatter_(-1, diagonals.clamp(max=n).long(), 1)
-    held[..., n] = 0
+    held[..., n].zero_()
     if rows == 1:
         walk = diagonals
         # Diagonal 0 is the own tile, which is not walked.
         walk_counts = _count(walk, at + 1) - 1
     else:
         wants = held[..., :n] + 2 * held[..., 1:]
-        wants[..., 0] = 0
+        wants[..., 0].zero_()
         before = ascending(wants > 0, min(n, 2 * width))
         wanted = wants.gather(-1, before.clamp(max=n - 1).long())
         walk = torch.where(before < n, 4 * before + wanted, PAD)

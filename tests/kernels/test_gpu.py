@@ -20,8 +20,8 @@ from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
-from tests.kernels import triton_cases, triton_estimates
-from tests.kernels.triton_estimates import Estimate
+from tests.kernels import triton_builders, triton_cases
+from tests.kernels.triton_builders import Estimate
 from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -131,11 +131,16 @@ ESTIMATES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*triton_estimates.SMALL, *ESTIMATES])
+@pytest.mark.parametrize("name", [*triton_builders.ESTIMATES, *ESTIMATES])
 def test_estimate_agrees_with_torch(name: str, dtype: torch.dtype) -> None:
-    case = (triton_estimates.SMALL | ESTIMATES)[name]
-    errors = triton_estimates.run(replace(case, dtype=dtype), DEVICE)
-    assert max(errors) <= 10 * triton_estimates.ERROR, f"vertical, slash are off by {errors}"
+    case = (triton_builders.ESTIMATES | ESTIMATES)[name]
+    errors = triton_builders.estimate_error(replace(case, dtype=dtype), DEVICE)
+    assert max(errors) <= 10 * triton_builders.ERROR, f"vertical, slash are off by {errors}"
+
+
+@pytest.mark.parametrize("name", triton_builders.CHOICES)
+def test_choice_is_torch_s(name: str) -> None:
+    assert triton_builders.choice_error(name, DEVICE) == (0, 0)
 
 
 def test_estimate_repeats_to_the_bit_and_keeps_no_attention() -> None:

@@ -20,7 +20,7 @@ from kernels.attention.triton_launch import Launch, choose, serves, split
 from kernels.index import PAD, SparseIndex, num_tiles
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from tests.kernels import triton_cases, triton_estimates
+from tests.kernels import triton_builders, triton_cases
 from tests.kernels.triton_builds import HEAD_DIMS, TARGETS
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +53,15 @@ def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", triton_estimates.SMALL)
+@pytest.mark.parametrize("name", triton_builders.ESTIMATES)
 def test_interpreted_estimate_agrees_with_torch(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
-    assert max(interpreted[name]) <= triton_estimates.ERROR, f"vertical, slash are off by {interpreted[name]}"
+    assert max(interpreted[name]) <= triton_builders.ERROR, f"vertical, slash are off by {interpreted[name]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", triton_builders.CHOICES)
+def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    assert tuple(interpreted[name]) == (0, 0)
 
 
 def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from tests.kernels.triton_builds import TARGETS, VARIANTS, compile_estimate, compile_for
+from tests.kernels.triton_builds import TARGETS, VARIANTS, compile_choice, compile_estimate, compile_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,3 +50,10 @@ def test_estimate_compiles_without_spills(target: str, head_dim: int, window: in
     pytest.importorskip("triton", reason="triton is not installed")
     for name, built in compile_estimate(target, head_dim=head_dim, dtype=torch.bfloat16, window=window).items():
         assert built.fault(target, torch.bfloat16) is None, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("n", [129, 16_385])
+def test_choice_compiles_without_spills(target: str, n: int) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert compile_choice(target, n=n).spilled == 0

@@ -164,6 +164,14 @@ def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: 
     }
 
 
+def compile_choice(target: str, *, n: int) -> Build:
+    """Compile the choice of the best out of n on the target."""
+    from kernels.patterns import triton_kernels
+
+    _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1)
+    return _compile(triton_kernels.best_places_kernel, one.arguments, one.constants, one.options, target)
+
+
 def _compile(
     function: Any, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any], target: str
 ) -> Build:

@@ -1,7 +1,7 @@
 """Cases of the Triton kernel, small enough for its interpreter.
 
 As a script (TRITON_INTERPRET=1 python tests/kernels/triton_cases.py) it interprets them and prints one JSON object: the
-largest errors of out and lse of each case, and of both masses of each estimate.
+largest errors of out and lse of each case, of both masses of each estimate, and wrong places of each choice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import torch
 
 from kernels.attention.triton_launch import Launch
-from tests.kernels import triton_estimates
+from tests.kernels import triton_builders
 from tests.kernels.triton_inputs import Case, packed, padded, run, square
 
 # Largest absolute error of standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
@@ -124,7 +124,8 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     device = torch.device("cpu")
     errors = {name: run(case, device) for name, case in SMALL.items()}
-    errors |= {name: triton_estimates.run(case, device) for name, case in triton_estimates.SMALL.items()}
+    errors |= {name: triton_builders.estimate_error(case, device) for name, case in triton_builders.ESTIMATES.items()}
+    errors |= {name: triton_builders.choice_error(name, device) for name in triton_builders.CHOICES}
     print(json.dumps(errors))
 
 

@@ -1,6 +1,6 @@
-"""Cases of vertical-slash's estimate in Triton, small enough for its interpreter.
+"""Cases of what builders do in Triton, vertical-slash's estimate and the choice of the best, small enough to interpret.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 
+from kernels.index import PAD
+from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
 
 # Of masses of up to 1: the sums have another order.
@@ -33,7 +35,7 @@ class Estimate:
     transposed: bool = False
 
 
-SMALL = {
+ESTIMATES = {
     "estimate of a layer": Estimate(q_len=200, k_len=200, heads=(0, 1, 2, 3), last_q=(64,) * 4, kv_heads=2),
     "estimate of some heads, batch 2, D 80": Estimate(
         q_len=70, k_len=301, heads=(0, 2, 3, 4, 5), last_q=(64, 64, 16, 64, 64), batch=2, num_heads=6, kv_heads=2,
@@ -53,7 +55,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def run(case: Estimate, device: torch.device) -> tuple[float, float]:
+def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
     """Largest absolute errors of both masses against torch's of the same inputs in fp32."""
     torch.manual_seed(0)
     q, k = (
@@ -69,3 +71,32 @@ def run(case: Estimate, device: torch.device) -> tuple[float, float]:
         expected = estimate(q.float(), k.float(), case.heads, case.last_q, **how)
     errors = [float((a - b).abs().nan_to_num(nan=float("inf")).max()) for a, b in zip(found, expected, strict=True)]
     return errors[0], errors[1]
+
+
+# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced.
+CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
+    "choice of 65": ((2, 3, 1, 65), (1, 20, 70), 1),
+    "choice of 130": ((1, 2, 4, 130), (128, 3), 2),
+    "choice of 7 columns": ((2, 2, 7), (3, 2), 64),
+    "choice of 700 columns": ((1, 3, 700), (5, 64, 300), 64),
+    "choice of 5000": ((1, 2, 2, 5000), (100, 4990), 1),
+}
+
+
+def choice_error(name: str, device: torch.device) -> tuple[float, float]:
+    """How many places differ from torch's stable choice on the CPU, among ties and -inf; and how many hold NaN."""
+    shape, sizes, forced = CHOICES[name]
+    torch.manual_seed(0)
+    # Adding 0 makes 0 of -0.
+    scores = (torch.randn(shape) * 4).round() / 4 + 0
+    scores[torch.rand(shape) < 0.3] = float("-inf")
+    how = {"coverage": [None] * len(sizes), "forced": forced}
+    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        found = best_places(scores.to(device), sizes, **how).cpu()
+        poisoned = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
+        taken = best_places(poisoned.to(device), sizes, **how).cpu()
+        with mock.patch("kernels.patterns.triton.chooses", return_value=False):
+            expected = best_places(scores, sizes, **how)
+    wild = (taken != PAD) & poisoned.gather(-1, taken.clamp(max=shape[-1] - 1).long()).isnan()
+    return float((found != expected).sum()), float((wild | (taken < 0)).sum())
