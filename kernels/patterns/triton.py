@@ -78,7 +78,7 @@ def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
         constants={"FORCED": forced, "PAD": PAD, "CHUNK": chunk},
-        options={"num_warps": max(1, chunk // 512)},
+        options={"num_warps": max(1, chunk // 512), "enable_fp_fusion": True},
     )
 
 
