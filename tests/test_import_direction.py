@@ -22,7 +22,10 @@ BELOW: dict[str, set[str]] = {
 HEAVY = {"optuna", "matplotlib", "transformers", "triton"}
 LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
-HEAVY_ROOMS = {"kernels/attention/triton_kernel.py": {"triton"}}
+HEAVY_ROOMS = {
+    "kernels/attention/triton_kernel.py": {"triton"},
+    "kernels/patterns/triton_kernels.py": {"triton"},
+}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
