@@ -3,6 +3,7 @@
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
+from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
 from artifacts.patterns import (
     AShape,
@@ -34,15 +35,18 @@ __all__ = [
     "ArtifactError",
     "BlockSparse",
     "Calibration",
+    "Decode",
     "Dense",
     "Dilated",
     "HeadwiseError",
     "Measurement",
     "ModelInfo",
+    "OmniKV",
     "Pattern",
     "Prefill",
     "SearchInfo",
     "Sidecar",
+    "Similarity",
     "Static",
     "Strided",
     "Summary",

@@ -81,7 +81,23 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
             f"the last {artifact.prefill.dense_tail:,} queries see every key",
         ),
     ]
+    rows += [("decode" * (i == 0), text) for i, text in enumerate(_decode(artifact))]
     return [line for label, text in rows for line in _labelled(label, text, width)]
+
+
+def _decode(artifact: Artifact) -> Iterator[str]:
+    if artifact.decode is None:
+        return
+    omnikv = artifact.decode.omnikv
+    budget = f"{omnikv.budget:,} tokens" if isinstance(omnikv.budget, int) else f"{omnikv.budget:.1%} of the context"
+    selector = omnikv.selector + ("" if omnikv.selector == "last" else f" over {omnikv.window} queries")
+    dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}" if omnikv.dense_layers else ""
+    yield f"OmniKV: filter layers {', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, selector {selector}"
+    if kept := omnikv.similarity:
+        yield (
+            f"keeps {kept.kept:.4f} of the attention mass on held-out prompts ({', '.join(kept.tasks)}); evenly spaced "
+            f"{kept.evenly_spaced:.4f}, mean of {kept.random_samples} random choices {kept.random:.4f}"
+        )
 
 
 def _winners(artifact: Artifact) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
+from artifacts.decode import Decode
 from artifacts.errors import shorten
 from artifacts.patterns import KINDS, Pattern, Record, matching
 
@@ -185,6 +186,7 @@ class Artifact(Record):
     search: SearchInfo
     patterns: dict[PatternName, Pattern]
     prefill: Prefill
+    decode: Decode | None = None
     evidence: tuple[Measurement, ...] = ()
     sidecar: Sidecar | None = None
     content_sha256: SavedSha256 = ""
@@ -208,6 +210,13 @@ class Artifact(Record):
                 unused.pop(name, None)
         if unused:
             raise ValueError(f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers")
+        if self.decode is not None:
+            for name in ("filter_layers", "dense_layers"):
+                last = max(getattr(self.decode.omnikv, name), default=0)
+                if last >= self.model.num_layers:
+                    raise ValueError(
+                        f"decode.omnikv.{name} names layer {last}, the model has {self.model.num_layers} layers"
+                    )
         return self
 
 

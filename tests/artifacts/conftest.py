@@ -105,6 +105,23 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         model=small.model.model_copy(update={"num_layers": 4}),
         patterns=dict(zip(names, patterns, strict=True)),
         prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, layers=rows),
+        decode=artifacts.Decode(
+            omnikv=artifacts.OmniKV(
+                filter_layers=(2,),
+                dense_layers=(0,),
+                selector="exponential",
+                window=8,
+                budget=0.125,
+                similarity=artifacts.Similarity(
+                    kept=0.93,
+                    evenly_spaced=0.91,
+                    random=0.88,
+                    random_samples=50,
+                    top_k=512,
+                    tasks=("passkey", "text:novel.txt"),
+                ),
+            )
+        ),
     )
     recall = np.linspace(0.5, 1.0, 16, dtype=np.float32).reshape(4, 4)
     recall[1] = np.nan

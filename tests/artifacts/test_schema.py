@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from artifacts import (
+    ArtifactError,
     AShape,
     BlockSparse,
     Dense,
@@ -21,6 +22,7 @@ from artifacts import (
     VerticalSlash,
     pattern_name,
 )
+from artifacts.validation import to_artifact
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,25 @@ def test_importing_loads_nothing_heavy():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "artifacts.store" in loaded
     assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"filter_layers": []}, "filter_layers: must not be empty"),
+        ({"filter_layers": [2, 1]}, "must be different layers in ascending order"),
+        ({"filter_layers": [1, 1]}, "must be different layers in ascending order"),
+        ({"filter_layers": [1], "dense_layers": [0, 1]}, "layer 1 is both in filter_layers and in dense_layers"),
+        ({"filter_layers": [3]}, "decode.omnikv.filter_layers names layer 3, the model has 3 layers"),
+        ({"filter_layers": [1], "dense_layers": [9]}, "decode.omnikv.dense_layers names layer 9, the model has 3"),
+        ({"filter_layers": [1], "budget": 0}, "budget"),
+        ({"filter_layers": [1], "budget": 1.0}, "must be a whole number of tokens, or a share of the context"),
+        ({"filter_layers": [1], "selector": "first"}, "selector"),
+        ({"filter_layers": [1], "window": 0}, "window"),
+        ({"filter_layers": [1], "layers": [2]}, "layers"),
+    ],
+)
+def test_decode_sections_that_cannot_be(section, message, make):
+    fields = make().model_dump(mode="json") | {"decode": {"omnikv": section}}
+    with pytest.raises(ArtifactError, match=message):
+        to_artifact(fields)
