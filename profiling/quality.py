@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,13 @@ def perplexity(model: Any, prompts: Sequence[Prompt]) -> float:
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, prompt: Prompt, *, extra_tokens: int = 2) -> str:
-    """The model's greedy continuation, as many tokens as the expected answer has and a few more."""
+def answer(
+    model: Any, tokenizer: Any, prompt: Prompt, *, extra_tokens: int = 2, cache: Callable[[], Any] | None = None
+) -> str:
+    """The model's greedy continuation, as many tokens as the expected answer has and a few more.
+
+    `cache` makes the cache to decode with; transformers' own if None.
+    """
     ids = torch.tensor([prompt.input_ids], device=model.device)
     wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
     output = model.generate(
@@ -48,6 +53,7 @@ def answer(model: Any, tokenizer: Any, prompt: Prompt, *, extra_tokens: int = 2)
         attention_mask=torch.ones_like(ids),
         max_new_tokens=wanted + extra_tokens,
         do_sample=False,
+        past_key_values=cache() if cache else None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
@@ -62,6 +68,9 @@ def is_right(prompt: Prompt, given: str) -> bool:
     return re.match(wanted, given, re.DOTALL) is not None
 
 
-def answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, label: str) -> list[str]:
-    """The greedy answers to all prompts, with progress."""
-    return [answer(model, tokenizer, prompt) for prompt in tqdm(prompts, desc=label, disable=None, leave=False)]
+def answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, label: str, cache: Callable[[], Any] | None = None
+) -> list[str]:
+    """The greedy answers to all prompts, with progress; each with a cache of its own, as `answer` says."""
+    turns = tqdm(prompts, desc=label, disable=None, leave=False)
+    return [answer(model, tokenizer, prompt, cache=cache) for prompt in turns]

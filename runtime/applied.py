@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
 from kernels.patterns import LayerPlan
 from runtime.attention import ATTENTION_NAME, register
+from runtime.decode import OmniKV
 from runtime.fingerprint import check
-from runtime.layers import attention_layers, text_config
+from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.patterns import kernel_patterns
 from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
 
@@ -34,6 +36,17 @@ class Applied:
         config = text_config(model)
         remember(config, layers, settings)
         config._attn_implementation = {**_implementations(config), "": ATTENTION_NAME}
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that the artifact is applied to.
+
+        Raises:
+            HeadwiseError: it no longer is.
+        """
+        if self._model is None:
+            raise HeadwiseError("this artifact is no longer applied: its handle was undone")
+        return self._model
 
     def detach(self) -> None:
         """Give the model its former attention back, nested configurations too; later calls do nothing."""
@@ -65,6 +78,7 @@ def attach(
         dense="eager" if text_config(model)._attn_implementation == "eager" else "sdpa",
         strict=strict,
         backend=backend,
+        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend),
     )
     layers = _plan(artifact, arrays, modules, settings)
     register()
@@ -101,8 +115,30 @@ def _plan(
                     artifact.model.num_kv_heads,
                     dense_tail=artifact.prefill.dense_tail,
                 )
-            layers[modules[number]] = Layer(settings, plan)
+            decode = settings.decode
+            slides = decode is None or number in sliding_layers(modules)
+            role = None if decode is None or slides else decode.role(number)
+            layers[modules[number]] = Layer(settings, number, plan, role)
     return layers
+
+
+def _decode(section: artifacts.OmniKV, model: PreTrainedModel, modules: dict[int, nn.Module], backend: str) -> OmniKV:
+    sliding = sliding_layers(modules)
+    free = [layer for layer in modules if layer not in sliding]
+    for layer in section.filter_layers:
+        if layer not in free:
+            why = "slides" if layer in sliding else "has no attention here"
+            raise HeadwiseError(
+                f"filter layer {layer} {why}: decode can filter in the layers {', '.join(map(str, free))}"
+            )
+    return OmniKV(
+        filter_layers=section.filter_layers,
+        dense_layers=section.dense_layers,
+        budget=section.budget,
+        selector=section.selector,
+        window=section.window,
+        backend=backend,
+    )
 
 
 def _implementations(config: Any) -> dict[str, Any]:

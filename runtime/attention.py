@@ -15,7 +15,7 @@ from kernels import dispatch
 from kernels.attention import sparse_attention
 from kernels.ragged import Ragged
 from runtime.layers import eager_attention
-from runtime.masks import MIN_QUERIES, Layout, PrefillMask, headwise_mask
+from runtime.masks import MIN_QUERIES, Layout, PrefillMask, headwise_mask, starts_of
 from runtime.state import Layer, layer_of
 
 ATTENTION_NAME = "headwise"
@@ -47,6 +47,11 @@ def headwise_attention(
     dense = _Dense(module, layer, dropout, scaling, kwargs)
     if layer is None:
         return dense(query, key, value, attention_mask)
+    if layer.role is not None:
+        decoded = _decode(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
+        if decoded is not None:
+            layer.settings.calls["chosen"] += 1
+            return decoded.transpose(1, 2), None
     why = _why_dense(module, layer, query, key, value, attention_mask, dropout, kwargs)
     layer.settings.calls[why or "sparse"] += 1
     if why is not None:
@@ -54,6 +59,31 @@ def headwise_attention(
     assert isinstance(attention_mask, PrefillMask)
     layout, softcap = attention_mask.tokens, kwargs.get("softcap")
     return _sparse(layer, layout, query, key, value, scaling, softcap, dense), None
+
+
+def _decode(
+    module: nn.Module,
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """(B, H, Q, E) by the decode section of the artifact; None for prefill, and where that cannot serve the call."""
+    decode, role, number = layer.settings.decode, layer.role, layer.number
+    assert decode is not None and role is not None
+    starts = starts_of(mask)
+    if isinstance(starts, str) or _special(module, query, key, value, dropout, kwargs) is not None:
+        return None
+    how: dict[str, Any] = {"starts": starts, "scale": scaling, "softcap": kwargs.get("softcap")}
+    if decode.serves(query, key):
+        return decode.attend(number, role, query, key, value, **how)
+    if query.shape[2] > 1:
+        decode.after_prefill(role, query, key, **how)
+    return None
 
 
 def _why_dense(
@@ -93,8 +123,26 @@ def _reason(
     kwargs: dict[str, Any],
 ) -> str | None:
     assert layer.plan is not None
+    if reason := _special(module, query, key, value, dropout, kwargs):
+        return reason
+    if not isinstance(mask, PrefillMask):
+        return "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+    batch, _, q_len, k_len = mask.shape
+    if (query.shape[0], query.shape[2], key.shape[2]) != (batch, q_len, k_len):
+        return "the cache holds other keys than the mask is for"
+    heads = (len(layer.plan.patterns), layer.plan.num_kv_heads)
+    if (query.shape[1], key.shape[1]) != heads:
+        found = (query.shape[1], key.shape[1])
+        return f"the layer has {found} query and KV heads, the plan is for {heads}"
+    return _no_kernel(layer.settings.backend, query, key, value)
+
+
+def _special(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    """What a call asks for that no kernel of ours does, None where it is plain causal attention."""
     if torch.compiler.is_compiling():
-        return "the prefill is being compiled"
+        return "the call is being compiled"
     if _causal(module, kwargs) is False:
         return "attention is not causal"
     if _wants_weights(module, kwargs):
@@ -108,18 +156,9 @@ def _reason(
             return f"the layer uses {what}"
     if kwargs.get("sliding_window") is not None:
         return "the layer slides, and the artifact has patterns for it"
-    if not isinstance(mask, PrefillMask):
-        return "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
-    batch, _, q_len, k_len = mask.shape
-    if (query.shape[0], query.shape[2], key.shape[2]) != (batch, q_len, k_len):
-        return "the cache holds other keys than the mask is for"
-    heads = (len(layer.plan.patterns), layer.plan.num_kv_heads)
-    if (query.shape[1], key.shape[1]) != heads:
-        found = (query.shape[1], key.shape[1])
-        return f"the layer has {found} query and KV heads, the plan is for {heads}"
     if not query.dtype == key.dtype == value.dtype:
         return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
-    return _no_kernel(layer.settings.backend, query, key, value)
+    return None
 
 
 def _no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | None:

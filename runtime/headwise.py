@@ -11,6 +11,7 @@ import artifacts
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import Cache
 
     from artifacts.sidecar import Array
     from runtime.applied import Applied
@@ -55,24 +56,53 @@ class Headwise:
         from runtime.applied import attach
 
         return Handle(
-            attach(self.artifact, self.arrays, model, strict=strict, check_weights=check_weights, backend=backend)
+            self, attach(self.artifact, self.arrays, model, strict=strict, check_weights=check_weights, backend=backend)
         )
+
+    def cache(self, model: nn.Module) -> Cache:
+        """An empty cache for the model's `past_key_values`, with what the decode section keeps beside keys and values.
+
+        A new token costs its own bytes in it, not a copy of all before; it grows, crops and reorders as transformers'
+        own does. Without it decode works too, by the last query alone.
+
+        Raises:
+            HeadwiseError: the artifact has no decode section, or the model is of another kind.
+        """
+        from runtime.caches import make_cache
+
+        return make_cache(self.artifact, model)
 
 
 class Handle:
     """An artifact at work on a model. A context manager; undo() may be called any number of times."""
 
-    def __init__(self, applied: Applied) -> None:
+    def __init__(self, headwise: Headwise, applied: Applied) -> None:
+        self._headwise = headwise
         self._applied = applied
 
     def undo(self) -> None:
         """Give the model back the attention it had before."""
         self._applied.detach()
 
+    def cache(self) -> Cache:
+        """An empty cache for one generation: see Headwise.cache."""
+        return self._headwise.cache(self._applied.model)
+
+    def cache_bytes(self, cache: Cache) -> int:
+        """Bytes of memory that a cache holds, room for new tokens included."""
+        from runtime.caches import cache_bytes
+
+        return cache_bytes(cache)
+
     def stats(self) -> dict[str, Any]:
-        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}."""
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and "decode": n with a decode section.
+
+        "sparse" are prefills by the patterns, "decode" steps by the decode section.
+        """
         calls = dict(self._applied.calls)
-        return {"sparse": calls.pop("sparse", 0), "dense": calls}
+        sparse, decode = calls.pop("sparse", 0), calls.pop("chosen", 0)
+        served = {"sparse": sparse} if self._headwise.artifact.decode is None else {"sparse": sparse, "decode": decode}
+        return {**served, "dense": calls}
 
     def __enter__(self) -> Self:
         return self

@@ -48,6 +48,15 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     return dict(sorted(found.items()))
 
 
+def sliding_layers(modules: dict[int, nn.Module]) -> set[int]:
+    """Those of the attention layers that see a window only."""
+    return {
+        layer
+        for layer, module in modules.items()
+        if getattr(module, "sliding_window", None) is not None or "sliding" in str(getattr(module, "layer_type", ""))
+    }
+
+
 def eager_attention(module: nn.Module) -> Any | None:
     """The eager attention function that the module's class would use, None where it has none."""
     return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")

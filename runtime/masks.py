@@ -102,6 +102,40 @@ class PrefillMask(Tensor):
         return func(*args, **kwargs)
 
 
+def starts_of(mask: Tensor | None) -> Tensor | str | None:
+    """First real key of each sequence, (B,) int32, by the mask of a call; None where all start at 0.
+
+    A string says why the mask does not tell: it was made elsewhere, or sequences have holes or end before the last key.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, PrefillMask):
+        layout, device = mask.tokens, mask.device
+        if any(end != layout.k_len for _, end in layout.ranges):
+            return "a sequence ends before the last key"
+        firsts = [start for start, _ in layout.ranges]
+        return torch.tensor(firsts, dtype=torch.int32, device=device) if any(firsts) else None
+    starts: Tensor | str | None = getattr(mask, _STARTS, "the mask was made elsewhere")
+    return starts
+
+
+_STARTS = "headwise_starts"
+
+
+def _telling(mask: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """The mask of a decode step, with what starts_of wants to know kept on it."""
+    if mask is None or (padding is not None and (padding.dim() != 2 or padding.shape != (batch, length))):
+        return mask
+    starts = None
+    if padding is not None:
+        real = padding.bool()
+        starts = real.to(torch.uint8).argmax(1).to(torch.int32)
+        if not bool((real.sum(1) == length - starts).all()):
+            return mask
+    setattr(mask, _STARTS, starts)
+    return mask
+
+
 def headwise_mask(
     batch_size: int,
     q_length: int,
@@ -131,8 +165,6 @@ def headwise_mask(
     }
     if (
         settings is None
-        or q_length < MIN_QUERIES
-        or kv_length < settings.dense_below
         or kv_offset != 0
         or mask_function is not causal_mask_function
         or kwargs.get("local_size") is not None
@@ -140,6 +172,10 @@ def headwise_mask(
         or torch.compiler.is_compiling()
     ):
         return dense(**given)
+    if q_length < MIN_QUERIES or kv_length < settings.dense_below:
+        mask = dense(**given)
+        whole = settings.decode is not None and int(q_offset) + q_length == kv_length
+        return _telling(mask, attention_mask, batch_size, kv_length) if whole else mask
     start = int(q_offset)
     ranges = _ranges(attention_mask, batch_size, start + q_length)
     if ranges is None or start + q_length > kv_length:

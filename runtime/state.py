@@ -12,6 +12,7 @@ from torch import nn
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
+from runtime.decode import OmniKV, Role
 
 _log = logging.getLogger("headwise")
 
@@ -27,6 +28,7 @@ class Settings:
     dense: str
     strict: bool
     backend: str
+    decode: OmniKV | None = None
     calls: Counter[str] = field(default_factory=Counter)
     said: set[str] = field(default_factory=set)
 
@@ -41,10 +43,15 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The part of an application that one attention module needs; plan is None for a layer left alone."""
+    """The part of an application that one attention module needs.
+
+    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone.
+    """
 
     settings: Settings
+    number: int
     plan: LayerPlan | None
+    role: Role | None = None
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()

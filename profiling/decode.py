@@ -1,0 +1,284 @@
+"""Decode of dense attention against an artifact's decode section: time a token, perplexity, pass keys, bytes held.
+
+python -m profiling.decode --model smollm2 --config cfg.yaml --context 8192 --text novel.txt --passkeys 20
+
+Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
+
+Shapes: B batch (1 here), G KV heads, K context, D head dim, S prompt length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError, load
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write, check_writable
+from profiling.latency import interleaved
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import Prompt, make_prompts
+from profiling.quality import answers, is_right
+from runtime import Headwise
+from runtime import load as load_headwise
+from runtime.caches import cache_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What to compare; 0 leaves a measurement out."""
+
+    model: str
+    config: Path
+    context: int
+    steps: int = 16
+    repeats: int = 5
+    text: str | None = None
+    text_length: int = 4096
+    forced: int = 512
+    task: str = "passkey"
+    task_length: int = 4096
+    trials: int = 20
+    seed: int = 1000
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method's figures; None where they were not asked for. cache_bytes is of the timed context."""
+
+    method: str
+    token_seconds: float | None
+    cache_bytes: int | None
+    perplexity: float | None
+    right: int | None
+    answers: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Method:
+    """How a method attends, and the cache that it decodes with."""
+
+    name: str
+    apply: Callable[[], AbstractContextManager[object]]
+    cache: Callable[[], Any]
+
+
+def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
+    """Load the model and compare; rows of the methods, dense first, and what is needed to repeat them.
+
+    Raises:
+        HeadwiseError: the artifact has no decode section, or is for another model.
+    """
+    artifact = load(config.config)
+    if artifact.decode is None:
+        raise HeadwiseError(f"{config.config} has no decode section: python -m search.filters writes one")
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    methods = _methods(loaded, load_headwise(config.config))
+    seconds, held = _times(config, loaded, methods) if config.repeats else ({}, {})
+    prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
+    texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, 1) if config.text else []
+    rows = [_row(config, loaded, method, seconds, held, prompts, texts) for method in methods]
+    record = {
+        "rows": [asdict(row) for row in rows],
+        "all_seconds": seconds,
+        "settings": {**asdict(config), "config": config.config.name, "content_sha256": artifact.content_sha256},
+        "versions": {
+            **{name: version(name) for name in ("torch", "transformers")},
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    }
+    return rows, record
+
+
+def _methods(loaded: LoadedModel, headwise: Headwise) -> list[_Method]:
+    from transformers import DynamicCache
+
+    model = loaded.model
+    config = model.config.get_text_config(decoder=True)
+    return [
+        _Method("dense", nullcontext, lambda: DynamicCache(config=config)),
+        _Method("headwise", lambda: headwise.apply(model), lambda: headwise.cache(model)),
+    ]
+
+
+def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, samples: int) -> list[Prompt]:
+    return make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=config.seed)
+
+
+@torch.no_grad()
+def _times(
+    config: Comparison, loaded: LoadedModel, methods: Sequence[_Method]
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of `steps` tokens in turn, and the bytes of each method's cache."""
+    model = loaded.model
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    caches = {}
+    for method in methods:
+        with method.apply():
+            caches[method.name] = method.cache()
+            _fill(model, caches[method.name], config.context, config.seed)
+    current: list[Any] = []
+
+    def entering(method: _Method) -> Callable[[], AbstractContextManager[object]]:
+        def enter() -> AbstractContextManager[object]:
+            current[:] = [caches[method.name]]
+            if extra := current[0].get_seq_length() - config.context:
+                current[0].crop(-extra)
+            return method.apply()
+
+        return enter
+
+    def decode() -> None:
+        for step in range(config.steps):
+            position = torch.tensor([[config.context + step]], device=model.device)
+            model(token, position_ids=position, past_key_values=current[0], use_cache=True)
+
+    contexts = {method.name: entering(method) for method in methods}
+    seconds = interleaved(contexts, decode, repeats=config.repeats, device=config.device)
+    return seconds, {name: cache_bytes(cache) for name, cache in caches.items()}
+
+
+def _fill(model: Any, cache: Any, context: int, seed: int) -> None:
+    """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long prefill leaves them."""
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for layer in range(config.num_hidden_layers):
+        k, v = (
+            torch.randn(1, heads, context, head_dim, generator=generator, device=model.device, dtype=model.dtype)
+            for _ in range(2)
+        )
+        cache.update(k, v, layer)
+
+
+@torch.no_grad()
+def forced_perplexity(model: Any, cache: Any, prompt: Prompt, forced: int) -> float:
+    """Perplexity of the prompt's last `forced` tokens, decoded one by one after a prefill of the others."""
+    ids = torch.tensor([prompt.input_ids], device=model.device)
+    start = ids.shape[1] - forced
+    logits = model(ids[:, :start], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    losses = []
+    for at in tqdm(range(start, ids.shape[1]), desc="forced decode", disable=None, leave=False):
+        losses.append(torch.nn.functional.cross_entropy(logits[:, -1].float(), ids[:, at]))
+        logits = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+    return math.exp(torch.stack(losses).mean().item())
+
+
+def _row(
+    config: Comparison,
+    loaded: LoadedModel,
+    method: _Method,
+    seconds: dict[str, list[float]],
+    held: dict[str, int],
+    prompts: Sequence[Prompt],
+    texts: Sequence[Prompt],
+) -> Row:
+    model = loaded.model
+    with method.apply():
+        given = answers(model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache)
+        loss = forced_perplexity(model, method.cache(), texts[0], config.forced) if texts else None
+    timed = sorted(seconds.get(method.name, []))
+    return Row(
+        method=method.name,
+        token_seconds=timed[len(timed) // 2] / config.steps if timed else None,
+        cache_bytes=held.get(method.name),
+        perplexity=loss,
+        right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
+        answers=tuple(given),
+    )
+
+
+def table(rows: Sequence[Row], trials: int) -> str:
+    """The comparison as an aligned text table; ratios are to the first row."""
+    first = rows[0]
+    lines = [["", "ms/token", "tokens/s", "x dense", "cache MiB", "perplexity", "right"]]
+    for row in rows:
+        t, loss = row.token_seconds, row.perplexity
+        change = f" ({100 * (loss / first.perplexity - 1):+.2f}%)" if loss and first.perplexity and row != first else ""
+        lines.append(
+            [
+                row.method,
+                f"{1e3 * t:.2f}" if t else "-",
+                f"{1 / t:.1f}" if t else "-",
+                f"{first.token_seconds / t:.2f}x" if t and first.token_seconds else "-",
+                f"{row.cache_bytes / 2**20:.1f}" if row.cache_bytes else "-",
+                f"{loss:.3f}{change}" if loss else "-",
+                f"{row.right}/{trials}" if row.right is not None else "-",
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.decode."""
+    p = ArgumentParser(prog="python -m profiling.decode", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", required=True, type=Path, help="artifact with a decode section")
+    p.add_argument("--context", type=int, default=8192, help="tokens in the cache when decode is timed")
+    p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
+    p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")
+    p.add_argument("--text", help="long text for perplexity; without it there is none")
+    p.add_argument("--text-length", type=int, default=Comparison.text_length, help="tokens of the text's window")
+    p.add_argument("--forced", type=int, default=Comparison.forced, help="of these, decoded one by one at the end")
+    p.add_argument("--task", default=Comparison.task, help="what is answered (default passkey)")
+    p.add_argument("--task-length", type=int, default=Comparison.task_length, help="tokens of its prompts")
+    p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
+    p.add_argument("--seed", type=int, default=Comparison.seed)
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    return p
+
+
+def config_from(options: argparse.Namespace) -> Comparison:
+    """The comparison of a command line.
+
+    Raises:
+        HeadwiseError: a size that leaves nothing to measure.
+    """
+    values = {name: value for name, value in vars(options).items() if name != "json"}
+    for name in ("context", "steps", "forced", "text_length", "task_length"):
+        if values[name] < 1:
+            raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
+    if values["forced"] >= values["text_length"]:
+        raise HeadwiseError(
+            f"--forced must be below --text-length ({values['text_length']}), got {values['forced']}: "
+            "the tokens before are prefilled"
+        )
+    return Comparison(**values)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = parser().parse_args(argv)
+    config = config_from(options)
+    if options.json:
+        check_writable(options.json)
+    rows, record = run(config)
+    print(table(rows, config.trials))
+    if options.json:
+        command = "python -m profiling.decode " + " ".join(sys.argv[1:] if argv is None else argv)
+        atomic_write(options.json, (json.dumps({"command": command, **record}, indent=1, default=str) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
