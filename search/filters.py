@@ -1,0 +1,267 @@
+"""python -m search.filters: choose the layers that filter in decode, and write them into an artifact.
+
+The similarity of layers is measured on a few prompts (or read with --profile), the filter layers that keep the most
+attention mass are found exactly, and the choice is compared with evenly spaced and with random ones on other prompts.
+The artifact's other sections stay as they are.
+
+python -m search.filters --model smollm2 --config cfg.yaml --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load_pair, save
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import check_writable
+from profiling.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure
+from profiling.models import load_model
+from profiling.prompts import TASKS
+from profiling.similarity_profile import Profile, load_profile
+from runtime.fingerprint import check
+from search.filter_layers import (
+    Choice,
+    Rules,
+    best_filters,
+    chosen,
+    evenly_spaced,
+    fewest_filters,
+    random_choices,
+)
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+RANDOM_CHOICES = 50
+# Held-out prompts are made with another seed.
+_OTHER_SEED = 7919
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterSearch:
+    """What to choose by. `profile` is measured if None; `layers` takes these filter layers instead of the best."""
+
+    model: str
+    config: Path
+    out: Path
+    measured: SimilarityConfig
+    profile: Path | None = None
+    rules: Rules = field(default_factory=Rules)
+    layers: tuple[int, ...] | None = None
+    min_kept: float | None = None
+    budget: int | float = 2048
+    selector: str = "last"
+    window: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The choice on the prompts it was made by, and it and others as many on held-out ones."""
+
+    choice: Choice
+    held_out: Choice
+    even: Choice
+    random: tuple[Choice, ...]
+    profile: Profile
+
+    @property
+    def random_mean(self) -> float:
+        return float(np.mean([choice.kept for choice in self.random]))
+
+
+def run(config: FilterSearch) -> tuple[Artifact, Found]:
+    """Measure, choose, compare, and write the artifact; nothing is written where an error is raised.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    check_writable(config.out)
+    artifact, arrays = load_pair(config.config)
+    former = None if config.profile is None else load_profile(config.profile)
+    loaded = load_model(config.model, dtype=config.measured.dtype, device=config.measured.device)
+    check(artifact.model, loaded.model)
+    if former is None:
+        former = measure(config.measured, loaded)
+    elif former.about["weights_sha256"] != artifact.model.weights_sha256:
+        raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
+    choice = choose(config, former)
+    again = replace(config.measured, seed=config.measured.seed + _OTHER_SEED, top_k=former.about["top_k"])
+    found = compare(choice, former, measure(again, loaded), config.rules)
+    return save(with_filters(artifact, config, found), config.out, _arrays(arrays, found)), found
+
+
+def choose(config: FilterSearch, profile: Profile) -> Choice:
+    """The choice that the configuration asks for, by the mean over all tasks."""
+    mass, layers = profile.mass(), profile.layers
+    if config.layers is not None:
+        return chosen(mass, layers, config.rules, config.layers)
+    if config.min_kept is not None:
+        return fewest_filters(mass, layers, config.rules, config.min_kept)
+    return best_filters(mass, layers, config.rules)
+
+
+def compare(choice: Choice, profile: Profile, held_out: Profile, rules: Rules) -> Found:
+    """The choice on held-out prompts beside evenly spaced and random choices of as many layers."""
+    mass, layers, count = held_out.mass(), held_out.layers, len(choice.filter_layers)
+    return Found(
+        choice=choice,
+        held_out=chosen(mass, layers, rules, choice.filter_layers),
+        even=evenly_spaced(mass, layers, rules, count),
+        random=tuple(random_choices(mass, layers, rules, count, samples=RANDOM_CHOICES, seed=0)),
+        profile=profile,
+    )
+
+
+def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Artifact:
+    """The artifact with the choice as its decode section."""
+    section = OmniKV(
+        filter_layers=found.choice.filter_layers,
+        dense_layers=found.choice.dense_layers,
+        selector=config.selector,  # type: ignore[arg-type]
+        window=config.window,
+        budget=config.budget,
+        similarity=Similarity(
+            kept=found.held_out.kept,
+            evenly_spaced=found.even.kept,
+            random=found.random_mean,
+            random_samples=len(found.random),
+            top_k=found.profile.about["top_k"],
+            tasks=tuple(found.profile.tasks),
+        ),
+    )
+    return artifact.model_copy(update={"decode": Decode(omnikv=section)})
+
+
+def _arrays(arrays: Mapping[str, Array], found: Found) -> dict[str, Array]:
+    return {**arrays, "similarity.mass": found.profile.mass().astype(np.float32)}
+
+
+def report(found: Found) -> str:
+    """What was chosen and how much attention mass it keeps, beside what it is compared with."""
+    n = len(found.profile.layers)
+    full = len(found.choice.filter_layers) + len(found.choice.dense_layers)
+
+    def named(choice: Choice) -> str:
+        return ", ".join(map(str, choice.filter_layers))
+
+    return "\n".join(
+        [
+            f"filter layers {named(found.choice)}; dense {', '.join(map(str, found.choice.dense_layers)) or 'none'}; "
+            f"{n - full} of {n} full-attention layers are sparse",
+            f"attention mass kept by the top {found.profile.about['top_k']} tokens, mean over these layers:",
+            f"  chosen on                {found.choice.kept:.4f}",
+            f"  held-out prompts         {found.held_out.kept:.4f}",
+            f"  evenly spaced            {found.even.kept:.4f}  ({named(found.even)})",
+            f"  {len(found.random)} random choices        {found.random_mean:.4f}  (mean; best "
+            f"{max(choice.kept for choice in found.random):.4f})",
+        ]
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m search.filters."""
+    p = ArgumentParser(prog="python -m search.filters", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", required=True, type=Path, help="artifact to start from, as search.heads writes it")
+    p.add_argument("--out", required=True, type=Path, help="artifact to write; may be the same file")
+    p.add_argument("--profile", type=Path, help="folder of python -m profiling.similarity, instead of measuring")
+    p.add_argument("--filters", type=int, default=Rules.most, help="at most so many filter layers (default 3)")
+    p.add_argument("--dense-first", type=int, default=Rules.dense_first, help="shallow layers kept dense (default 2)")
+    p.add_argument("--adjacent", action="store_true", help="keep the layer after each filter dense, to hide fetches")
+    p.add_argument("--min-kept", type=float, help="the fewest filter layers that keep this share, not the best")
+    p.add_argument("--layers", help="filter layers by hand, such as 2,8,18")
+    p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
+    p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
+    p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
+    p.add_argument("--task", dest="tasks", action="append", help=f"prompts to measure on, repeatable: {TASKS}")
+    p.add_argument("--length", type=int, help="their length in tokens")
+    p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
+    p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt")
+    p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    return p
+
+
+def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
+    """The search of a command line.
+
+    Raises:
+        HeadwiseError: a value that cannot be.
+    """
+    budget = _budget(options.budget)
+    if options.min_kept is not None and not 0 < options.min_kept <= 1:
+        raise HeadwiseError(f"--min-kept must be above 0 and at most 1, got {options.min_kept}")
+    if options.layers is not None and options.min_kept is not None:
+        raise HeadwiseError("--layers and --min-kept exclude each other: the layers are given or searched")
+    for name in ("filters", "window"):
+        if getattr(options, name) < 1:
+            raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.dense_first < 0:
+        raise HeadwiseError(f"--dense-first must not be negative, got {options.dense_first}")
+    length = options.length
+    measured = SimilarityConfig(
+        model=options.model,
+        tasks=tuple(options.tasks or DEFAULT_TASKS),
+        length=length,
+        samples=options.samples,
+        steps=options.steps,
+        top_k=ceil(budget * length) if isinstance(budget, float) and length else None,
+        seed=options.seed,
+        dtype=options.dtype,
+        device=options.device,
+        command=command,
+    )
+    return FilterSearch(
+        model=options.model,
+        config=options.config,
+        out=options.out,
+        measured=measured,
+        profile=options.profile,
+        rules=Rules(dense_first=options.dense_first, most=options.filters, adjacent=options.adjacent),
+        layers=None if options.layers is None else _layers(options.layers),
+        min_kept=options.min_kept,
+        budget=budget,
+        selector=options.selector,
+        window=options.window,
+    )
+
+
+def _budget(text: str) -> int | float:
+    try:
+        budget = float(text) if "." in text else int(text)
+    except ValueError:
+        budget = 0
+    if budget <= 0 or (isinstance(budget, float) and budget >= 1):
+        raise HeadwiseError(f"--budget must be a number of tokens or a share between 0 and 1, got {text!r}")
+    return budget
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise HeadwiseError(f"--layers must be layer numbers with commas between, such as 2,8,18, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = config_from(parser().parse_args(argv), "python -m search.filters " + shlex.join(argv))
+    _, found = run(config)
+    print(report(found))
+    print(f"wrote {config.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

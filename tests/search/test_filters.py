@@ -1,0 +1,102 @@
+"""python -m search.filters as its users run it, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling import similarity
+from runtime import load
+from search import filters, heads
+
+LENGTH = 600
+MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH), "--steps", "3", "--samples", "1"]
+RULES = ["--dense-first", "0", "--filters", "1", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("found") / "cfg.yaml"
+    options = {"length": 1000, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "command": "test"}
+    heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
+    return out
+
+
+@pytest.fixture
+def command(tiny_model: Path, found: Path) -> list[str]:
+    return ["--model", str(tiny_model), "--config", str(found), *RULES, *MEASURE]
+
+
+def test_fills_the_decode_section_and_leaves_the_rest(
+    command: list[str], found: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new.yaml"
+    filters.main([*command, "--out", str(out), "--budget", "0.25", "--selector", "uniform", "--window", "4"])
+    before, arrays = artifacts.load_pair(found)
+    after, more = artifacts.load_pair(out)
+    assert after.decode is not None and after.prefill == before.prefill and after.patterns == before.patterns
+    section = after.decode.omnikv
+    assert (section.selector, section.window, section.budget) == ("uniform", 4, 0.25)
+    mass = more.pop("similarity.mass")
+    assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
+    kept = [(1 + mass[f, f + 1 :].sum() + f) / 3 for f in range(3)]
+    assert section.filter_layers == (int(np.argmax(kept)),)
+    assert section.similarity is not None and section.similarity.tasks == ("passkey", "kv_retrieval")
+    assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
+    printed = capsys.readouterr().out
+    assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random choices" in printed
+    artifacts.load(found)
+
+
+def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], found: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cfg.yaml"
+    artifacts.save(*artifacts.load_pair(found)[:1], out, artifacts.load_arrays(found))
+    at = command.index("--config") + 1
+    filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out), "--layers", "1"])
+    after = artifacts.load(out)
+    assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
+    assert after.decode.omnikv.dense_layers == (0,)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
+    command: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    from profiling.models import load_model
+
+    profile, out = tmp_path / "profile", tmp_path / "cfg.yaml"
+    similarity.main(["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"])
+    filters.main([*command, "--out", str(out), "--profile", str(profile), "--layers", "1", "--budget", "64"])
+    loaded = load_model(str(tiny_model), dtype="float32")
+    ids = torch.randint(3, 90, (1, 200))
+    with load(out).apply(loaded.model) as handle:
+        loaded.model.generate(ids, past_key_values=handle.cache(), max_new_tokens=4, do_sample=False)
+        assert handle.stats()["decode"] == 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "0"], "--budget must be a number of tokens or a share between 0 and 1, got '0'"),
+        (["--budget", "1.5"], "--budget must be a number of tokens or a share between 0 and 1, got '1.5'"),
+        (["--layers", "1,x"], "--layers must be layer numbers with commas between, such as 2,8,18, got '1,x'"),
+        (["--layers", "9"], "filter layer 9 is no full-attention layer"),
+        (["--min-kept", "2"], "--min-kept must be above 0 and at most 1, got 2.0"),
+        (["--min-kept", "0.5", "--layers", "1"], "--layers and --min-kept exclude each other"),
+        (["--window", "0"], "--window must be at least 1, got 0"),
+        (["--dense-first", "3"], "3 full-attention layers leave none to be sparse behind 3 dense ones"),
+        (["--profile", "nowhere"], "there is no similarity profile"),
+        (["--task", "riddle"], "unknown task"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    options: list[str], message: str, command: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(HeadwiseError, match=message):
+        filters.main([*command, "--out", str(tmp_path / "new.yaml"), *options])
+    assert not list(tmp_path.iterdir())
