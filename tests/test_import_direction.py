@@ -24,7 +24,9 @@ LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
 HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
+    "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},
+    "runtime/cache_layers.py": {"transformers"},
 }
 
 
