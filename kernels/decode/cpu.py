@@ -1,0 +1,55 @@
+"""Attention of a few queries over all or chosen keys on the CPU in native code: cpu.cpp, compiled at first use.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from kernels.attention import cpu as attention
+from kernels.native import build
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot serve the call; None where it can."""
+    return attention.supports(q, k, v)
+
+
+@functools.cache
+def engines(dtype: torch.dtype) -> list[str]:
+    """The engines of this build for a dtype, fastest first: "dot" (AVX-512 bf16 dot products), "float"."""
+    if reason := build.load():
+        raise ValueError(reason)
+    found: list[str] = torch.ops.headwise.decode_engines(dtype)
+    return found
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    tokens: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    scores: str,
+    block_table: Tensor | None,
+    engine: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See kernels.decode.decode_attention; `engine` takes another than the fastest.
+
+    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    lists = (x if x is None else x.contiguous() for x in (tokens, starts, ends, block_table))
+    out, lse, mass = torch.ops.headwise.decode_attention(
+        q, k, v, *lists, window or 0, scale, softcap or 0.0, scores, engine or engines(q.dtype)[0]
+    )
+    return out, lse, None if scores == "none" else mass

@@ -1,0 +1,68 @@
+"""Attention of a few queries over all or chosen keys in plain fp32 torch: slow, obvious, and the only oracle.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot serve the call; None where it can. It always can."""
+    return None
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    tokens: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    scores: str,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See kernels.decode.decode_attention. Returns out (B, H, Q, E), lse (B, H, Q) and scores (B, G, C or K)."""
+    if block_table is not None:
+        k, v = _unpaged(k, block_table), _unpaged(v, block_table)
+    (batch, num_heads, q_len, _), num_kv_heads, k_len = q.shape, k.shape[1], k.shape[2]
+    rows = torch.arange(k_len, device=q.device) if tokens is None else tokens.long()
+    rows = rows.view(batch if tokens is not None else 1, -1, 1, rows.shape[-1])
+    first = torch.zeros(batch, device=q.device) if starts is None else starts
+    last = torch.full((batch,), k_len, device=q.device) if ends is None else ends
+    at = last.view(-1, 1, 1, 1) - q_len + torch.arange(q_len, device=q.device).view(-1, 1)
+    seen = (rows >= first.view(-1, 1, 1, 1)) & (rows <= at) & (rows < k_len)
+    if window is not None:
+        seen &= rows > at - window
+    seen = seen.expand(batch, num_kv_heads, -1, -1)
+    keys, values = (_chosen(x, rows, seen) for x in (k, v))
+    queries = q.float().view(batch, num_kv_heads, -1, q_len, q.shape[-1])
+    logits = torch.einsum("bgnqd,bgkd->bgnqk", queries, keys) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
+    lse = logits.logsumexp(-1)
+    shares = (logits - lse.where(lse > float("-inf"), 0)[..., None]).exp()
+    out = torch.einsum("bgnqk,bgke->bgnqe", shares, values).to(q.dtype).reshape(batch, num_heads, q_len, -1)
+    mass = {"none": None, "sum": shares.sum((2, 3)), "max": shares.amax((2, 3))}[scores]
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.view(batch, num_heads, q_len), mass
+
+
+def _unpaged(cache: Tensor, block_table: Tensor) -> Tensor:
+    """(B, G, K, dim) from pages (pages, page size, G, dim); entries that are no page become page 0."""
+    pages = block_table.where((block_table >= 0) & (block_table < cache.shape[0]), 0).long()
+    return cache[pages].flatten(1, 2).transpose(1, 2)
+
+
+def _chosen(x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+    """fp32 rows (B, G, C, dim) of x (B, G, K, dim); zeros where no query sees the row, whatever lies there."""
+    batch, num_kv_heads, k_len, dim = x.shape
+    at = rows[:, :, 0].clamp(0, k_len - 1).expand(batch, num_kv_heads, -1)
+    taken = x.gather(2, at[..., None].expand(-1, -1, -1, dim)).float()
+    return taken.where(seen.any(2)[..., None], 0)

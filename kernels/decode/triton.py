@@ -1,0 +1,245 @@
+"""Attention of a few queries over all or chosen keys on the GPU in Triton: checks a call, prepares and launches it.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim,
+R = Q * H / G query rows of a KV head, S splits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.attention.triton_launch import architecture, unavailable
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_DIM = 256
+_LOG2E = 1.4426950408889634
+# A split shorter than this costs more to combine than it saves; more of them than this one program cannot combine.
+_FEWEST_KEYS, _MOST_SPLITS = 256, 128
+# Programs for each multiprocessor, so that the last ones do not keep the GPU waiting.
+_PROGRAMS = 4
+_COMBINED, _SCORED = 16, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """How the split kernel is built: query rows, keys of a softmax step, warps, and steps under way at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    precision: str = "ieee"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch: the kernel's name, its grid, its arguments, those of them that are compiled in, Triton's options."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot serve the call; None where it can. Looks for triton only if the tensors are on a GPU."""
+    if reason := unavailable(q.device):
+        return reason
+    if q.dtype not in _DTYPES:
+        return f"it serves float32, float16 and bfloat16, not {q.dtype}"
+    if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
+        return f"it serves head dims up to {_MAX_DIM}, not {widest}"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
+    return None
+
+
+def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
+    """The build for an architecture, the larger padded head dim and the query rows of a KV head.
+
+    Untimed: about 48 KiB of keys and values under way, so that two programs or more fit a multiprocessor and together
+    ask for what its share of the memory's bandwidth takes to arrive; query rows as many as the registers hold.
+    """
+    rows = min(max(16, _power_of_two(rows)), 64 if dim <= 128 else 32)
+    warps = 8 if rows > 32 else 4
+    if target == "interpreter":
+        return Build(rows=rows, keys=32, warps=warps, stages=1)
+    if target == "hip":
+        small = dim * itemsize <= 256
+        return Build(rows=rows, keys=32 if small else 16, warps=warps, stages=2 if small else 1)
+    if itemsize == 4:
+        return Build(rows=rows, keys=16, warps=warps, stages=2, precision="tf32x3" if dim <= 128 else "ieee")
+    return Build(rows=rows, keys=64 if dim <= 64 else 32, warps=warps, stages=3)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    tokens: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    scores: str,
+    block_table: Tensor | None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See kernels.decode.decode_attention; `splits` takes another number of splits than the device's."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    launches, out, lse, mass = prepare(
+        q,
+        k,
+        v,
+        tokens=tokens,
+        starts=starts,
+        ends=ends,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        scores=scores,
+        block_table=block_table,
+        splits=splits,
+    )
+    from kernels.decode import triton_kernel
+
+    with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+        for launch in launches:
+            kernel = getattr(triton_kernel, launch.kernel)
+            kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
+    return out, lse, mass
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    tokens: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    scores: str,
+    block_table: Tensor | None,
+    splits: int | None = None,
+    target: str | None = None,
+) -> tuple[list[Launch], Tensor, Tensor, Tensor | None]:
+    """The launches that serve a call, and what they write: out, log-sum-exp and scores.
+
+    `target` prepares for another architecture than that of q's device.
+    """
+    (batch, num_heads, q_len, dim), v_dim = q.shape, v.shape[-1]
+    paged = block_table is not None
+    # Where both layouts keep (batch or page, head, row).
+    order = (0, 2, 1) if paged else (0, 1, 2)
+    num_kv_heads, page = k.shape[order[1]], k.shape[1] if paged else 0
+    k_len = block_table.shape[1] * page if block_table is not None else k.shape[2]
+    places = k_len if tokens is None else tokens.shape[-1]
+    rows = num_heads // num_kv_heads * q_len
+    block_d, block_e = (max(16, _power_of_two(x)) for x in (dim, v_dim))
+    target = target or architecture(q.device)
+    build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
+    programs = batch * num_kv_heads * -(-rows // build.rows)
+    if splits is None:
+        seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
+        splits = max(1, min(-(-_programs(q.device) // programs), seen // _FEWEST_KEYS, _MOST_SPLITS))
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    heads = (batch, num_kv_heads)
+    out = torch.empty(batch, q_len, num_heads, v_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = empty(batch, num_heads, q_len)
+    tops, totals = empty(*heads, splits, rows), empty(*heads, splits, rows)
+    partial = empty(*heads, splits, rows, v_dim)
+    mass = None if scores == "none" else empty(*heads, places)
+    kept = totals if mass is None else empty(*heads, rows, places)
+
+    if tokens is not None:
+        tokens = (tokens if tokens.dim() == 3 else tokens[:, None].expand(-1, num_kv_heads, -1)).contiguous()
+    # What is absent is never read; some tensor has to stand there.
+    bounds = {
+        "starts": lse if starts is None else starts.contiguous(),
+        "ends": lse if ends is None else ends.contiguous(),
+    }
+    sizes = {
+        "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "k_len": k_len, "places": places,
+        "window": window or 0,
+    }  # fmt: skip
+    which = {
+        "TOKENS": tokens is not None, "STARTS": starts is not None, "ENDS": ends is not None,
+        "WINDOW": window is not None,
+    }  # fmt: skip
+    strides = {
+        f"{name}_{axis}": tensor.stride(i)
+        for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order))
+        for axis, i in zip(("batch", "head", "row"), axes, strict=True)
+    }
+    split = Launch(
+        kernel="split_kernel",
+        grid=(splits, programs),
+        arguments={
+            "q": q, "k": k, "v": v, "tokens": lse if tokens is None else tokens, **bounds,
+            "pages": lse if block_table is None else block_table.contiguous(),
+            "tops": tops, "totals": totals, "partial": partial, "kept": kept,
+            **_factors(scale, softcap), **strides, **sizes, "splits": splits,
+            "tokens_batch": 0 if tokens is None else tokens.stride(0),
+            "tokens_head": 0 if tokens is None else tokens.stride(1),
+            "pages_width": 0 if block_table is None else block_table.shape[1],
+        },
+        constants={
+            "D": dim, "BLOCK_D": block_d, "E": v_dim, "BLOCK_E": block_e, "ROWS": build.rows, "KEYS": build.keys,
+            "STAGES": build.stages, "PAGE": page, "SOFTCAP": softcap is not None, "PRECISION": build.precision,
+            **which, "KEEP": mass is not None,
+        },
+        options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
+    )  # fmt: skip
+    combine = Launch(
+        kernel="combine_kernel",
+        grid=(batch * num_kv_heads * rows,),
+        arguments={
+            "tops": tops, "totals": totals, "partial": partial, "out": out, "lse": lse,
+            "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
+            "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "splits": splits,
+        },
+        constants={"E": v_dim, "BLOCK_E": block_e, "SPLITS": _COMBINED},
+        options={"num_warps": 4},
+    )  # fmt: skip
+    if mass is None:
+        return [split, combine], out, lse, None
+    score = Launch(
+        kernel="score_kernel",
+        grid=(-(-places // _SCORED), batch * num_kv_heads),
+        arguments={"kept": kept, "lse": lse, **bounds, "scores": mass, **sizes},
+        constants={"KEYS": _SCORED, "LARGEST": scores == "max", **which},
+        options={"num_warps": 4},
+    )
+    return [split, combine, score], out, lse, mass
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    """How many programs keep a device busy."""
+    return _PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
+
+
+def _factors(scale: float, softcap: float | None) -> dict[str, float]:
+    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the exponent of e^2x."""
+    if softcap is None:
+        return {"scale": scale * _LOG2E, "softcap": 0.0}
+    return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}

@@ -1,0 +1,198 @@
+"""The device code of decode in Triton; kernels.decode.triton launches it. Importing this imports triton.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim,
+R = Q * H / G query rows of a KV head (all queries of its first query head, then those of its second), S splits, N
+places: C, or K where no keys are chosen.
+
+All query rows of a KV head are the rows of one product, so that its keys are read once for them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PAD = tl.constexpr(2**31 - 1)
+# Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
+LOWEST = tl.constexpr(-1.0e30)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _bounds(starts, ends, batch, q_len, k_len, window, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr):
+    """The rows that some query of a sequence sees: from the first, up to before the second."""
+    first = 0
+    if STARTS:
+        first = tl.maximum(tl.load(starts + batch), 0)
+    end = k_len
+    if ENDS:
+        end = tl.minimum(tl.load(ends + batch), k_len)
+    if WINDOW:
+        first = tl.maximum(first, end - q_len - window + 1)
+    return first, end
+
+
+@triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "splits", "window", "tokens_batch", "tokens_head",
+                               "pages_width"])  # fmt: skip
+def split_kernel(
+    q, k, v, tokens, starts, ends, pages, tops, totals, partial, kept,
+    scale, softcap,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, tokens_batch, tokens_head, pages_width,
+    num_kv_heads, rows, q_len, k_len, places, splits, window,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """One split of a KV head for ROWS of its query rows (Flash-Decoding; Dao et al., 2023).
+
+    tops, totals (B, G, S, R) and partial (B, G, S, R, E) fp32: maximum (as a power of two), sum and unnormalised
+    output. kept (B, G, R, N) fp32 if KEEP: the logits as powers of two, of places that some query sees.
+    """
+    split = tl.program_id(0)
+    blocks = (rows + ROWS - 1) // ROWS
+    kv = (tl.program_id(1) // blocks).to(tl.int64)
+    batch = kv // num_kv_heads
+    kv_head = kv % num_kv_heads
+    first, end = _bounds(starts, ends, batch, q_len, k_len, window, STARTS, ENDS, WINDOW)
+
+    row = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    alive = row < rows
+    head = kv_head * (rows // q_len) + row // q_len
+    position = end - q_len + row % q_len
+    at_d = tl.arange(0, BLOCK_D)
+    at_e = tl.arange(0, BLOCK_E)
+    q_rows = head * q_head + (row % q_len) * q_row
+    queries = tl.load(
+        q + batch * q_batch + q_rows[:, None] + at_d[None, :], mask=alive[:, None] & (at_d < D)[None, :], other=0.0
+    )
+    k += kv_head * k_head
+    v += kv_head * v_head
+    if PAGE == 0:
+        k += batch * k_batch
+        v += batch * v_batch
+    else:
+        pages += batch * pages_width
+    acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    begin = first
+    stop = end
+    if TOKENS:
+        tokens += batch * tokens_batch + kv_head * tokens_head
+        begin = 0
+        stop = places
+    share = (tl.maximum(stop - begin, 0) + splits - 1) // splits
+    share = (share + KEYS - 1) // KEYS * KEYS
+    begin += split * share
+    stop = tl.minimum(stop, begin + share)
+    kept += (kv * rows + row) * places
+    # Two loads give the address of a key that is chosen or paged: they need two stages more to be as far ahead.
+    for start in tl.range(begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2):
+        place = start + tl.arange(0, KEYS)
+        key = place
+        if TOKENS:
+            key = tl.load(tokens + place, mask=place < stop, other=PAD)
+        present = (place < stop) & (key >= first) & (key < end)
+        key = tl.where(present, key, 0)
+        if PAGE == 0:
+            k_rows = key.to(tl.int64) * k_row
+            v_rows = key.to(tl.int64) * v_row
+        else:
+            page = tl.load(pages + key // PAGE, mask=present, other=0).to(tl.int64)
+            slot = (key % PAGE).to(tl.int64)
+            k_rows = page * k_batch + slot * k_row
+            v_rows = page * v_batch + slot * v_row
+        keys = tl.load(
+            k + k_rows[:, None] + at_d[None, :], mask=present[:, None] & (at_d < D)[None, :], other=0.0
+        )  # fmt: skip
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        factor = scale
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
+            logits = 1.0 - 2.0 / (tl.exp2(logits * scale) + 1.0)
+            factor = softcap
+        logits = logits * factor
+        live = present[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            live = live & (key[None, :] > position[:, None] - window)
+        logits = tl.where(live, logits, float("-inf"))
+        if KEEP:
+            tl.store(kept[:, None] + place[None, :], logits, mask=alive[:, None] & (place < stop)[None, :])
+        highest = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - highest[:, None])
+        rescale = tl.exp2(top - highest)
+        total = total * rescale + tl.sum(p, 1)
+        top = highest
+        values = tl.load(
+            v + v_rows[:, None] + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :], other=0.0
+        )  # fmt: skip
+        acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+
+    to = (kv * splits + split) * rows + row
+    tl.store(tops + to, top, mask=alive)
+    tl.store(totals + to, total, mask=alive)
+    tl.store(partial + to[:, None] * E + at_e[None, :], acc, mask=alive[:, None] & (at_e < E)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "q_len", "splits"])
+def combine_kernel(
+    tops, totals, partial, out, lse, out_batch, out_head, out_row, num_kv_heads, rows, q_len, splits,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Puts the splits of one query row together, in their order, SPLITS at a time."""
+    pid = tl.program_id(0).to(tl.int64)
+    kv = pid // rows
+    row = pid % rows
+    at_e = tl.arange(0, BLOCK_E)
+    first = kv * splits * rows + row
+    lane = tl.arange(0, SPLITS)
+    highest = LOWEST
+    for start in range(0, splits, SPLITS):
+        split = start + lane
+        highest = tl.maximum(
+            highest, tl.max(tl.load(tops + first + split * rows, mask=split < splits, other=LOWEST))
+        )  # fmt: skip
+    total = 0.0
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    for start in range(0, splits, SPLITS):
+        split = start + lane
+        present = split < splits
+        at = first + split * rows
+        weight = tl.exp2(tl.load(tops + at, mask=present, other=LOWEST) - highest)
+        total += tl.sum(weight * tl.load(totals + at, mask=present, other=0.0))
+        part = tl.load(
+            partial + at[:, None] * E + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :], other=0.0
+        )  # fmt: skip
+        acc += tl.sum(weight[:, None] * part, 0)
+    # A query that saw no key: zeros and -inf, which the logarithm gives.
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    head = kv % num_kv_heads * (rows // q_len) + row // q_len
+    out += kv // num_kv_heads * out_batch + head * out_head + row % q_len * out_row
+    tl.store(out + at_e, acc.to(out.dtype.element_ty), mask=at_e < E)
+    tl.store(lse + kv * rows + row, (highest + tl.log2(total)) / LOG2E)
+
+
+@triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "window"])
+def score_kernel(
+    kept, lse, starts, ends, scores, num_kv_heads, rows, q_len, k_len, places, window,
+    KEYS: tl.constexpr, LARGEST: tl.constexpr,
+    TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Scores (B, G, N) of KEYS places: probabilities out of the kept logits, added up or the LARGEST of them."""
+    kv = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    written = place < places
+    if not TOKENS:
+        first, end = _bounds(starts, ends, kv // num_kv_heads, q_len, k_len, window, STARTS, ENDS, WINDOW)
+        written = written & (place >= first) & (place < end)
+    score = tl.zeros([KEYS], tl.float32)
+    for row in range(rows):
+        at = kv * rows + row
+        logit = tl.load(kept + at * places + place, mask=written, other=float("-inf"))
+        p = tl.where(logit == float("-inf"), 0.0, tl.exp2(logit - tl.load(lse + at) * LOG2E))
+        if LARGEST:
+            score = tl.maximum(score, p)
+        else:
+            score += p
+    tl.store(scores + kv * places + place, score, mask=place < places)

@@ -1,0 +1,261 @@
+"""Cases of decode attention that every backend is put to; run as a script it interprets the Triton kernels.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
+
+    TRITON_INTERPRET=1 python tests/kernels/decode_cases.py    one JSON object: case -> largest errors
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.decode import Decoded, decode_attention, reference, triton
+from kernels.index import PAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`tokens` is None, "shared", "heads" (others for each KV head) or "ragged" (also of different number)."""
+
+    q_len: int = 1
+    k_len: int = 300
+    batch: int = 1
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_dim: int = 64
+    tokens: str | None = None
+    chosen: int = 100
+    starts: tuple[int, ...] | None = None
+    ends: tuple[int, ...] | None = None
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    layout: str = "contiguous"
+    page: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+# Starts and ends of three sequences: full, in the middle, and (for a few queries) shorter than the queries.
+SPANS: dict[str, Any] = {"batch": 3, "starts": (0, 37, 5), "ends": (300, 211, 8)}
+SMALL = {
+    **{f"{k} keys": Case(k_len=k) for k in (1, 63, 64, 65)},
+    **{f"{q} queries": Case(q_len=q) for q in (2, 5, 16)},
+    "16 queries of 3 keys": Case(q_len=16, k_len=3),
+    **{f"{h} heads on {g}": Case(heads=h, kv_heads=g, q_len=2) for h, g in ((3, 3), (9, 3), (16, 2), (5, 1))},
+    "128 rows of a KV head": Case(heads=8, kv_heads=1, q_len=16),
+    **{f"D {d}": Case(head_dim=d, v_dim=d) for d in (80, 96, 128, 256)},
+    **{f"D {d}, E {e}": Case(head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
+    "own scale": Case(scale=0.5),
+    "soft-cap 2": Case(scale=0.5, softcap=2.0, q_len=2),
+    **{f"{kind} tokens": Case(batch=2, tokens=kind, q_len=2) for kind in ("shared", "heads", "ragged")},
+    "one token": Case(tokens="heads", chosen=1),
+    "starts and ends": Case(q_len=5, **SPANS),
+    "starts, ends and tokens": Case(q_len=5, tokens="ragged", **SPANS),
+    "window": Case(q_len=5, window=40),
+    "window of 1": Case(q_len=2, window=1),
+    "window, starts, ends, soft-cap": Case(q_len=5, window=30, softcap=20.0, **SPANS),
+    "window and tokens": Case(q_len=5, window=150, tokens="ragged", batch=2),
+    "an empty sequence": Case(batch=2, starts=(0, 40), ends=(300, 40)),
+    **{f"{name} layout": Case(batch=2, layout=name, q_len=2, tokens=kind) for name, kind in
+       (("transposed", None), ("strided", "heads"), ("expanded", "shared"))},
+    "pages of 16": Case(q_len=2, page=16, **SPANS),
+    "pages of 64, window": Case(q_len=2, page=64, window=100, **SPANS),
+    "pages of 10 and tokens": Case(q_len=2, page=10, tokens="ragged", **SPANS),
+}  # fmt: skip
+LARGE = {
+    **{f"{k} keys, {q} queries": Case(k_len=k, q_len=q) for k in (1000, 4097) for q in (1, 5)},
+    "4097 keys, 32 heads on 8": Case(k_len=4097, heads=32, kv_heads=8, head_dim=128, v_dim=128),
+    "2048 of 4097 keys": Case(k_len=4097, tokens="ragged", chosen=2048, batch=2, q_len=2),
+    "ends far apart": Case(k_len=4097, batch=3, starts=(0, 1500, 4000), ends=(4097, 2100, 4003), q_len=5),
+    "window of 700": Case(k_len=4097, window=700, q_len=16),
+    "4097 keys in pages": Case(k_len=4097, page=64, batch=2, starts=(0, 70), ends=(4000, 1234), q_len=2),
+}
+
+# Largest absolute error of standard normal inputs: out, log-sum-exp, and scores for each query row of a KV head.
+TOLERANCES = {
+    torch.float32: (1e-5, 1e-5, 2e-6),
+    torch.float16: (2e-3, 1e-5, 2e-6),
+    torch.bfloat16: (2e-2, 2e-4, 1e-4),
+}
+
+
+@functools.cache
+def problem(case: Case, device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor]:
+    """q, k and v, the other arguments, and which rows each query sees (B, G, Q, K) before pages are made.
+
+    Rows that no query of their KV head sees hold NaN: reading one shows.
+    """
+    generator = torch.Generator().manual_seed(case.k_len + case.q_len)
+    shapes = (
+        (case.batch, case.heads, case.q_len, case.head_dim),
+        (case.batch, case.kv_heads, case.k_len, case.head_dim),
+        (case.batch, case.kv_heads, case.k_len, case.v_dim),
+    )
+    q, k, v = (_values(shape, case, generator) for shape in shapes)
+    places = {name: _int32(getattr(case, name), device) for name in ("starts", "ends")}
+    tokens = _tokens(case, generator)
+    seen = visible(case, tokens)
+    if case.layout != "expanded":
+        for x in (k, v):
+            x.masked_fill_(~seen.any(2)[..., None], float("nan"))
+    rest: dict[str, Any] = {
+        "tokens": None if tokens is None else tokens.to(device),
+        "window": case.window,
+        "scale": case.scale,
+        "softcap": case.softcap,
+        **places,
+    }
+    q, k, v = (x.to(device) for x in (q, k, v))
+    if case.page is not None:
+        # The order is the same for both: one table serves K and V.
+        (k, rest["block_table"]), (v, _) = paged(k, case.page), paged(v, case.page)
+    return (q, k, v), rest, seen.to(device)
+
+
+def visible(case: Case, tokens: Tensor | None) -> Tensor:
+    """(B, G, Q, K): the definition, written down once more."""
+    shape = (case.batch, case.kv_heads, case.q_len, case.k_len)
+    seen = torch.zeros(shape, dtype=torch.bool)
+    for b in range(case.batch):
+        start = case.starts[b] if case.starts else 0
+        end = case.ends[b] if case.ends else case.k_len
+        for i in range(case.q_len):
+            at = end - case.q_len + i
+            first = start if case.window is None else max(start, at - case.window + 1)
+            seen[b, :, i, max(first, 0) : max(at + 1, 0)] = True
+    if tokens is not None:
+        chosen = torch.zeros(case.batch, case.kv_heads, case.k_len + 1, dtype=torch.bool)
+        lists = tokens if tokens.dim() == 3 else tokens[:, None].expand(-1, case.kv_heads, -1)
+        chosen.scatter_(-1, lists.clamp(max=case.k_len).long(), True)
+        seen &= chosen[:, :, None, :-1]
+    return seen
+
+
+def _values(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Tensor:
+    batch, heads, length, dim = shape
+
+    def values(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(case.dtype)
+
+    if case.layout == "transposed":
+        return values(batch, length, heads, dim).transpose(1, 2)
+    if case.layout == "strided":
+        return values(batch, heads + 1, 2 * length, 3 * dim)[:, 1:, ::2, ::3]
+    if case.layout == "expanded":
+        return values(1, heads, length, dim).expand(batch, -1, -1, -1)
+    return values(*shape)
+
+
+def _int32(values: tuple[int, ...] | None, device: torch.device) -> Tensor | None:
+    return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _tokens(case: Case, generator: torch.Generator) -> Tensor | None:
+    if case.tokens is None:
+        return None
+    lists = 1 if case.tokens == "shared" else case.kv_heads
+    tokens = torch.full((case.batch, lists, case.chosen), PAD, dtype=torch.int32)
+    for b in range(case.batch):
+        for g in range(lists):
+            count = case.chosen if case.tokens != "ragged" else max(1, case.chosen >> (2 * b + 3 * g))
+            tokens[b, g, :count] = torch.randperm(case.k_len, generator=generator)[:count].sort().values
+    return tokens[:, 0] if case.tokens == "shared" else tokens
+
+
+def paged(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(B, G, K, dim) as a cache (pages, size, G, dim) in a shuffled order, NaN wherever no key lies, and its table."""
+    batch, heads, length, dim = x.shape
+    each = -(-length // size)
+    order = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(length))[: batch * each]
+    table = order.reshape(batch, each).to(torch.int32).to(x.device)
+    cache = torch.full((batch * each + 3, size, heads, dim), float("nan"), dtype=x.dtype, device=x.device)
+    rows = torch.full((batch, each * size, heads, dim), float("nan"), dtype=x.dtype, device=x.device)
+    rows[:, :length] = x.transpose(1, 2)
+    cache[table.long()] = rows.reshape(batch, each, size, heads, dim)
+    # One more page in each row of the table than is needed, out of bounds: it must not be read.
+    return cache, torch.nn.functional.pad(table, (0, 1), value=PAD)
+
+
+def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, float]:
+    """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN and wrong infinities count."""
+    assert found.scores is not None and expected.scores is not None
+    pairs = ((found.out, expected.out), (found.lse, expected.lse), (found.scores, expected.scores))
+    out, lse, scores = (_error(actual, wanted) for actual, wanted in pairs)
+    return out, lse, scores / rows
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    difference = torch.where(actual == expected, 0.0, (actual.float() - expected.float()).abs())
+    return float(difference.nan_to_num(nan=float("inf")).max())
+
+
+def serve(backend: Any, case: Case, **how: Any) -> Callable[..., Decoded]:
+    """A backend's module as the op, with arguments of its own."""
+
+    def op(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
+        rest["scale"] = rest["scale"] or case.head_dim**-0.5
+        return Decoded(*backend.decode_attention(q, k, v, **{"block_table": None, **rest}, **how))
+
+    return op
+
+
+@functools.cache
+def oracle(case: Case, device: torch.device, scores: str) -> Decoded:
+    """What the reference makes of the rounded inputs, in fp32."""
+    qkv, rest, _ = problem(case, device)
+    return serve(reference, case)(*(x.float() for x in qkv), **rest, scores=scores)
+
+
+def run(case: Case, device: torch.device, op: Callable[..., Decoded], scores: str) -> tuple[float, float, float]:
+    """Errors of an op against the fp32 reference."""
+    qkv, rest, _ = problem(case, device)
+    found = op(*qkv, **rest, scores=scores)
+    assert found.out.dtype == case.dtype and found.lse.dtype == torch.float32
+    assert found.out.transpose(1, 2).is_contiguous()
+    return errors(found, oracle(case, device, scores), case.q_len * case.heads // case.kv_heads)
+
+
+def poison_memory() -> None:
+    """torch.empty gives NaN from here on."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def interpreted() -> dict[str, tuple[Case, int | None]]:
+    """What the interpreter is put to, with the number of splits: fp32, and fp16 here and there; bf16 fails there."""
+    split = ("65 keys", "5 queries", "128 rows of a KV head", "starts, ends and tokens", "window", "pages of 16")
+    halves = ("64 keys", "D 80", "ragged tokens", "window, starts, ends, soft-cap")
+    return {
+        **{name: (case, None) for name, case in SMALL.items()},
+        **{f"3 splits, {name}": (SMALL[name], 3) for name in split},
+        "20 splits, 300 keys": (Case(), 20),
+        **{f"float16, {name}": (replace(SMALL[name], dtype=torch.float16), 2) for name in halves},
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    poison_memory()
+    found = {}
+    for at, (name, (case, splits)) in enumerate(interpreted().items()):
+        op = (
+            functools.partial(decode_attention, backend="triton")
+            if splits is None
+            else serve(triton, case, splits=splits)
+        )
+        found[name] = run(case, torch.device("cpu"), op, ("sum", "max")[at % 2])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
