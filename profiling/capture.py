@@ -65,14 +65,28 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
     Raises:
         HeadwiseError: no attention arrives, or one that is not causal or has a bias.
     """
+    _pass(model, input_ids, visit, use_cache=False)
+
+
+def capture_prefill(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Any:
+    """As `capture`, and return the cache that the pass fills: transformers' own for the model."""
+    return _pass(model, input_ids, visit, use_cache=True).past_key_values
+
+
+def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache: bool) -> Any:
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids must have the shape (1, S), got {tuple(input_ids.shape)}")
     _check_layers(model)
     run = _Run(visit)
-    with torch.inference_mode(), _switched(model, run):
-        _forward(model, input_ids)
+    token = _run.set(run)
+    try:
+        with torch.inference_mode(), attending_with(model, CAPTURE_NAME, _attention, _mask):
+            output = _forward(model, input_ids, use_cache)
+    finally:
+        _run.reset(token)
     if not run.visits:
         raise HeadwiseError(_WITHOUT.format(type(model).__name__))
+    return output
 
 
 _WITHOUT = "model without attention: no causal layer of {} goes through transformers' AttentionInterface"
@@ -97,33 +111,32 @@ _run: ContextVar[_Run] = ContextVar("headwise_capture")
 
 
 @contextmanager
-def _switched(model: PreTrainedModel, run: _Run) -> Iterator[None]:
-    """Our attention in place of the model's, dropout off."""
+def attending_with(
+    model: PreTrainedModel, name: str, attention: Callable[..., Any], mask: Callable[..., Any]
+) -> Iterator[None]:
+    """An attention and a mask function in place of the model's, under a name of theirs; dropout off."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(CAPTURE_NAME, _attention)
-    AttentionMaskInterface.register(CAPTURE_NAME, _mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
     config = text_config(model)
     former = config._attn_implementation
     training = [module for module in model.modules() if module.training]
-    token = _run.set(run)
     try:
         model.eval()
         # The key "" leaves nested configurations, such as a vision tower's, alone.
-        config._attn_implementation = {"": CAPTURE_NAME}
+        config._attn_implementation = {"": name}
         yield
     finally:
         config._attn_implementation = {"": former}
         for module in training:
             module.training = True
-        _run.reset(token)
 
 
-def _forward(model: PreTrainedModel, input_ids: Tensor) -> None:
+def _forward(model: PreTrainedModel, input_ids: Tensor, use_cache: bool) -> Any:
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
-    else:
-        model.base_model(input_ids=input_ids, use_cache=False)
+        return model(input_ids=input_ids, use_cache=use_cache, logits_to_keep=1)
+    return model.base_model(input_ids=input_ids, use_cache=use_cache)
 
 
 def _mask(

@@ -1,0 +1,52 @@
+"""How much of a layer's attention lies on the tokens that another layer ranks first: OmniKV's layer similarity.
+
+Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def kept(means: Tensor, chosen: Tensor) -> Tensor:
+    """S[i, j] = attention of layer j on the keys that layer i chose, (N, N) fp64 (OmniKV, section 3.1).
+
+    means: (N, K), each layer's attention averaged over its query heads; chosen: (N, k) key positions.
+    """
+    # Row by row: all at once would gather N x N x k.
+    return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
+
+
+def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:
+    """Share of the positions of a half-open span that each layer's chosen keys (N, k) hold, (N) fp64."""
+    return ((chosen >= span[0]) & (chosen < span[1])).sum(1, dtype=torch.float64) / (span[1] - span[0])
+
+
+def ability(mass: np.ndarray, reach: int) -> np.ndarray:
+    """Filtering ability (OmniKV, Figure 6a): what a layer's choice keeps on average over the `reach` layers after it.
+
+    mass: (L, L), NaN where not measured. Returns (L), NaN where no layer was measured within reach.
+    """
+    found = np.full(len(mass), np.nan)
+    for layer in range(len(mass)):
+        after = mass[layer, layer + 1 : layer + 1 + reach]
+        if np.isfinite(after).any():
+            found[layer] = np.nanmean(after)
+    return found
+
+
+def agreement(masses: Sequence[np.ndarray]) -> np.ndarray:
+    """Correlation of the similarity of each layer to each later one between tasks, (T, T); NaN where it is constant.
+
+    masses: one (L, L) a task, NaN where not measured.
+    """
+    pairs = [mass[np.triu_indices(len(mass), 1)] for mass in masses]
+    values = np.stack([pair[np.isfinite(pair)] for pair in pairs])
+    if values.shape[1] < 2:
+        return np.full((len(masses), len(masses)), np.nan)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.atleast_2d(np.corrcoef(values))

@@ -1,0 +1,120 @@
+"""python -m profiling.similarity: which layers rank first the tokens that the layers after them attend to.
+
+Prompts of several tasks are decoded step by step. At each step every layer that sees the whole prompt ranks the tokens
+by its own attention, and S[i, j] is the share of layer j's attention on layer i's top-k tokens: OmniKV, section 3.1 and
+Figures 1c, 6 and 8. Layers that slide over a window are marked and left out.
+
+python -m profiling.similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \\
+    --task text:novel.txt --length 4096 --steps 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import check_writable
+from profiling.layer_similarity import DEFAULT_LENGTH, DEFAULT_TASKS, DEFAULT_TOP_K, SimilarityConfig, measure
+from profiling.models import load_model
+from profiling.prompts import TASKS
+from profiling.similarity_profile import FILE, Profile, load_profile, save_profile
+
+__all__ = ["Profile", "SimilarityConfig", "load", "measure", "run"]
+
+load = load_profile
+
+
+def run(config: SimilarityConfig, out: Path) -> Profile:
+    """Load the model, measure, and write similarity.safetensors and the CSV files into the folder `out`.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right; no file is written then.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"cannot make the folder {out}: {(error.strerror or str(error)).lower()}") from None
+    check_writable(out / FILE)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+    profile = measure(config, loaded)
+    save_profile(profile, out)
+    return profile
+
+
+def report(profile: Profile) -> str:
+    """A line for each task: what is kept, by which layers best, the best hit rate, what freezing misses."""
+    about, size = profile.about, max(map(len, profile.tasks))
+    lines = [
+        f"{about['model']}: {len(profile.layers)} of {profile.num_layers} layers see the whole prompt; "
+        f"{about['length']} tokens, top {about['top_k']}, {about['steps']} steps of {about['samples']} prompts a task",
+        f"{'':<{size}}  {'kept':>6}  {'best over the next 8 layers':<32}{'best hit':>14}  {'missed when frozen':>18}",
+    ]
+    for task in profile.tasks:
+        later = profile.mass(task)[np.triu_indices(profile.num_layers, 1)]
+        kept = f"{np.nanmean(later):.3f}" if np.isfinite(later).any() else "-"
+        reach, hit = profile.ability(task), profile.hit(task)
+        best = [int(at) for at in np.argsort(-np.nan_to_num(reach, nan=-1.0))[:3] if np.isfinite(reach[at])]
+        shown = ", ".join(f"{reach[at]:.3f} ({at})" for at in best)
+        found = "-" if hit is None else f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
+        missed = f"{np.nanmean(profile.variability(task)):.3f}"
+        lines.append(f"{task:<{size}}  {kept:>6}  {shown:<32}{found:>14}  {missed:>18}")
+    apart = profile.agreement[np.triu_indices(len(profile.tasks), 1)]
+    if np.isfinite(apart).any():
+        lines.append(f"agreement of the tasks: correlation {np.nanmin(apart):.3f} or more")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.similarity."""
+    p = ArgumentParser(prog="python -m profiling.similarity", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--out", required=True, type=Path, help=f"folder for {FILE} and a CSV for each array")
+    p.add_argument(
+        "--task",
+        dest="tasks",
+        action="append",
+        help=f"what to decode; again for each further task (default {', '.join(DEFAULT_TASKS)}); known: {TASKS}",
+    )
+    p.add_argument("--length", type=int, help=f"prompt length in tokens (default {DEFAULT_LENGTH})")
+    p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task (default 2)")
+    p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt (default 32)")
+    p.add_argument(
+        "--top-k",
+        type=int,
+        help=f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
+    )
+    p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
+    p.add_argument(
+        "--greedy",
+        action="store_true",
+        help="follow the model's own tokens from the first, not the expected answer or the text as far as known",
+    )
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--revision", help="revision of a hub model")
+    p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = vars(parser().parse_args(argv))
+    out, options["tasks"] = options.pop("out"), tuple(options["tasks"] or DEFAULT_TASKS)
+    start = time.perf_counter()
+    config = SimilarityConfig(**options, command="python -m profiling.similarity " + shlex.join(argv))
+    profile = run(config, out)
+    print(report(profile))
+    print(f"wrote {out / FILE} and a CSV for each array in {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,230 @@
+"""The profile is what full attention weights give, marks layers that slide, and comes back from its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from artifacts import HeadwiseError
+from profiling.layer_similarity import SimilarityConfig, measure
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import make_prompts
+from profiling.similarity import Profile, load, main, run
+from profiling.similarity_meter import FROZEN, TAIL
+from profiling.similarity_profile import FILE, save_profile
+from tests.search.conftest import save_tiny
+
+LENGTH, STEPS, TOP = 980, 20, 100
+SETTINGS: dict[str, Any] = {"length": LENGTH, "steps": STEPS, "top_k": TOP, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("similarity") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(str(folder), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Five layers, the second and the last of which see every key."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    place = save_tiny(
+        tmp_path_factory.mktemp("hybrid") / "gemma",
+        family="Gemma3",
+        config="Gemma3Text",
+        num_hidden_layers=5,
+        layer_types=kinds,
+        sliding_window=32,
+        head_dim=16,
+    )
+    return load_model(str(place), dtype="float32")
+
+
+def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
+    """The arrays from eager attention weights of the whole sequence, by the definitions, in fp64."""
+    prompt = make_prompts(task, loaded.tokenizer, length=LENGTH, samples=1, seed=seed)[0]
+    encode = lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    continuation, blocks = [], []
+    for find in prompt.finds:
+        for text, span in ((find.lead, None), (find.expected, find.span)):
+            continuation += encode(text)
+            blocks += [span] * len(encode(text))
+    assert len(continuation) >= STEPS
+    ids = torch.tensor([[*prompt.input_ids, *continuation[: STEPS - 1]]])
+    loaded.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = loaded.model(ids, output_attentions=True).attentions
+    loaded.model.set_attn_implementation("sdpa")
+    n, old = len(weights), LENGTH - 1 - TAIL
+    rows = np.stack([w[0].double().numpy() for w in weights])[:, :, -STEPS - TAIL :]
+    mass = {"max": np.zeros((n, n)), "mean": np.zeros((n, n))}
+    hit, missed = [], np.zeros((n, STEPS))
+    for step in range(STEPS):
+        row = rows[:, :, TAIL + step, : LENGTH + step]
+        for by, ranked in (("max", row.max(1)), ("mean", row.mean(1))):
+            top = np.argsort(-ranked, axis=1)[:, :TOP]
+            for i in range(n):
+                mass[by][i] += row.mean(1)[:, top[i]].sum(1) / STEPS
+            if by == "max" and blocks[step] is not None:
+                start, end = blocks[step]
+                hit.append([np.mean([key in top[i] for key in range(start, end)]) for i in range(n)])
+        for i in range(n):
+            ranked = rows[i, :, :TAIL, :old].max(0).sum(0)
+            frozen = np.argsort(-ranked)[: math.ceil(FROZEN * LENGTH)]
+            missed[i, step] = row[i].mean(0)[np.setdiff1d(np.arange(old), frozen)].sum()
+    return {
+        **{f"mass.{task}.{by}": values for by, values in mass.items()},
+        f"hit.{task}": np.mean(hit, axis=0),
+        f"variability.{task}": missed,
+    }
+
+
+@pytest.mark.parametrize("task", ["multi_hop", "kv_retrieval"])
+def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel, task: str) -> None:
+    profile = measure(SimilarityConfig(model="tiny", tasks=(task,), samples=1, seed=3, **SETTINGS), loaded)
+    for name, expected in plainly(loaded, task, seed=3).items():
+        np.testing.assert_allclose(profile.arrays[name], expected, atol=1e-3, err_msg=name)
+    mass = profile.mass(task)
+    assert mass.min() > 0.02 and mass.max() < 0.999, "a case in which nothing could go wrong"
+    assert profile.layers == [0, 1, 2] and profile.sliding_layers == []
+    np.testing.assert_allclose(profile.ability(task)[0], mass[0, 1:].mean(), rtol=1e-6)
+
+
+def test_sliding_layers_are_marked_and_left_out(hybrid: LoadedModel) -> None:
+    task = "passkey"
+    profile = measure(SimilarityConfig(model="gemma", tasks=(task,), samples=1, **SETTINGS), hybrid)
+    assert profile.layers == [1, 4] and profile.sliding_layers == [0, 2, 3]
+    measured = np.zeros((5, 5), dtype=bool)
+    measured[np.ix_([1, 4], [1, 4])] = True
+    for by in ("max", "mean"):
+        np.testing.assert_array_equal(np.isfinite(profile.arrays[f"mass.{task}.{by}"]), measured)
+    np.testing.assert_array_equal(np.isfinite(profile.variability(task)[:, 0]), measured.any(1))
+    np.testing.assert_array_equal(np.isfinite(profile.ability(task)), [False, True, False, False, False])
+    assert profile.ability(task)[1] == profile.mass(task)[1, 4]
+
+
+def test_several_prompts_are_averaged_and_a_seed_decides(loaded: LoadedModel) -> None:
+    def masses(samples: int, seed: int) -> np.ndarray:
+        made = SimilarityConfig(model="tiny", tasks=("passkey",), samples=samples, seed=seed, **SETTINGS)
+        return measure(made, loaded).mass()
+
+    np.testing.assert_array_equal(masses(2, 0), masses(2, 0))
+    assert np.abs(masses(1, 0) - masses(1, 1)).max() > 1e-4
+    assert np.abs(masses(1, 0) - masses(2, 0)).max() > 1e-4
+
+
+def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded: LoadedModel, tmp_path: Path) -> None:
+    text = tmp_path / "a b.txt"
+    text.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
+    tasks = (f"text:{text}",)
+    forced, greedy = (
+        measure(SimilarityConfig(model="tiny", tasks=tasks, samples=1, greedy=greedy, **SETTINGS), loaded)
+        for greedy in (False, True)
+    )
+    assert forced.tasks == ["text:a b.txt"] and forced.hit("text:a b.txt") is None
+    first = "variability.text:a b.txt"
+    np.testing.assert_allclose(forced.arrays[first][:, 0], greedy.arrays[first][:, 0])
+    assert np.abs(forced.arrays[first] - greedy.arrays[first]).max() > 1e-4
+
+
+def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "new" / "profile"
+    options = ["--model", str(folder), "--out", str(out), "--length", "900", "--steps", "3", "--samples", "1"]
+    main([*options, "--task", "passkey", "--task", "kv_retrieval", "--dtype", "float32", "--top-k", "50"])
+    printed = capsys.readouterr().out
+    assert "3 of 3 layers see the whole prompt; 900 tokens, top 50" in printed and "agreement of the tasks" in printed
+    profile = load(out)
+    assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
+    assert profile.about["command"].startswith("python -m profiling.similarity --model")
+    assert profile.about["versions"]["torch"] == torch.__version__
+    assert all(re.fullmatch("[0-9a-f]{64}", task["sha256"]) for task in profile.about["tasks"])
+    for name in ("mass.passkey.max", "ability.passkey.next8", "hit.kv_retrieval", "variability.passkey", "agreement"):
+        with (out / f"{name}.csv").open() as file:
+            header, *rows = list(csv.reader(file))
+        array = profile.arrays[name].reshape(len(rows), -1)
+        assert len(header) == 1 + array.shape[1]
+        assert [row[0] for row in rows] == (profile.tasks if name == "agreement" else ["0", "1", "2"])
+        read = np.array([[float(cell or "nan") for cell in row[1:]] for row in rows])
+        np.testing.assert_allclose(read, array, rtol=1e-5)
+    assert load(out / FILE).arrays.keys() == profile.arrays.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"length": 63}, "--length must be at least 64, got 63"),
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"top_k": 0}, "--top-k must be at least 1, got 0"),
+        ({"top_k": 980}, "--top-k 980 chooses every token of 980: give fewer than --length"),
+        ({"length": 1020}, "--length 1020 and 20 steps are more than the 1024 positions of tiny; choose a shorter one"),
+        ({"tasks": ("needle",)}, "unknown task 'needle'"),
+        ({"tasks": ()}, "no task given; known: kv_retrieval"),
+        ({"tasks": ("passkey", "passkey")}, "two tasks are called 'passkey': give each a name of its own"),
+    ],
+)
+def test_bad_settings(loaded: LoadedModel, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(line)) as caught:
+        measure(SimilarityConfig(**{"model": "tiny", "samples": 1} | SETTINGS | changes), loaded)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_only_slides(tmp_path: Path) -> None:
+    place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
+    with pytest.raises(HeadwiseError, match="every layer of mistral slides over a window: none sees the whole prompt"):
+        run(SimilarityConfig(model=str(place), tasks=("passkey",), samples=1, **SETTINGS), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HeadwiseError, match="cannot make the folder"):
+        run(SimilarityConfig(model="nowhere"), tmp_path / "file" / "out")
+
+
+def small() -> Profile:
+    task = "passkey"
+    arrays = {f"mass.{task}.{by}": np.full((2, 2), 0.5) for by in ("max", "mean")}
+    arrays |= {f"ability.{task}.next{reach}": np.array([0.5, np.nan]) for reach in (8, 16)}
+    arrays |= {f"variability.{task}": np.zeros((2, 3)), "agreement": np.ones((1, 1))}
+    about = {"format": 1, "num_layers": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
+    return Profile(arrays=arrays, about={**about, "tasks": [{"name": task, "sha256": "0" * 64}]})
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=r"there is no similarity profile .*: python -m profiling.similarity"):
+        load(tmp_path)
+    file = tmp_path / FILE
+    file.write_bytes(b"nothing of the sort")
+    with pytest.raises(HeadwiseError, match="is not a similarity profile: "):
+        load(file)
+    profile = small()
+    for change in ({"format": 99}, {"format": None}):
+        save_profile(Profile(arrays=profile.arrays, about=profile.about | change), tmp_path)
+        with pytest.raises(HeadwiseError, match="is not a similarity profile that this release reads"):
+            load(file)
+    for name, line in (("mass.passkey.max", "is missing"), ("variability.passkey", "has the shape")):
+        arrays = {key: value for key, value in profile.arrays.items() if key != "mass.passkey.max" or key != name}
+        arrays["variability.passkey"] = np.zeros((2, 4)) if "var" in name else profile.variability("passkey")
+        save_profile(Profile(arrays=arrays, about=profile.about), tmp_path)
+        with pytest.raises(HeadwiseError, match=f"{re.escape(name)} {line}"):
+            load(file)
+    save_profile(profile, tmp_path)
+    np.testing.assert_array_equal(load(tmp_path).ability("passkey"), [0.5, np.nan])
+    assert json.loads(json.dumps(load(tmp_path).about)) == profile.about
