@@ -1,0 +1,98 @@
+"""What only a GPU can show of decode: the compiled kernels against the reference, and that no call waits for it.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.decode import decode_attention, triton
+from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, errors, oracle, problem, run, serve
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICE = torch.device("cuda", 0)
+CASES = SMALL | LARGE
+
+
+@pytest.fixture(autouse=True)
+def exact_reference() -> Iterator[None]:
+    """The oracle must not round to tf32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def close(found: tuple[float, float, float], dtype: torch.dtype) -> bool:
+    return all(error <= most for error, most in zip(found, TOLERANCES[dtype], strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_the_reference(name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], dtype=dtype)
+    for scores in ("sum", "max"):
+        found = run(case, DEVICE, partial(decode_attention, backend="triton"), scores)
+        assert close(found, dtype), (scores, found)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 16, 17, 128])
+@pytest.mark.parametrize("name", ["4097 keys, 5 queries", "2048 of 4097 keys", "4097 keys in pages"])
+def test_any_number_of_splits(name: str, splits: int) -> None:
+    case = replace(LARGE[name], dtype=torch.bfloat16)
+    found = run(case, DEVICE, serve(triton, case, splits=splits), "sum")
+    assert close(found, torch.bfloat16), found
+
+
+def test_auto_takes_triton_and_repeats_to_the_bit_with_scores_and_without() -> None:
+    case = replace(LARGE["4097 keys, 32 heads on 8"], dtype=torch.bfloat16)
+    qkv, rest, _ = problem(case, DEVICE)
+    first = decode_attention(*qkv, **rest, scores="sum")
+    assert close(errors(first, oracle(case, DEVICE, "sum"), 4), torch.bfloat16)
+    for scores in ("sum", "max", "none"):
+        again = decode_attention(*qkv, **rest, scores=scores, backend="triton")  # type: ignore[arg-type]
+        assert torch.equal(first.out, again.out) and torch.equal(first.lse, again.lse)
+
+
+@pytest.mark.parametrize("name", ["starts, ends and tokens", "pages of 64, window"])
+def test_no_call_waits_for_the_gpu(name: str) -> None:
+    qkv, rest, _ = problem(SMALL[name], DEVICE)
+    decode_attention(*qkv, **rest, scores="max", backend="triton")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decode_attention(*qkv, **rest, scores="max", backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_beyond_two_billion_elements() -> None:
+    """K and V of 2^32 elements: the last rows lie where a 32-bit offset has wrapped."""
+    length, heads, dim = 2**20, 32, 128
+    if torch.cuda.mem_get_info(DEVICE)[0] < 20 * 2**30:
+        pytest.skip("less than 20 GiB of free GPU memory")
+    torch.manual_seed(0)
+    cache = torch.empty(1, length, heads, dim, dtype=torch.bfloat16, device=DEVICE).normal_().transpose(1, 2)
+    q = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16, device=DEVICE)
+    tokens = torch.arange(length - 300, length, dtype=torch.int32, device=DEVICE)[None]
+    some: dict[str, Any] = {"tokens": tokens, "scores": "sum", "backend": "triton"}
+    found = decode_attention(q, cache, cache, **some)
+    near = cache[:, :, -300:].contiguous()
+    expected = decode_attention(q.float(), near.float(), near.float(), scores="sum", backend="reference")
+    assert close(errors(found, expected, 1), torch.bfloat16)
+    windowed = decode_attention(q, cache, cache, window=300, backend="triton")
+    assert float((windowed.out.float() - expected.out).abs().max()) <= TOLERANCES[torch.bfloat16][0]
+
+
+def test_long_caches_at_every_head_dim() -> None:
+    for dim in (64, 80, 96, 128, 256):
+        case = Case(k_len=20_000, heads=8, kv_heads=2, head_dim=dim, v_dim=dim, dtype=torch.bfloat16)
+        found = run(case, DEVICE, partial(decode_attention, backend="triton"), "sum")
+        assert close(found, torch.bfloat16), (dim, found)
