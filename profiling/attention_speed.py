@@ -6,7 +6,7 @@ Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from kernels.attention import reference, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.flex import flex_attention
-from profiling.latency import interleaved, medians
+from profiling.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
 _ROUNDING_STEPS = 4
@@ -131,7 +131,7 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool
             general = flex_attention(q, k, v, index)
             check(general(), q, k, v, index, "flex")
             runs[f"flex {i}"] = general
-    seconds = medians(_in_turn(runs, repeats, size.device))
+    seconds = medians(in_turn(runs, repeats=repeats, device=size.device))
     return [
         Speed(
             pattern=pattern.kind,
@@ -165,20 +165,6 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
             one()
             runs[f"dense, {backend.name}"] = one
     return runs or {"dense": sdpa}
-
-
-def _in_turn(runs: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
-    current: list[Callable[[], object]] = []
-
-    def entering(run: Callable[[], object]) -> Callable[[], nullcontext[None]]:
-        def enter() -> nullcontext[None]:
-            current[:] = [run]
-            return nullcontext()
-
-        return enter
-
-    contexts = {name: entering(run) for name, run in runs.items()}
-    return interleaved(contexts, lambda: current[0](), repeats=repeats, device=device)
 
 
 def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:

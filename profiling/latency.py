@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,21 @@ def interleaved(
                 if turn:
                     seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def in_turn(runs: Mapping[str, Callable[[], object]], *, repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each alternative, as `interleaved` measures them."""
+    current: list[Callable[[], object]] = []
+
+    def entering(run: Callable[[], object]) -> Callable[[], nullcontext[None]]:
+        def enter() -> nullcontext[None]:
+            current[:] = [run]
+            return nullcontext()
+
+        return enter
+
+    contexts = {name: entering(run) for name, run in runs.items()}
+    return interleaved(contexts, lambda: current[0](), repeats=repeats, device=device)
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
