@@ -59,17 +59,19 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
     last = index.dense_tail[head] if index.dense_tail else 0
     if last and at >= max(index.k_len - last, 0) // TILE:
         tiles = set(range(at + 1))
+    near = at - (-(-(index.window - 1) // TILE) if index.window else at)
+    tiles = {t for t in tiles if t >= near}
     columns = index.columns[b, head].tolist()
     groups = [columns[i : i + TILE] for i in range(0, len(columns), TILE)]
-    live = [[c for c in group if c // TILE < at and c // TILE not in tiles] for group in groups]
+    live = [[c for c in group if near <= c // TILE < at and c // TILE not in tiles] for group in groups]
     return tiles, [group for group in live if group]
 
 
 @settings(max_examples=60, deadline=None)
-@given(layers())
-def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
+@given(layers(), st.one_of(st.none(), st.integers(1, 200)), st.sampled_from([0, 1, 70]))
+def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, tail: int) -> None:
     patterns, kv_heads, q, k = layer
-    index = LayerPlan(patterns, kv_heads).build(q, k)
+    index = LayerPlan(patterns, kv_heads, dense_tail=tail).build(q, k, window=window)
     index.validate()
     q_len, k_len = q.shape[2], k.shape[2]
     offset = k_len - q_len
@@ -78,10 +80,12 @@ def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
     assert index.diagonals.dtype == index.tiles.dtype == index.columns.dtype == torch.int32
 
     positions = torch.arange(k_len)
-    causal = positions <= positions[offset:, None]
-    assert not (mask & ~causal).any(), "a key beyond the causal limit"
+    distance = positions[offset:, None] - positions
+    causal = (distance >= 0) & (distance < (window or k_len))
+    assert not (mask & ~causal).any(), "a key beyond the causal limit or the window"
     assert mask[:, :, torch.arange(q_len), positions[offset:]].all(), "a query that does not see itself"
-    assert (mask[..., :TILE] == causal[:, :TILE]).all(), "a query that does not see the whole first tile"
+    if window is None:
+        assert (mask[..., :TILE] == causal[:, :TILE]).all(), "a query that does not see the whole first tile"
 
     for b in range(index.batch):
         for head in range(index.num_heads):
