@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from profiling.prompts import Prompt, make_prompts
 from profiling.quality import answers, is_right
 from runtime import Headwise
 from runtime import load as load_headwise
-from runtime.caches import cache_bytes
+from runtime.caches import OFFLOADS, CacheBytes, cache_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +53,19 @@ class Comparison:
     task_length: int = 4096
     trials: int = 20
     seed: int = 1000
+    offload: tuple[str, ...] = ("auto",)
     dtype: str = "bfloat16"
     device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method's figures; None where they were not asked for. cache_bytes is of the timed context."""
+    """One method's figures; None where they were not asked for. Bytes are those of the cache of the timed context."""
 
     method: str
     token_seconds: float | None
-    cache_bytes: int | None
+    device_bytes: int | None
+    bank_bytes: int | None
     perplexity: float | None
     right: int | None
     answers: tuple[str, ...]
@@ -87,7 +90,7 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     if artifact.decode is None:
         raise HeadwiseError(f"{config.config} has no decode section: python -m search.filters writes one")
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    methods = _methods(loaded, load_headwise(config.config))
+    methods = _methods(loaded, load_headwise(config.config), config.offload)
     seconds, held = _times(config, loaded, methods) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, 1) if config.text else []
@@ -106,14 +109,18 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     return rows, record
 
 
-def _methods(loaded: LoadedModel, headwise: Headwise) -> list[_Method]:
+def _methods(loaded: LoadedModel, headwise: Headwise, offloads: Sequence[str]) -> list[_Method]:
     from transformers import DynamicCache
 
     model = loaded.model
     config = model.config.get_text_config(decoder=True)
-    return [
-        _Method("dense", nullcontext, lambda: DynamicCache(config=config)),
-        _Method("headwise", lambda: headwise.apply(model), lambda: headwise.cache(model)),
+    return [_Method("dense", nullcontext, lambda: DynamicCache(config=config))] + [
+        _Method(
+            "headwise" if offload == "auto" else f"headwise, {offload}",
+            lambda: headwise.apply(model),
+            partial(headwise.cache, model, offload=offload),
+        )
+        for offload in offloads
     ]
 
 
@@ -124,7 +131,7 @@ def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, sa
 @torch.no_grad()
 def _times(
     config: Comparison, loaded: LoadedModel, methods: Sequence[_Method]
-) -> tuple[dict[str, list[float]], dict[str, int]]:
+) -> tuple[dict[str, list[float]], dict[str, CacheBytes]]:
     """Seconds of `steps` tokens in turn, and the bytes of each method's cache."""
     model = loaded.model
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -186,7 +193,7 @@ def _row(
     loaded: LoadedModel,
     method: _Method,
     seconds: dict[str, list[float]],
-    held: dict[str, int],
+    held: dict[str, CacheBytes],
     prompts: Sequence[Prompt],
     texts: Sequence[Prompt],
 ) -> Row:
@@ -198,7 +205,8 @@ def _row(
     return Row(
         method=method.name,
         token_seconds=timed[len(timed) // 2] / config.steps if timed else None,
-        cache_bytes=held.get(method.name),
+        device_bytes=held[method.name].device if method.name in held else None,
+        bank_bytes=held[method.name].bank if method.name in held else None,
         perplexity=loss,
         right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
         answers=tuple(given),
@@ -208,7 +216,7 @@ def _row(
 def table(rows: Sequence[Row], trials: int) -> str:
     """The comparison as an aligned text table; ratios are to the first row."""
     first = rows[0]
-    lines = [["", "ms/token", "tokens/s", "x dense", "cache MiB", "perplexity", "right"]]
+    lines = [["", "ms/token", "tokens/s", "x dense", "cache MiB", "bank MiB", "perplexity", "right"]]
     for row in rows:
         t, loss = row.token_seconds, row.perplexity
         change = f" ({100 * (loss / first.perplexity - 1):+.2f}%)" if loss and first.perplexity and row != first else ""
@@ -218,7 +226,7 @@ def table(rows: Sequence[Row], trials: int) -> str:
                 f"{1e3 * t:.2f}" if t else "-",
                 f"{1 / t:.1f}" if t else "-",
                 f"{first.token_seconds / t:.2f}x" if t and first.token_seconds else "-",
-                f"{row.cache_bytes / 2**20:.1f}" if row.cache_bytes else "-",
+                *(f"{n / 2**20:.1f}" if n is not None else "-" for n in (row.device_bytes, row.bank_bytes)),
                 f"{loss:.3f}{change}" if loss else "-",
                 f"{row.right}/{trials}" if row.right is not None else "-",
             ]
@@ -241,6 +249,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--task", default=Comparison.task, help="what is answered (default passkey)")
     p.add_argument("--task-length", type=int, default=Comparison.task_length, help="tokens of its prompts")
     p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
+    p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
     p.add_argument("--seed", type=int, default=Comparison.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
@@ -263,7 +272,7 @@ def config_from(options: argparse.Namespace) -> Comparison:
             f"--forced must be below --text-length ({values['text_length']}), got {values['forced']}: "
             "the tokens before are prefilled"
         )
-    return Comparison(**values)
+    return Comparison(**{**values, "offload": tuple(values["offload"])})
 
 
 def main(argv: list[str] | None = None) -> int:

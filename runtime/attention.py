@@ -16,6 +16,7 @@ from kernels.attention import sparse_attention
 from kernels.ragged import Ragged
 from runtime.layers import eager_attention
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask, headwise_mask, starts_of
+from runtime.offload import on_device
 from runtime.state import Layer, layer_of
 
 ATTENTION_NAME = "headwise"
@@ -52,6 +53,7 @@ def headwise_attention(
         if decoded is not None:
             layer.settings.calls["chosen"] += 1
             return decoded.transpose(1, 2), None
+    key, value = on_device(key), on_device(value)
     why = _why_dense(module, layer, query, key, value, attention_mask, dropout, kwargs)
     layer.settings.calls[why or "sparse"] += 1
     if why is not None:

@@ -8,6 +8,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chos
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.patterns.choose import best_places
+from runtime.offload import OffloadedTensor, on_device
 
 if TYPE_CHECKING:
     from runtime.cache_layers import FilterLayer
@@ -31,6 +33,14 @@ class Role:
 
     filters: bool = False
     filter: int | None = None
+
+
+def role_of(layer: int, filter_layers: Sequence[int], dense_layers: Sequence[int]) -> Role:
+    """What a full-attention layer does: the nearest filter layer before it serves it, unless it is dense."""
+    before = [at for at in filter_layers if at < layer]
+    if layer in filter_layers:
+        return Role(filters=True)
+    return Role() if layer in dense_layers or not before else Role(filter=before[-1])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,10 +61,7 @@ class OmniKV:
 
     def role(self, layer: int) -> Role:
         """What a full-attention layer does."""
-        before = [at for at in self.filter_layers if at < layer]
-        if layer in self.filter_layers:
-            return Role(filters=True)
-        return Role() if layer in self.dense_layers or not before else Role(filter=before[-1])
+        return role_of(layer, self.filter_layers, self.dense_layers)
 
     def count(self, k_len: int) -> int:
         """How many of `k_len` tokens a sparse layer attends to."""
@@ -80,17 +87,25 @@ class OmniKV:
 
         q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key starts[b].
         """
-        tokens = None
-        if role.filter is not None:
+        tokens = ends = None
+        k_len = k.shape[2]
+        if role.filter is not None and isinstance(k, OffloadedTensor):
+            attended = k.offload.attended()
+            if attended is None:
+                return None
+            # Only what was chosen is there: no padding, and not all in order.
+            (k, v, ends), starts = attended, None
+        elif role.filter is not None:
             keys, tokens = self._chosen().get(role.filter, (0, None))
-            if keys != k.shape[2]:
+            if keys != k_len:
                 return None
         done = decode_attention(
             q,
-            k,
-            v,
+            on_device(k),
+            on_device(v),
             tokens=tokens,
             starts=starts,
+            ends=ends,
             scale=scale,
             softcap=softcap,
             scores="max" if role.filters else "none",
@@ -98,7 +113,10 @@ class OmniKV:
         )
         if role.filters:
             assert done.scores is not None
-            self._chosen()[layer] = (k.shape[2], self._choose(done.scores.amax(1), q.shape[2], starts, k))
+            chosen = self._choose(done.scores.amax(1), q.shape[2], starts, k)
+            self._chosen()[layer] = (k_len, chosen)
+            if (cache := _filter_cache(k)) is not None:
+                cache.chose(chosen, k_len - q.shape[2])
         return done.out
 
     def after_prefill(
@@ -141,7 +159,7 @@ class OmniKV:
         if starts is not None:
             outside = torch.arange(scores.shape[1], device=scores.device) < starts[:, None]
             scores.masked_fill_(outside, float("-inf"))
-        return best_places(scores[:, None], [self.count(k.shape[2])], [None], forced=0)[:, 0]
+        return best_places(scores[:, None], [max(self.count(k.shape[2]), q_len)], [None], forced=0)[:, 0]
 
     def _chosen(self) -> dict[int, tuple[int, Tensor | None]]:
         """By filter layer: how many keys there were when it chose in this thread, and what it chose."""

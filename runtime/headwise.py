@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from artifacts.sidecar import Array
     from runtime.applied import Applied
+    from runtime.caches import CacheBytes
 
 
 def load(path: str | PathLike[str]) -> Headwise:
@@ -59,18 +60,24 @@ class Headwise:
             self, attach(self.artifact, self.arrays, model, strict=strict, check_weights=check_weights, backend=backend)
         )
 
-    def cache(self, model: nn.Module) -> Cache:
+    def cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
         """An empty cache for the model's `past_key_values`, with what the decode section keeps beside keys and values.
 
         A new token costs its own bytes in it, not a copy of all before; it grows, crops and reorders as transformers'
         own does. Without it decode works too, by the last query alone.
 
+        Args:
+            model: the model whose cache it is, with the artifact applied or not.
+            offload: "packed" keeps keys and values of sparse layers in CPU memory and fetches what was chosen; "never"
+                keeps all on the device; "auto" is packed for layers on a GPU and never for others; "brutal" keeps all
+                in CPU memory and fetches all of it in every step, which is what packed is to be compared with.
+
         Raises:
-            HeadwiseError: the artifact has no decode section, or the model is of another kind.
+            HeadwiseError: the artifact has no decode section, or the model is of another kind; offload is unknown.
         """
         from runtime.caches import make_cache
 
-        return make_cache(self.artifact, model)
+        return make_cache(self.artifact, model, offload)
 
 
 class Handle:
@@ -84,12 +91,12 @@ class Handle:
         """Give the model back the attention it had before."""
         self._applied.detach()
 
-    def cache(self) -> Cache:
+    def cache(self, *, offload: str = "auto") -> Cache:
         """An empty cache for one generation: see Headwise.cache."""
-        return self._headwise.cache(self._applied.model)
+        return self._headwise.cache(self._applied.model, offload=offload)
 
-    def cache_bytes(self, cache: Cache) -> int:
-        """Bytes of memory that a cache holds, room for new tokens included."""
+    def cache_bytes(self, cache: Cache) -> CacheBytes:
+        """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
         from runtime.caches import cache_bytes
 
         return cache_bytes(cache)

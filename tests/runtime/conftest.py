@@ -19,6 +19,7 @@ import artifacts
 from kernels.patterns import LayerPlan, make
 from runtime import Handle, Headwise
 from runtime.fingerprint import fingerprint
+from tests.runtime.omnikv import DECODE
 from tests.runtime.tiny import DENSE_BELOW, FAMILIES, SIZES
 
 SPARSE: dict[str, dict[str, Any]] = {
@@ -133,6 +134,17 @@ def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Hand
         return Headwise(artifact_for(model, **changes)).apply(model, strict=strict, backend=backend)
 
     return apply
+
+
+@pytest.fixture
+def decoding(artifact_for: Any) -> Callable[..., Any]:
+    """decoding(model, **changes of the section) -> a Headwise whose artifact has a decode section."""
+
+    def decoding(model: Any, **changes: Any) -> Headwise:
+        section = artifacts.Decode(omnikv=DECODE.model_copy(update=changes))
+        return Headwise(artifact_for(model, dense=True, dense_below=64).model_copy(update={"decode": section}))
+
+    return decoding
 
 
 @pytest.fixture

@@ -1,0 +1,101 @@
+"""OmniKV's decode in plain torch over full attention weights, and what its tests share.
+
+Shapes: B batch, H query heads, Q query length, K key length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import sdpa_mask
+
+from artifacts import OmniKV
+
+CLOSE = {"atol": 3e-4, "rtol": 1e-3}
+LAYERS = {"num_hidden_layers": 6}
+DECODE = OmniKV(filter_layers=(2, 4), dense_layers=(0, 1), selector="last", window=4, budget=24)
+
+
+@dataclass
+class Oracle:
+    """Attention from full weights; keeps what filter layers chose and the scores of their latest queries."""
+
+    decode: OmniKV
+    longest_decode: int = 16
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def __call__(self, module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs) -> Any:
+        q_len, k_len, layer = query.shape[2], key.shape[2], module.layer_idx
+        groups = query.shape[1] // key.shape[1]
+        keys, values = repeat_kv(key, groups), repeat_kv(value, groups)
+        logits = query @ keys.transpose(2, 3) * scaling
+        seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)[None, None]
+        window = getattr(module, "sliding_window", None)
+        if mask is not None:
+            seen = mask[..., :k_len]
+        logits = logits.masked_fill(~seen, float("-inf"))
+        budget = self.decode.budget if isinstance(self.decode.budget, int) else ceil(self.decode.budget * k_len)
+        chooses = q_len <= self.longest_decode and k_len > budget and window is None
+        before = [f for f in self.decode.filter_layers if f < layer]
+        if chooses and layer not in (*self.decode.filter_layers, *self.decode.dense_layers) and before:
+            logits = logits.masked_fill(~self.chosen[before[-1]][:, None, None], float("-inf"))
+        weights = logits.softmax(-1)
+        if layer in self.decode.filter_layers and window is None:
+            self._choose(layer, weights.nan_to_num(), seen, q_len, budget, chooses)
+        return (weights @ values).transpose(1, 2).contiguous(), weights
+
+    def _choose(self, layer: int, weights: Tensor, seen: Tensor, q_len: int, budget: int, chooses: bool) -> None:
+        rows, window = self.rows.setdefault(layer, []), self.decode.window
+        if chooses:
+            rows.append(weights.amax((1, 2)))
+        elif q_len > 1:
+            rows += [weights[:, :, -back].amax(1) for back in range(min(window - 1, q_len), 0, -1)]
+        if not chooses:
+            return
+        k_len = weights.shape[-1]
+        latest = [torch.nn.functional.pad(r, (0, k_len - r.shape[-1])) for r in rows[-window:]]
+        scores = latest[-1].clone()
+        if self.decode.selector == "uniform":
+            scores = sum(latest)
+        elif self.decode.selector == "exponential":
+            scores = sum(r * 0.5**age for age, r in enumerate(reversed(latest)))
+        scores[:, -q_len:] = float("inf")
+        real = seen[:, 0, -1].expand(weights.shape[0], -1)
+        scores = scores.masked_fill(~real, float("-inf"))
+        best = scores.topk(min(budget, k_len), dim=-1).indices
+        self.chosen[layer] = torch.zeros_like(real).scatter(1, best, True) & real
+
+
+@contextmanager
+def oracle(model: Any, decode: OmniKV) -> Iterator[Oracle]:
+    attention = Oracle(decode)
+    AttentionInterface.register("omnikv_oracle", attention)
+    AttentionMaskInterface.register("omnikv_oracle", sdpa_mask)
+    former = model.config._attn_implementation
+    model.config._attn_implementation = "omnikv_oracle"
+    try:
+        yield attention
+    finally:
+        model.config._attn_implementation = former
+
+
+def steps(model: Any, prompt: Tensor, forced: Tensor, cache: Any, **given: Any) -> Tensor:
+    """Logits of a prefill's last token and of every forced token after it: (B, 1 + forced, vocabulary)."""
+    real = given.get("attention_mask")
+    out = [model(prompt, past_key_values=cache, use_cache=True, **given).logits[:, -1:]]
+    for i in range(forced.shape[1]):
+        more = {}
+        if real is not None:
+            real = torch.nn.functional.pad(real, (0, 1), value=1)
+            more = {"attention_mask": real, "position_ids": real.sum(1, keepdim=True) - 1}
+        out.append(model(forced[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits)
+    return torch.cat(out, dim=1)

@@ -1,0 +1,254 @@
+"""Keys and values in a context bank: packed fetches against the cache that keeps all on the device.
+
+A lane that does everything as late as it may stands in for a GPU's: what does not wait where it must reads NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from artifacts import HeadwiseError
+from kernels.index import PAD
+from runtime import lane as lanes
+from runtime.cache_layers import BankedLayer
+from runtime.offload import Group, OffloadedTensor, replaced
+from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
+
+PACKED = {"offload": "packed"}
+
+
+class LateLane(lanes.Lane):
+    """Copies and fetches happen when somebody waits for them, not before."""
+
+    fetched: list[int]
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._sent: list[tuple[Tensor, Tensor]] = []
+        self.fetched = []
+
+    def memory(self, nbytes: int) -> Tensor:
+        return super().memory(nbytes).fill_(255)
+
+    def send(self, target: Tensor, rows: Tensor) -> None:
+        self._sent.append((target, rows))
+
+    def arrived(self) -> None:
+        sent, self._sent = self._sent, []
+        for target, rows in sent:
+            target.copy_(rows)
+
+    def receive(self, target: Tensor, rows: Tensor) -> None:
+        self.arrived()
+        super().receive(target, rows)
+
+    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor.clone()
+
+    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        done: list[Any] = []
+
+        def wait() -> Any:
+            if not done:
+                done.append(work())
+            return done[0]
+
+        return wait
+
+    def staging(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        self.fetched.append(rows)
+        return super().staging(rows, width, dtype).fill_(float("nan"))
+
+
+@pytest.fixture(autouse=True)
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.offload.lane_to", LateLane)
+    monkeypatch.setattr("runtime.bank._LEAST", 16)
+
+
+def padded(prompts: list[Tensor]) -> dict[str, Tensor]:
+    """A left-padded batch as a model takes it."""
+    width = max(p.shape[1] for p in prompts)
+    real = torch.stack([torch.arange(width) >= width - p.shape[1] for p in prompts]).long()
+    tokens = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0)) for p in prompts])
+    return {"prompt": tokens, "attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
+
+
+@pytest.mark.parametrize("budget", [24, 0.125])
+@pytest.mark.parametrize("lengths", [(150,), (150, 90, 120), (150, 7, 30)])
+def test_packed_is_what_the_device_computes(lengths, budget, build, decoding, ids) -> None:
+    model, forced = build(**LAYERS), ids(20, batch=len(lengths), seed=9)
+    given = padded([ids(n, seed=n) for n in lengths])
+    with decoding(model, budget=budget).apply(model, backend="auto") as handle:
+        expected = steps(model, forced=forced, cache=handle.cache(offload="never"), **given)
+        cache = handle.cache(**PACKED)
+        found = steps(model, forced=forced, cache=cache, **given)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert all(layer.keys is None for layer in cache.layers if isinstance(layer, BankedLayer))
+
+
+@pytest.mark.parametrize("lengths", [(150,), (150, 90)])
+def test_several_queries_at_once_see_what_is_before_them(lengths, build, decoding, ids) -> None:
+    model, given = build(**LAYERS), padded([ids(n, seed=n) for n in lengths])
+    drafts = ids(12, batch=len(lengths), seed=5)
+    with decoding(model).apply(model, backend="auto") as handle:
+        found = []
+        for offload in ("never", "packed"):
+            cache = handle.cache(offload=offload)
+            steps(model, forced=drafts[:, :0], cache=cache, **given)
+            real = torch.nn.functional.pad(given["attention_mask"], (0, 12), value=1)
+            parts = []
+            for start, stop in ((0, 1), (1, 5), (5, 7), (7, 12)):
+                seen = real[:, : real.shape[1] - 12 + stop]
+                position = (seen.cumsum(1) - 1)[:, start - stop :]
+                options = {"attention_mask": seen, "position_ids": position, "use_cache": True}
+                parts.append(model(drafts[:, start:stop], past_key_values=cache, **options).logits)
+            found.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+
+
+def test_only_newly_chosen_rows_are_fetched() -> None:
+    group, states = Group(2, 0), [(torch.randn(1, 2, 60, 8), torch.randn(1, 2, 60, 6)) for _ in range(2)]
+    for layer, (k, v) in enumerate(states):
+        assert group.takes(k, v)
+        group.append(layer, 0, k[:, :, :50], v[:, :, :50])
+    chosen = [[1, 5, 6, 40, 50], [1, 6, 7, 50, 51], [1, 6, 7, 50, 52], [0, 1, 2, 3, 53], [0, 1, 53, 54, PAD]]
+    for past, tokens in enumerate(chosen, 50):
+        group.fetch(torch.tensor([tokens], dtype=torch.int32), past)
+        for layer, (k, v) in enumerate(states):
+            now = slice(past, past + 1)
+            offload = group.append(layer, past, k[:, :, now], v[:, :, now])
+            before = sum(token < past for token in tokens)
+            keys, values, ends = offload.attended()
+            assert ends is None and keys.shape == (1, 2, before + 1, 8)
+            wanted = [*tokens[:before], past]
+            for found, expected in ((keys, k), (values, v)):
+                assert torch.equal(found[0, :, -1], expected[0, :, past])
+                sums = found.double().sum(2), expected[:, :, wanted].double().sum(2)
+                torch.testing.assert_close(*sums)
+    assert group.bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
+
+
+def test_replaced_gives_every_wanted_token_one_slot() -> None:
+    generator = torch.Generator().manual_seed(0)
+    held = torch.full((3, 12), -1)
+    for _ in range(30):
+        counts = torch.randint(0, 11, (3,), generator=generator)
+        rows = [torch.randperm(20, generator=generator)[: int(n)].sort().values for n in counts]
+        chosen = torch.full((3, 12), 2**31 - 1)
+        for b, row in enumerate(rows):
+            chosen[b, : len(row)] = row
+        before = held.clone()
+        sequences, tokens, places = replaced(held, chosen, counts)
+        for b, row in enumerate(rows):
+            assert held[b, : len(row)].sort().values.tolist() == row.tolist()
+            assert (held[b, len(row) :] == -1).all()
+        fetched = torch.zeros_like(held, dtype=torch.bool)
+        fetched[sequences, places] = True
+        assert torch.equal(held[fetched], tokens)
+        assert torch.equal(held[~fetched & (held >= 0)], before[~fetched & (held >= 0)])
+        assert not any(token in before[b, : counts[b]] for b, token in zip(sequences, tokens, strict=True))
+
+
+@pytest.mark.parametrize("selector", ["last", "uniform"])
+def test_turns_chunks_crops_and_copies(selector, build, decoding, ids) -> None:
+    model, text = build(**LAYERS), ids(300)
+    found = []
+    with decoding(model, selector=selector).apply(model, backend="auto") as handle:
+        for offload in ("never", "packed", "brutal"):
+            cache = handle.cache(offload=offload)
+            parts = [steps(model, text[:, :20], text[:, 20:40], cache)]
+            parts.append(steps(model, text[:, 40:120], text[:, 120:126], cache))
+            cache.crop(-5)
+            parts.append(steps(model, text[:, 130:200], text[:, 200:203], cache))
+            twin = copy.deepcopy(cache)
+            parts.append(steps(model, text[:, 203:204], text[:, 204:207], cache))
+            parts.append(steps(model, text[:, 213:214], text[:, 214:217], twin))
+            parts.append(steps(model, text[:, 207:208], text[:, 208:211], cache))
+            found.append(torch.cat(parts, dim=1))
+            assert cache.get_seq_length() == 121 + 70 + 3 + 8
+            assert cache.layers[3].get_mask_sizes(2) == (204, 0)
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    torch.testing.assert_close(found[2], found[0], **CLOSE)
+
+
+@pytest.mark.parametrize("prompt", [10, 120])
+def test_sequences_are_repeated_selected_and_reordered(prompt, build, decoding, ids) -> None:
+    model, text, forced = build(**LAYERS), ids(prompt, batch=2), ids(30, batch=3, seed=9)
+    order = torch.tensor([2, 0, 0])
+    found = []
+    with decoding(model, budget=12).apply(model, backend="auto") as handle:
+        for offload in ("never", "packed", "brutal"):
+            cache = handle.cache(offload=offload)
+            parts = [steps(model, text, forced[:2, :3], cache)[:, -1]]
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([3, 0, 1]))
+            parts += steps(model, forced[:, 4:5], forced[:, 5:9], cache).unbind(1)
+            cache.reorder_cache(order)
+            parts += steps(model, forced[:, 9:10], forced[:, 10:14], cache).unbind(1)
+            cache.reset()
+            parts += steps(model, text, forced[:2, :3], cache).unbind(1)
+            found.append(torch.cat(parts))
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    torch.testing.assert_close(found[2], found[0], **CLOSE)
+
+
+def test_a_short_context_stays_on_the_device(build, decoding, ids) -> None:
+    model = build(**LAYERS)
+    with decoding(model, budget=40).apply(model) as handle:
+        cache = handle.cache(**PACKED)
+        steps(model, ids(30), ids(10, seed=1), cache)
+        assert handle.cache_bytes(cache).bank == 0
+        steps(model, ids(1), ids(1, seed=2), cache)
+        assert handle.cache_bytes(cache).bank > 0
+
+
+def test_bytes_are_what_was_given_out(build, decoding, ids) -> None:
+    model = build(**LAYERS)
+    with decoding(model, selector="uniform").apply(model) as handle:
+        held = {}
+        for offload in ("never", "packed", "brutal"):
+            cache = handle.cache(offload=offload)
+            steps(model, ids(600), ids(4, seed=1), cache)
+            held[offload] = handle.cache_bytes(cache)
+        layer, token = held["brutal"].bank / 6, 2 * 2 * 64 * 4
+        scores = 7 * 604 * 4
+    assert held["never"].bank == 0 and held["brutal"].device == 2 * scores
+    assert 604 * token <= layer <= 1.1 * 604 * token
+    # Two layers are dense, two filter, and two are in banks, each with the budget's tokens on the device.
+    assert held["packed"].device == 4 * (600 + 256) * token + 2 * scores + 2 * DECODE.budget * token
+    assert 2 * 604 * token <= held["packed"].bank <= 1.2 * 2 * 604 * token
+
+
+def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids) -> None:
+    model, prompt, forced = build(**LAYERS), ids(150), ids(5, seed=9)
+    expected = steps(model, prompt, forced, DynamicCache(config=model.config))
+    loaded = decoding(model)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        for offload in ("packed", "brutal"):
+            found = steps(model, prompt, forced, loaded.cache(model, offload=offload))
+            torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding, ids) -> None:
+    model = build(**LAYERS)
+    cache = decoding(model, filter_layers=(2,)).cache(model, **PACKED)
+    for layer, dim in ((3, 64), (4, 32), (5, 64)):
+        cache.update(torch.randn(1, 2, 50, dim), torch.randn(1, 2, 50, dim), layer)
+    more = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32)
+    assert not isinstance(cache.update(*more, 4)[0], OffloadedTensor)
+    assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
+
+
+def test_an_unknown_offload_is_refused(build, decoding) -> None:
+    model = build(**LAYERS)
+    with pytest.raises(HeadwiseError, match="unknown offload 'cpu'; known: auto, never, packed, brutal"):
+        decoding(model).cache(model, offload="cpu")
