@@ -1,6 +1,10 @@
-"""Speed of sparse attention against dense: SDPA, compiled FlexAttention with the equal mask, and Headwise, in turn.
+"""Speed of the kernels against torch's, side by side in one run, of right results only.
+
+attention: prefill by SDPA, compiled FlexAttention with the equal mask, and Headwise. decode: one token by torch, and by
+Headwise over all and over chosen keys.
 
     python -m profiling.bench attention --lengths 4096 8192 --head-dims 64 128 --json out.json
+    python -m profiling.bench decode --lengths 8192 32768 --chosen 2048
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim, N key tiles.
 """
@@ -23,6 +27,7 @@ import kernels.dispatch as dispatch
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
+from profiling.decode_speed import DECODE_HEADER, DecodeSpeed, decode_cells, measure_decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,7 @@ class Bench:
     device: str
     repeats: int
     flex: bool
+    chosen: int = 2048
     seed: int = 0
 
     @property
@@ -100,6 +106,16 @@ def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, 
     return lines
 
 
+def run_decode(config: Bench, show: Callable[[Size, DecodeSpeed], None]) -> list[tuple[Size, DecodeSpeed]]:
+    """Measure one token's attention at every size; its line is shown when it is there."""
+    lines = []
+    for size in config.sizes:
+        speed = measure_decode(size, chosen=config.chosen, repeats=config.repeats)
+        show(size, speed)
+        lines.append((size, speed))
+    return lines
+
+
 def environment(device: str) -> dict[str, str]:
     """What the figures depend on beside the command."""
     return {
@@ -128,7 +144,7 @@ def head_pair(text: str) -> tuple[int, int]:
 def parser() -> argparse.ArgumentParser:
     """The command line of python -m profiling.bench."""
     p = ArgumentParser(prog="python -m profiling.bench", description=__doc__)
-    p.add_argument("what", choices=("attention",))
+    p.add_argument("what", choices=("attention", "decode"))
     p.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     p.add_argument(
@@ -143,6 +159,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cpu")
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--no-flex", dest="flex", action="store_false", help="leave compiled FlexAttention out")
+    p.add_argument("--chosen", type=int, default=Bench.chosen, help="decode: how many keys are chosen (default 2048)")
     p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
     return p
 
@@ -150,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options: dict[str, Any] = vars(parser().parse_args(argv))
-    to_json, _ = options.pop("json"), options.pop("what")
+    to_json, what = options.pop("json"), options.pop("what")
     if to_json:
         check_writable(to_json)
     for name in ("lengths", "head_dims", "heads"):
@@ -158,14 +175,20 @@ def main(argv: list[str] | None = None) -> int:
     config = Bench(**options)
     where = environment(config.device)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
-    widths = [max(len(name), 7) for name in HEADER]
-    widths[HEADER.index("pattern")] = 14
+    header = HEADER if what == "attention" else DECODE_HEADER
+    widths = [max(len(name), 7) for name in header]
+    if what == "attention":
+        widths[header.index("pattern")] = 14
 
     def show(line: list[str]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
-    show(HEADER)
-    lines = run(config, lambda size, speed: show(cells(size, speed)))
+    show(header)
+    lines: list[tuple[Size, Any]] = []
+    if what == "attention":
+        lines += run(config, lambda size, speed: show(cells(size, speed)))
+    else:
+        lines += run_decode(config, lambda size, speed: show(decode_cells(size, speed)))
     record = {
         "command": "python -m profiling.bench " + " ".join(sys.argv[1:] if argv is None else argv),
         "settings": asdict(config),

@@ -64,6 +64,17 @@ def test_sizes_of_the_paper(tmp_path) -> None:
     ]
 
 
+def test_decode_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    out = tmp_path / "bench.json"
+    options = ["--lengths", "300", "--head-dims", "64", "--repeats", "1", "--chosen", "64", "--json", str(out)]
+    bench.main(["decode", *options])
+    (line,) = json.loads(out.read_text())["lines"]
+    assert (line["length"], line["chosen"]) == (300, 64) and line["chosen_seconds"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 1
+
+
 @pytest.mark.parametrize("heads", ["9", "9/2", "9/0", "a/3"])
 def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
