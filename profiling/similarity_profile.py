@@ -11,8 +11,6 @@ Shapes: L layers of the model; arrays hold NaN for layers that slide or have no 
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
+from profiling.tables import csv_text
 
 FILE = "similarity.safetensors"
 FORMAT = 1
@@ -103,12 +102,9 @@ def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
         "agreement": profile.tasks,
     }.get(kind, [name])
     labels = profile.tasks if kind == "agreement" else range(profile.num_layers)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["task" if kind == "agreement" else "layer", *columns])
-    for label, row in zip(labels, array.reshape(len(array), -1), strict=True):
-        writer.writerow([label, *("" if np.isnan(value) else f"{value:.6g}" for value in row)])
-    return text.getvalue()
+    rows = zip(labels, array.reshape(len(array), -1).astype(float).tolist(), strict=True)
+    header = ["task" if kind == "agreement" else "layer", *columns]
+    return csv_text(header, ([label, *row] for label, row in rows))
 
 
 def load_profile(path: str | Path) -> Profile:
