@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from profiling.decode_capture import StepInputs
 from profiling.layer_similarity import SimilarityConfig, measure
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import make_prompts
 from profiling.similarity import Profile, load, main, run
-from profiling.similarity_meter import FROZEN, TAIL
+from profiling.similarity_meter import FROZEN, TAIL, Meter
 from profiling.similarity_profile import FILE, save_profile
 from tests.search.conftest import save_tiny
 
@@ -228,3 +230,17 @@ def test_bad_files(tmp_path: Path) -> None:
     save_profile(profile, tmp_path)
     np.testing.assert_array_equal(load(tmp_path).ability("passkey"), [0.5, np.nan])
     assert json.loads(json.dumps(load(tmp_path).about)) == profile.about
+
+
+def test_one_layers_scores_are_held_at_a_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+    visit = Meter.visit
+
+    def watched(self: Meter, step: int, inputs: StepInputs) -> None:
+        assert all(former() is None for former in held)
+        held[:] = [weakref.ref(inputs.probabilities)]
+        visit(self, step, inputs)
+
+    monkeypatch.setattr(Meter, "visit", watched)
+    measure(SimilarityConfig(model="tiny", tasks=("passkey",), samples=1, **SETTINGS), loaded)
+    assert held
