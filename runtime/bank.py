@@ -31,6 +31,7 @@ class Bank:
         self.pages: list[Tensor] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self.lane.arrived()
         new = copy.copy(self)
         memo[id(self)] = new
         new.lane, new.pages = copy.deepcopy(self.lane, memo), []

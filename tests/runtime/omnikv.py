@@ -44,6 +44,8 @@ class Oracle:
             seen = mask[..., :k_len]
         logits = logits.masked_fill(~seen, float("-inf"))
         budget = self.decode.budget if isinstance(self.decode.budget, int) else ceil(self.decode.budget * k_len)
+        # The newest tokens are always chosen.
+        budget = max(budget, q_len)
         chooses = q_len <= self.longest_decode and k_len > budget and window is None
         before = [f for f in self.decode.filter_layers if f < layer]
         if chooses and layer not in (*self.decode.filter_layers, *self.decode.dense_layers) and before:

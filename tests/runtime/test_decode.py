@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from artifacts import HeadwiseError
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle, steps
@@ -35,6 +35,22 @@ def test_every_step_is_what_the_oracle_computes(selector, family, offload, build
         assert handle.stats()["decode"] == 12 * (6 if family != "Gemma3" else 5)
     torch.testing.assert_close(found, expected, **CLOSE)
     assert (found - dense).abs().max() > 0.05, "the budget must bite, or nothing is tested"
+
+
+@pytest.mark.parametrize("budget", [2, 24])
+def test_drafts_see_themselves_and_what_is_before_them(budget, offload, build, decoding, ids) -> None:
+    model, prompt, drafts = build(**LAYERS), ids(150), ids(10, seed=9)
+
+    def logits(cache: Cache) -> Tensor:
+        model(prompt, past_key_values=cache, use_cache=True)
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in drafts.split((4, 1, 5), dim=1)]
+        return torch.cat(parts, dim=1)
+
+    loaded = decoding(model, budget=budget)
+    with oracle(model, loaded.artifact.decode.omnikv):
+        expected = logits(DynamicCache(config=model.config))
+    with loaded.apply(model, backend="auto") as handle:
+        torch.testing.assert_close(logits(handle.cache(offload=offload)), expected, **CLOSE)
 
 
 def test_without_the_cache_the_last_query_chooses(offload, build, decoding, ids) -> None:

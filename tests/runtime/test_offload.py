@@ -114,26 +114,78 @@ def test_several_queries_at_once_see_what_is_before_them(lengths, build, decodin
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
-def test_only_newly_chosen_rows_are_fetched() -> None:
-    group, states = Group(2, 0), [(torch.randn(1, 2, 60, 8), torch.randn(1, 2, 60, 6)) for _ in range(2)]
-    for layer, (k, v) in enumerate(states):
+def states(length: int, batch: int = 1, layers: int = 2) -> list[tuple[Tensor, Tensor]]:
+    """Random keys (batch, 2, length, 8) and values (batch, 2, length, 6) of some layers."""
+    return [(torch.randn(batch, 2, length, 8), torch.randn(batch, 2, length, 6)) for _ in range(layers)]
+
+
+def attended(group: Group, past: int, new: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor] | None]:
+    """Append to each layer, and what each then attends to."""
+    found = []
+    for layer, (k, v) in enumerate(new):
         assert group.takes(k, v)
-        group.append(layer, 0, k[:, :, :50], v[:, :, :50])
+        held = group.append(layer, past, k, v).attended()
+        found.append(None if held is None else held[:2])
+    return found
+
+
+def same_rows(found: Tensor, expected: Tensor) -> bool:
+    """Whether keys or values (1, G, n, D) are the same rows, whatever their order, the last being the last."""
+    rows = [sorted(x[0].transpose(0, 1).flatten(1).tolist()) for x in (found, expected)]
+    return rows[0] == rows[1] and torch.equal(found[:, :, -1], expected[:, :, -1])
+
+
+def test_only_newly_chosen_rows_are_fetched() -> None:
+    group, layers = Group(2, 0), states(60)
+    attended(group, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     chosen = [[1, 5, 6, 40, 50], [1, 6, 7, 50, 51], [1, 6, 7, 50, 52], [0, 1, 2, 3, 53], [0, 1, 53, 54, PAD]]
     for past, tokens in enumerate(chosen, 50):
         group.fetch(torch.tensor([tokens], dtype=torch.int32), past)
-        for layer, (k, v) in enumerate(states):
-            now = slice(past, past + 1)
-            offload = group.append(layer, past, k[:, :, now], v[:, :, now])
-            before = sum(token < past for token in tokens)
-            keys, values, ends = offload.attended()
-            assert ends is None and keys.shape == (1, 2, before + 1, 8)
-            wanted = [*tokens[:before], past]
-            for found, expected in ((keys, k), (values, v)):
-                assert torch.equal(found[0, :, -1], expected[0, :, past])
-                sums = found.double().sum(2), expected[:, :, wanted].double().sum(2)
-                torch.testing.assert_close(*sums)
+        now = slice(past, past + 1)
+        wanted = [token for token in tokens if token <= past]
+        found = attended(group, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
+        for held, all_of_it in zip(found, layers, strict=True):
+            assert all(same_rows(rows, x[:, :, wanted]) for rows, x in zip(held, all_of_it, strict=True))
     assert group.bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
+
+
+def test_what_replaces_a_cropped_token_is_fetched_anew() -> None:
+    group, layers, other = Group(2, 0), states(50), states(3)
+    attended(group, 0, layers)
+    group.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
+    group.crop(47)
+    attended(group, 47, other)
+    assert attended(group, 50, states(1)) == [None, None], "the choice was for what there was before"
+    group.crop(50)
+    group.fetch(torch.tensor([[1, 50, PAD]], dtype=torch.int32), 50)
+    twin = copy.deepcopy(group)
+    assert twin.bank.lane is not group.bank.lane, "two copies may be at work in two threads"
+    assert attended(twin, 50, states(1)) == [None, None]
+    for each in (group, twin):
+        each.crop(50)
+        each.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
+        for held, old, new in zip(attended(each, 50, states(1)), layers, other, strict=True):
+            for found, before, after in zip(held, old, new, strict=True):
+                assert torch.equal(found[:, :, :2].sum(2), before[:, :, 1] + after[:, :, 1])
+
+
+@pytest.mark.parametrize("sequences", [[1, 0], [1, 1, 0]])
+def test_sequences_change_places_in_bank_and_slots(sequences) -> None:
+    group, layers = Group(2, 0), states(51, batch=2)
+    attended(group, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
+    tokens = torch.tensor([[1, 2, 3, 50, 51], [4, 5, 50, 51, PAD]], dtype=torch.int32)
+    group.fetch(torch.tensor([[1, 2, 3, 50, PAD], [4, 5, 50, PAD, PAD]], dtype=torch.int32), 50)
+    attended(group, 50, [(k[:, :, 50:], v[:, :, 50:]) for k, v in layers])
+    group.select(torch.tensor(sequences), 51)
+    group.fetch(tokens[sequences], 51)
+    held = attended(group, 51, states(1, batch=len(sequences)))
+    for (keys, values), (k, v) in zip(held, layers, strict=True):
+        for b, source in enumerate(sequences):
+            chosen = [t for t in tokens[source].tolist() if t < 51]
+            for found, x in ((keys, k), (values, v)):
+                torch.testing.assert_close(found[b, :, : len(chosen)].sum(1), x[source][:, chosen].sum(1))
+    # What was on the device stayed there: of each sequence only the latest token is fetched.
+    assert group.bank.lane.fetched == [2 * 5, 2 * len(sequences)]
 
 
 def test_replaced_gives_every_wanted_token_one_slot() -> None:
