@@ -1,8 +1,9 @@
 """Which layers filter in decode: exact dynamic programming over a similarity profile (OmniKV, section 4.1).
 
-S[i, j] is the attention mass in layer j on the tokens that layer i ranks highest. A sparse layer is served by the
-nearest filter layer before it, so that a choice of filter layers keeps the sum of S over its runs, and the best choice
-of m filters whose last is i depends only on the best choice of m - 1 filters before i.
+S[i, j] is the attention mass in layer j on the tokens that layer i ranks highest. The first filter layer comes right
+after the shallow layers that stay dense, and a sparse layer is served by the nearest filter layer before it. So a
+choice keeps the sum of S over its runs, and the best choice of m filters whose last is i depends only on the best
+choice of m - 1 filters before i.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Choice:
 class Rules:
     """What a choice must hold to.
 
-    dense_first: the first so many full-attention layers are dense: they attend to everything alike.
-    most: at most so many filter layers.
+    dense_first: the first so many full-attention layers are dense, since they attend to everything alike; the next one
+        is the first filter. Later, it would leave more layers dense: all mass kept, and nothing saved.
+    most: at most so many filter layers, the first included.
     adjacent: the layer after each filter is dense too, so that an offloaded fetch has something to hide behind.
     """
 
@@ -70,7 +72,7 @@ def fewest_filters(mass: np.ndarray, layers: Sequence[int], rules: Rules, floor:
 
 
 def evenly_spaced(mass: np.ndarray, layers: Sequence[int], rules: Rules, count: int) -> Choice:
-    """`count` filter layers at even distances behind the dense ones: the choice by eye to compare with."""
+    """`count` filter layers at even distances from the first one on: the choice by eye to compare with."""
     room = len(layers) - rules.dense_first
     at = [rules.dense_first + round(i * room / count) for i in range(count)]
     return chosen(mass, layers, rules, [layers[i] for i in at])
@@ -79,11 +81,11 @@ def evenly_spaced(mass: np.ndarray, layers: Sequence[int], rules: Rules, count: 
 def random_choices(
     mass: np.ndarray, layers: Sequence[int], rules: Rules, count: int, *, samples: int, seed: int
 ) -> list[Choice]:
-    """`samples` choices of `count` filter layers behind the dense ones, drawn alike."""
+    """`samples` choices of the first filter layer and `count` - 1 others behind it, drawn alike."""
     generator = np.random.default_rng(seed)
-    candidates = np.array(layers[rules.dense_first :])
-    drawn = [sorted(generator.choice(candidates, size=count, replace=False).tolist()) for _ in range(samples)]
-    return [chosen(mass, layers, rules, filters) for filters in drawn]
+    first, *others = layers[rules.dense_first :]
+    drawn = [sorted(generator.choice(others, size=count - 1, replace=False).tolist()) for _ in range(samples)]
+    return [chosen(mass, layers, rules, [first, *filters]) for filters in drawn]
 
 
 def chosen(mass: np.ndarray, layers: Sequence[int], rules: Rules, filters: Sequence[int]) -> Choice:
@@ -125,8 +127,8 @@ def _by_count(mass: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Cho
     if np.isnan(mass[np.ix_(layers, layers)][np.triu_indices(n, 1)]).any():
         raise HeadwiseError("the similarity profile lacks values of full-attention layers: measure it again")
     run = [[_run(mass, layers, rules, a, b) for b in range(n + 1)] for a in range(n)]
-    # best[c][a]: mass kept by the layers before place a, which is filter number c + 1; dense up to the first filter.
-    best = [[float(a) if a >= first else -np.inf for a in range(n)]]
+    # best[c][a]: mass kept by the layers before place a, which is filter number c + 1.
+    best = [[float(a) if a == first else -np.inf for a in range(n)]]
     before: list[list[int]] = [[-1] * n]
     for _ in range(1, min(rules.most, n - first)):
         former = best[-1]
