@@ -71,4 +71,4 @@ def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, s
 
 def _worked(chain: list[tuple[str, str, str]]) -> str:
     (a, one, b), (_, other, c) = chain
-    return f"{_QUESTION.format(a=a, one=one, other=other)} {b}. {b}'s {other} is {c}. So the answer is {c}.\n\n"
+    return f"{_QUESTION.format(a=a, one=one, other=other)} {b}. {b}'s {other} is {c}.\n\n"
