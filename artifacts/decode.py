@@ -47,6 +47,8 @@ class OmniKV(Record):
         is named anywhere.
     selector: whose scores choose: the last query's, or the uniform or exponential mean of the last `window` queries'.
     budget: tokens that a sparse layer attends to, or their share of the context.
+    prefill_ratio: tokens of the past that layers served by a filter see in a chunk of a prompt, for each token of the
+        chunk; None is all (appendix D.10).
     """
 
     filter_layers: Annotated[Layers, Field(min_length=1)]
@@ -54,6 +56,7 @@ class OmniKV(Record):
     selector: Literal["last", "uniform", "exponential"] = "last"
     window: Annotated[int, Field(ge=1, le=256)] = 16
     budget: Annotated[Annotated[int, Field(ge=1)] | float, AfterValidator(_budget)] = 2048
+    prefill_ratio: Annotated[float, Field(gt=0)] | None = None
     similarity: Similarity | None = None
 
     @model_validator(mode="after")

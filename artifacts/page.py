@@ -93,6 +93,8 @@ def _decode(artifact: Artifact) -> Iterator[str]:
     selector = omnikv.selector + ("" if omnikv.selector == "last" else f" over {omnikv.window} queries")
     dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}" if omnikv.dense_layers else ""
     yield f"OmniKV: filter layers {', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, selector {selector}"
+    if omnikv.prefill_ratio is not None:
+        yield f"chunked prefill: {omnikv.prefill_ratio:g} tokens of the past for each token of the chunk"
     if kept := omnikv.similarity:
         yield (
             f"keeps {kept.kept:.4f} of the attention mass on held-out prompts ({', '.join(kept.tasks)}); evenly spaced "

@@ -138,6 +138,7 @@ def _decode(section: artifacts.OmniKV, model: PreTrainedModel, modules: dict[int
         selector=section.selector,
         window=section.window,
         backend=backend,
+        prefill_ratio=section.prefill_ratio,
     )
 
 

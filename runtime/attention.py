@@ -49,10 +49,9 @@ def headwise_attention(
     if layer is None:
         return dense(query, key, value, attention_mask)
     if layer.role is not None:
-        decoded = _decode(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
-        if decoded is not None:
-            layer.settings.calls["chosen"] += 1
-            return decoded.transpose(1, 2), None
+        chosen = _chosen(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
+        if chosen is not None:
+            return chosen.transpose(1, 2), None
     key, value = on_device(key), on_device(value)
     why = _why_dense(module, layer, query, key, value, attention_mask, dropout, kwargs)
     layer.settings.calls[why or "sparse"] += 1
@@ -63,7 +62,7 @@ def headwise_attention(
     return _sparse(layer, layout, query, key, value, scaling, softcap, dense), None
 
 
-def _decode(
+def _chosen(
     module: nn.Module,
     layer: Layer,
     query: Tensor,
@@ -74,18 +73,26 @@ def _decode(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """(B, H, Q, E) by the decode section of the artifact; None for prefill, and where that cannot serve the call."""
-    decode, role, number = layer.settings.decode, layer.role, layer.number
+    """(B, H, Q, E) by the decode section of the artifact; None where that does not serve the call."""
+    settings, role, number = layer.settings, layer.role, layer.number
+    decode = settings.decode
     assert decode is not None and role is not None
     starts = starts_of(mask)
     if isinstance(starts, str) or _special(module, query, key, value, dropout, kwargs) is not None:
         return None
     how: dict[str, Any] = {"starts": starts, "scale": scaling, "softcap": kwargs.get("softcap")}
     if decode.serves(query, key):
-        return decode.attend(number, role, query, key, value, **how)
+        out = decode.attend(number, role, query, key, value, **how)
+        settings.calls["chosen"] += out is not None
+        return out
     if query.shape[2] > 1:
         decode.after_prefill(role, query, key, **how)
-    return None
+    if not isinstance(mask, PrefillMask) or _no_kernel(settings.backend, query, key, value) is not None:
+        return None
+    firsts = [start for start, _ in mask.tokens.ranges]
+    out = decode.attend_chunk(number, role, query, key, value, firsts, **how)
+    settings.calls["sparse"] += out is not None
+    return out
 
 
 def _why_dense(

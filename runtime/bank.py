@@ -64,23 +64,23 @@ class Bank:
         for page, first, here in self._span(0, length):
             self.lane.receive(out[first:][: here.stop - here.start], page[layer, here])
 
-    def gather(self, sequences: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
-        """Rows of tokens (N,), ascending, of sequences (N,), for all layers: into out (L N, R), page after page.
+    def gather(self, sequences: Tensor, tokens: Tensor, out: Tensor, layers: range) -> Tensor:
+        """Rows of tokens (N,), ascending, of sequences (N,), in some layers: to out (layers * N, R), page after page.
 
         Returns:
-            (L N,): out[i] is the row of layer order[i] // N and token order[i] % N.
+            (layers * N,): out[i] is the row of layers[order[i] // N] and token order[i] % N.
         """
         count = tokens.numel()
-        layer, number = torch.arange(self.layers)[:, None], torch.arange(count)
+        place, number = torch.arange(len(layers))[:, None], torch.arange(count)
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
         cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()
         order = []
         for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
             if hi > lo:
-                rows = (layer * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
-                found = out[self.layers * lo : self.layers * hi]
+                rows = ((place + layers.start) * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
+                found = out[len(layers) * lo : len(layers) * hi]
                 torch.index_select(page.view(-1, self.width), 0, rows.flatten(), out=found)
-                order.append((layer * count + number[lo:hi]).flatten())
+                order.append((place * count + number[lo:hi]).flatten())
         return torch.cat(order)
 
     def select(self, sequences: Tensor, length: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.patterns.choose import best_places
+from runtime.chunks import Past, attend_past, choose_past, gains
 from runtime.offload import OffloadedTensor, on_device
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class OmniKV:
 
     budget: tokens that a sparse layer attends to, or their share of the context.
     selector: what chooses them: the "last" query's scores, or "uniform" or "exponential" means over `window` queries.
+    prefill_ratio: tokens of the past that a chunk of a prompt sees in sparse layers, for each of its own; None: all.
     """
 
     filter_layers: tuple[int, ...]
@@ -57,6 +59,7 @@ class OmniKV:
     selector: str
     window: int
     backend: str
+    prefill_ratio: float | None = None
     _step: threading.local = field(default_factory=threading.local, repr=False)
 
     def role(self, layer: int) -> Role:
@@ -119,6 +122,35 @@ class OmniKV:
                 cache.chose(chosen, k_len - q.shape[2])
         return done.out
 
+    def attend_chunk(
+        self,
+        layer: int,
+        role: Role,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        firsts: Sequence[int],
+        *,
+        starts: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """Attention of one layer for a chunk of a prompt: (B, H, Q, E); None where it sees all of the past.
+
+        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key firsts[b].
+        """
+        ratio, q_len, k_len = self.prefill_ratio, q.shape[2], k.shape[2]
+        if ratio is None or not gains(ratio, q_len, k_len):
+            return None
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": self.backend}
+        if role.filters:
+            chosen = choose_past(q, on_device(k), firsts, starts, ratio=ratio, window=self.window, **how)
+            self._pasts()[layer] = chosen
+        past = None if role.filter is None else self._pasts().get(role.filter)
+        if past is None or (past.q_len, past.k_len) != (q_len, k_len):
+            return None
+        return attend_past(past, q, k, v, **how)
+
     def after_prefill(
         self,
         role: Role,
@@ -167,6 +199,13 @@ class OmniKV:
             self._step.chosen = {}
         chosen: dict[int, tuple[int, Tensor | None]] = self._step.chosen
         return chosen
+
+    def _pasts(self) -> dict[int, Past]:
+        """By filter layer: what it chose in this thread for the latest chunk."""
+        if not hasattr(self._step, "pasts"):
+            self._step.pasts = {}
+        pasts: dict[int, Past] = self._step.pasts
+        return pasts
 
 
 def _filter_cache(keys: Tensor) -> FilterLayer | None:

@@ -104,7 +104,7 @@ class Handle:
     def stats(self) -> dict[str, Any]:
         """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and "decode": n with a decode section.
 
-        "sparse" are prefills by the patterns, "decode" steps by the decode section.
+        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; "decode" steps by chosen tokens.
         """
         calls = dict(self._applied.calls)
         sparse, decode = calls.pop("sparse", 0), calls.pop("chosen", 0)

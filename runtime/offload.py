@@ -128,14 +128,7 @@ class Group:
             held.fill_(_EMPTY)
             sequences, wanted, places = replaced(after, chosen, counts)
             if wanted.numel():
-                by_token = wanted.argsort(stable=True)
-                sequences, wanted, places = sequences[by_token], wanted[by_token], places[by_token]
-                bank.lane.arrived()
-                staged = bank.lane.staging(bank.layers * wanted.numel(), bank.width, bank.dtype)
-                order = bank.gather(sequences, wanted, staged)
-                layer = torch.arange(bank.layers)[:, None]
-                target = ((layer * slots.shape[1] + places) * bank.batch + sequences).flatten()[order]
-                bank.lane.deliver(staged, slots.view(-1, bank.width), target)
+                _deliver(bank, range(bank.layers), sequences, wanted, places, slots)
             held.copy_(after)
             result: list[int] = counts.tolist()
             return result
@@ -163,6 +156,23 @@ class Group:
         at = ends - new + torch.arange(new, dtype=torch.int32, device=ends.device)[:, None]
         slots[at.long(), torch.arange(len(counts), device=ends.device)] = rows
         return *self.row.unpack(slots[: most + new]), ends
+
+    def chosen(self, layer: int, tokens: Tensor) -> Tensor:
+        """Rows (n, B, R) of a layer's tokens (B, n), brought to the device."""
+        self._settle()
+        bank = self.bank
+        assert bank is not None
+        batch, count = tokens.shape
+        rows = torch.empty(count, batch, bank.width, dtype=bank.dtype, device=bank.lane.device)
+        listed = bank.lane.to_host(tokens)
+
+        def work() -> None:
+            sequences = torch.arange(batch).repeat_interleave(count)
+            places = torch.arange(count).repeat(batch)
+            _deliver(bank, range(layer, layer + 1), sequences, listed().flatten(), places, rows[None])
+
+        bank.lane.start(work)()
+        return rows
 
     def crop(self, length: int) -> None:
         """Forget what was fetched of the tokens from `length` on."""
@@ -218,6 +228,12 @@ class Offload:
             self._read = row.unpack(whole)
         return self._read
 
+    def chosen(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, n + Q, D) and values of tokens (B, n) of the past, and then of the new ones."""
+        row = self.group.row
+        assert row is not None
+        return row.unpack(torch.cat([self.group.chosen(self.layer, tokens), self.rows]))
+
     def tensors(self) -> tuple[OffloadedTensor, OffloadedTensor]:
         """Stand-ins for the keys and the values."""
         return OffloadedTensor(self, 0), OffloadedTensor(self, 1)
@@ -260,6 +276,18 @@ class OffloadedTensor(Tensor):
 def on_device(tensor: Tensor) -> Tensor:
     """Keys or values as a plain tensor, fetched where they are offloaded."""
     return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor
+
+
+def _deliver(bank: Bank, layers: range, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor) -> None:
+    """Rows of tokens (N,) of sequences (N,) into places (N,) of slots (layers, S, B, R) on the device, in one copy."""
+    by_token = tokens.argsort(stable=True)
+    sequences, tokens, places = sequences[by_token], tokens[by_token], places[by_token]
+    bank.lane.arrived()
+    staged = bank.lane.staging(len(layers) * tokens.numel(), bank.width, bank.dtype)
+    order = bank.gather(sequences, tokens, staged, layers)
+    layer = torch.arange(len(layers))[:, None]
+    target = ((layer * slots.shape[1] + places) * bank.batch + sequences).flatten()[order]
+    bank.lane.deliver(staged, slots.view(-1, bank.width), target)
 
 
 def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

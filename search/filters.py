@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,6 +61,7 @@ class FilterSearch:
     budget: int | float = 2048
     selector: str = "last"
     window: int = 16
+    prefill_ratio: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +130,7 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
         selector=config.selector,  # type: ignore[arg-type]
         window=config.window,
         budget=config.budget,
+        prefill_ratio=config.prefill_ratio,
         similarity=Similarity(
             kept=found.held_out.kept,
             evenly_spaced=found.even.kept,
@@ -182,6 +184,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
     p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
     p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
+    p.add_argument("--prefill-ratio", type=float, help="in chunked prefill, tokens of the past for each of the chunk")
     p.add_argument("--task", dest="tasks", action="append", help=f"prompts to measure on, repeatable: {TASKS}")
     p.add_argument("--length", type=int, help="their length in tokens")
     p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
@@ -206,6 +209,8 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
     for name in ("filters", "window"):
         if getattr(options, name) < 1:
             raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if (ratio := options.prefill_ratio) is not None and not 0 < ratio < inf:
+        raise HeadwiseError(f"--prefill-ratio must be a positive number, got {ratio}")
     if options.dense_first < 0:
         raise HeadwiseError(f"--dense-first must not be negative, got {options.dense_first}")
     length = options.length
@@ -233,6 +238,7 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         budget=budget,
         selector=options.selector,
         window=options.window,
+        prefill_ratio=options.prefill_ratio,
     )
 
 

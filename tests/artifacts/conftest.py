@@ -112,6 +112,7 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
                 selector="exponential",
                 window=8,
                 budget=0.125,
+                prefill_ratio=0.5,
                 similarity=artifacts.Similarity(
                     kept=0.93,
                     evenly_spaced=0.91,

@@ -32,6 +32,7 @@ class Oracle:
     longest_decode: int = 16
     chosen: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
+    past: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs) -> Any:
         q_len, k_len, layer = query.shape[2], key.shape[2], module.layer_idx
@@ -48,9 +49,20 @@ class Oracle:
         budget = max(budget, q_len)
         chooses = q_len <= self.longest_decode and k_len > budget and window is None
         before = [f for f in self.decode.filter_layers if f < layer]
-        if chooses and layer not in (*self.decode.filter_layers, *self.decode.dense_layers) and before:
+        sparse = layer not in (*self.decode.filter_layers, *self.decode.dense_layers) and before and window is None
+        if chooses and sparse:
             logits = logits.masked_fill(~self.chosen[before[-1]][:, None, None], float("-inf"))
+        past, ratio = k_len - q_len, self.decode.prefill_ratio
+        chunk = ratio is not None and q_len >= 64 and window is None and ceil(ratio * q_len) < past
+        if chunk and sparse:
+            chosen = torch.cat([self.past[before[-1]], torch.ones(query.shape[0], q_len, dtype=torch.bool)], dim=1)
+            logits = logits.masked_fill(~chosen[:, None, None], float("-inf"))
         weights = logits.softmax(-1)
+        if chunk and layer in self.decode.filter_layers:
+            scores = weights.nan_to_num()[:, :, -self.decode.window :, :past].amax((1, 2))
+            real = seen[:, 0, -1, :past].expand(query.shape[0], -1)
+            best = scores.masked_fill(~real, float("-inf")).topk(ceil(ratio * q_len), dim=-1).indices
+            self.past[layer] = torch.zeros_like(real).scatter(1, best, True) & real
         if layer in self.decode.filter_layers and window is None:
             self._choose(layer, weights.nan_to_num(), seen, q_len, budget, chooses)
         return (weights @ values).transpose(1, 2).contiguous(), weights

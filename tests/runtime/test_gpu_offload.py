@@ -59,9 +59,7 @@ def test_offloaded_is_what_stays_on_the_device(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_chunks_turns_crops_and_copies_wait_for_what_is_on_its_way(
-    inference, model, decoding, ids, monkeypatch
-) -> None:
+def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, decoding, ids, monkeypatch) -> None:
     monkeypatch.setattr("runtime.offload.lane_to", SlowLane)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):

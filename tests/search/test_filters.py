@@ -35,12 +35,26 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     command: list[str], found: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.yaml"
-    filters.main([*command, "--out", str(out), "--budget", "0.25", "--selector", "uniform", "--window", "4"])
+    filters.main(
+        [
+            *command,
+            "--out",
+            str(out),
+            "--budget",
+            "0.25",
+            "--selector",
+            "uniform",
+            "--window",
+            "4",
+            "--prefill-ratio",
+            "0.5",
+        ]
+    )
     before, arrays = artifacts.load_pair(found)
     after, more = artifacts.load_pair(out)
     assert after.decode is not None and after.prefill == before.prefill and after.patterns == before.patterns
     section = after.decode.omnikv
-    assert (section.selector, section.window, section.budget) == ("uniform", 4, 0.25)
+    assert (section.selector, section.window, section.budget, section.prefill_ratio) == ("uniform", 4, 0.25, 0.5)
     mass = more.pop("similarity.mass")
     assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
     assert section.filter_layers == (0,) and section.dense_layers == ()
@@ -87,6 +101,7 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
         (["--min-kept", "2"], "--min-kept must be above 0 and at most 1, got 2.0"),
         (["--min-kept", "0.5", "--layers", "1"], "--layers and --min-kept exclude each other"),
         (["--window", "0"], "--window must be at least 1, got 0"),
+        (["--prefill-ratio", "0"], "--prefill-ratio must be a positive number, got 0.0"),
         (["--dense-first", "3"], "3 full-attention layers leave none to be sparse behind 3 dense ones"),
         (["--profile", "nowhere"], "there is no similarity profile"),
         (["--task", "riddle"], "unknown task"),
