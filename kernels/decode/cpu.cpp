@@ -3,7 +3,7 @@
 // Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim,
 // R = Q * H / G query rows of a KV head.
 //
-// A task is SPLIT keys of one KV head with all query rows that read it, so that each row of K and V comes from memory
+// A task is some keys of one KV head with all query rows that read it, so that each row of K and V comes from memory
 // once. It leaves their maximum, sum and unnormalised output; whoever finishes the last split of a KV head combines
 // them in order (Flash-Decoding; Dao et al., 2023). Neither splits nor order depend on the number of threads. For
 // scores the probabilities are kept and multiplied in the end by what the other splits made of their share.
@@ -29,8 +29,10 @@ namespace {
 
 using namespace headwise;
 
-// Keys of a task, and of a step of either product: what stays in the first cache while all query rows read it.
-constexpr int SPLIT = 512, QK_KEYS = 16, PV_KEYS = 64;
+// Keys of a task at most and at least; in between, as many as make FEW_TASKS, enough for any processor.
+constexpr int SPLIT = 512, SMALL_SPLIT = 128, FEW_TASKS = 64;
+// Keys of a step of either product: what stays in the first cache while all query rows read it.
+constexpr int QK_KEYS = 16, PV_KEYS = 64;
 // How many keys ahead rows are asked for: chosen rows lie where no processor expects them.
 constexpr int AHEAD = 64;
 // Query rows, sums of a QK block and vectors of a row in a PV block that fit the registers.
@@ -295,7 +297,8 @@ struct Run {
   const float factor = call.how.factor();
 
   std::vector<Head> heads;
-  int64_t splits = 0, most = 0;
+  // Keys of a split, splits of all heads, and of the one with the most.
+  int64_t share = SPLIT, splits = 0, most = 0;
   // Of each split and query row: maximum, sum and output; with scores also the probabilities.
   std::unique_ptr<float[], Free> tops, totals, partial, kept;
   // Of each KV head and query row: maximum and 1 / sum of all splits.
@@ -320,6 +323,7 @@ struct Run {
     const int32_t* start = c.starts ? c.starts->const_data_ptr<int32_t>() : nullptr;
     const int32_t* end = c.ends ? c.ends->const_data_ptr<int32_t>() : nullptr;
     heads.reserve(B * G);
+    int64_t keys = 0;
     for (int64_t b = 0; b < B; ++b) {
       const int64_t from = start ? start[b] : 0, to = end ? end[b] : K;
       TORCH_CHECK_VALUE(from >= 0, "starts must not be negative, got ", from, " for sequence ", b);
@@ -327,17 +331,21 @@ struct Run {
       const auto seen = range(from, to, to - Q);
       for (int64_t g = 0; g < G; ++g) {
         const auto [first, last] = places(b, g, seen);
-        const int64_t count = last - first;
-        heads.push_back({b, g, to, first, count, splits});
-        // A head that sees nothing still has one split, which says so.
-        const int64_t needed = std::max<int64_t>((count + SPLIT - 1) / SPLIT, 1);
-        splits += needed, most = std::max(most, needed);
+        heads.push_back({b, g, to, first, last - first, 0});
+        keys += last - first;
       }
+    }
+    share = std::clamp<int64_t>(round_up(keys / FEW_TASKS, QK_KEYS), SMALL_SPLIT, SPLIT);
+    for (Head& head : heads) {
+      // A head that sees nothing still has one split, which says so.
+      const int64_t needed = std::max<int64_t>((head.count + share - 1) / share, 1);
+      head.split = splits;
+      splits += needed, most = std::max(most, needed);
     }
     tops = allocate<float>(splits * R), totals = allocate<float>(splits * R);
     partial = allocate<float>(splits * R * width);
     top = allocate<float>(B * G * R), inverse = allocate<float>(B * G * R);
-    if (c.sum || c.max) kept = allocate<float>(splits * R * SPLIT);
+    if (c.sum || c.max) kept = allocate<float>(splits * R * share);
     open = std::make_unique<std::atomic<int>[]>(heads.size());
     for (size_t i = 0; i < heads.size(); ++i) open[i] = splits_of(i);
   }
@@ -392,8 +400,8 @@ struct Run {
 
   void task(int64_t split, Scratch& w) {
     const Head& head = heads[head_of(split)];
-    const int64_t place = (split - head.split) * SPLIT, first = head.first + place;
-    const int n = std::min<int64_t>(SPLIT, head.count - place), whole = round_up(n, QK_KEYS);
+    const int64_t place = (split - head.split) * share, first = head.first + place;
+    const int n = std::min<int64_t>(share, head.count - place), whole = round_up(n, QK_KEYS);
     float *o = partial.get() + split * R * width, *tops_ = tops.get() + split * R, *totals_ = totals.get() + split * R;
     std::fill(o, o + R * width, 0.0f);
     if (n == 0) {
@@ -422,7 +430,7 @@ struct Run {
         if (call.how.softcap > 0) cap(s, whole, call.how);
         std::fill(s, s + from, NEG_INF);
         std::fill(s + to, s + whole, NEG_INF);
-        float* keep = kept ? kept.get() + (split * R + r) * SPLIT : nullptr;
+        float* keep = kept ? kept.get() + (split * R + r) * share : nullptr;
         softmax<Engine>(s, w.p.get() + r * SPLIT, keep, whole, factor, tops_[r], totals_[r]);
       }
     }
@@ -462,35 +470,38 @@ struct Run {
     }
   }
 
-  void score(int64_t split) {
-    const int64_t at = head_of(split), place = (split - heads[at].split) * SPLIT;
-    const int n = std::min<int64_t>(SPLIT, heads[at].count - place);
-    float* to = call.scores.mutable_data_ptr<float>() + (heads[at].b * G + heads[at].g) * call.scores.size(-1) +
-                heads[at].first + place;
-    for (int r = 0; r < R; ++r) {
-      const float share = std::exp2(tops[split * R + r] - top[at * R + r]) * inverse[at * R + r];
-      const float* p = kept.get() + (split * R + r) * SPLIT;
-      if (call.sum)
-        for (int j = 0; j < n; ++j) to[j] += p[j] * share;
-      else
-        for (int j = 0; j < n; ++j) to[j] = std::max(to[j], p[j] * share);
+  void score(int64_t from, int64_t to) {
+    for (int64_t split = from; split < to; ++split) {
+      const int64_t at = head_of(split), place = (split - heads[at].split) * share;
+      const int n = std::min<int64_t>(share, heads[at].count - place);
+      const int64_t head = heads[at].b * G + heads[at].g;
+      float* scores = call.scores.mutable_data_ptr<float>() + head * call.scores.size(-1) + heads[at].first + place;
+      for (int r = 0; r < R; ++r) {
+        const float weight = std::exp2(tops[split * R + r] - top[at * R + r]) * inverse[at * R + r];
+        const float* p = kept.get() + (split * R + r) * share;
+        if (call.sum)
+          for (int j = 0; j < n; ++j) scores[j] += p[j] * weight;
+        else
+          for (int j = 0; j < n; ++j) scores[j] = std::max(scores[j], p[j] * weight);
+      }
     }
   }
 
   void operator()() {
+    // Whoever combines a KV head scores its keys as well, unless there are fewer heads than threads.
+    const bool at_once = kept && heads.size() >= static_cast<size_t>(at::get_num_threads());
     std::atomic<int64_t> next{0};
     at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), splits), 1, [&](int64_t, int64_t) {
       Scratch scratch(*this);
       for (int64_t split; (split = next.fetch_add(1, std::memory_order_relaxed)) < splits;) {
         task(split, scratch);
         const int64_t at = head_of(split);
-        if (open[at].fetch_sub(1, std::memory_order_acq_rel) == 1) combine(at, scratch);
+        if (open[at].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
+        combine(at, scratch);
+        if (at_once) score(heads[at].split, heads[at].split + splits_of(at));
       }
     });
-    if (kept)
-      at::parallel_for(0, splits, 4, [&](int64_t from, int64_t to) {
-        for (int64_t split = from; split < to; ++split) score(split);
-      });
+    if (kept && !at_once) at::parallel_for(0, splits, 4, [&](int64_t from, int64_t to) { score(from, to); });
   }
 };
 
