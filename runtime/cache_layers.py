@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from runtime.offload import Group, on_device
+from runtime.groups import Group
+from runtime.offload import on_device
 
 # Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
 _ROOM = 256

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from runtime.decode import role_of
+from runtime.groups import Group, total
 from runtime.layers import attention_layers, sliding_layers, text_config
-from runtime.offload import Group, total
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,8 @@ from artifacts import HeadwiseError
 from kernels.index import PAD
 from runtime import lane as lanes
 from runtime.cache_layers import BankedLayer
-from runtime.offload import Group, OffloadedTensor, replaced
+from runtime.groups import Group, replaced
+from runtime.offload import OffloadedTensor
 from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
 
 PACKED = {"offload": "packed"}
@@ -69,7 +70,7 @@ class LateLane(lanes.Lane):
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.offload.lane_to", LateLane)
+    monkeypatch.setattr("runtime.groups.lane_to", LateLane)
     monkeypatch.setattr("runtime.bank._LEAST", 16)
 
 
