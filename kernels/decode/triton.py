@@ -19,8 +19,8 @@ from kernels.attention.triton_launch import architecture, unavailable
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 256
 _LOG2E = 1.4426950408889634
-# A split shorter than this costs more to combine than it saves; more of them than this one program cannot combine.
-_FEWEST_KEYS, _MOST_SPLITS = 256, 128
+# A split shorter than this costs more to combine than it saves, and so do more of them than this.
+_FEWEST_KEYS, _MOST_SPLITS = 256, 256
 # Programs for each multiprocessor, so that the last ones do not keep the GPU waiting.
 _PROGRAMS = 4
 _COMBINED, _SCORED = 16, 512
@@ -151,9 +151,8 @@ def prepare(
     target = target or architecture(q.device)
     build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
     programs = batch * num_kv_heads * -(-rows // build.rows)
-    if splits is None:
-        seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
-        splits = max(1, min(-(-_programs(q.device) // programs), seen // _FEWEST_KEYS, _MOST_SPLITS))
+    seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
+    splits = splits or max(1, min(-(-_programs(q.device) // programs), seen // _FEWEST_KEYS, _MOST_SPLITS))
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -188,7 +187,7 @@ def prepare(
     }
     split = Launch(
         kernel="split_kernel",
-        grid=(splits, programs),
+        grid=(programs, splits),
         arguments={
             "q": q, "k": k, "v": v, "tokens": lse if tokens is None else tokens, **bounds,
             "pages": lse if block_table is None else block_table.contiguous(),
@@ -205,27 +204,33 @@ def prepare(
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
     )  # fmt: skip
-    combine = Launch(
+    launches = [split, _combine(split, out, lse, block_e)]
+    if mass is not None:
+        common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
+        score = Launch(
+            kernel="score_kernel",
+            grid=(batch * num_kv_heads, -(-places // _SCORED)),
+            arguments={**common, "lse": lse, "scores": mass},
+            constants={"KEYS": _SCORED, "LARGEST": scores == "max", **which},
+            options={"num_warps": 4},
+        )
+        launches.append(score)
+    return launches, out, lse, mass
+
+
+def _combine(split: Launch, out: Tensor, lse: Tensor, block_e: int) -> Launch:
+    """What puts the results of the split kernel together."""
+    names = ("tops", "totals", "partial", "num_kv_heads", "rows", "q_len", "splits")
+    return Launch(
         kernel="combine_kernel",
-        grid=(batch * num_kv_heads * rows,),
+        grid=(lse.numel(),),
         arguments={
-            "tops": tops, "totals": totals, "partial": partial, "out": out, "lse": lse,
+            **{name: split.arguments[name] for name in names}, "out": out, "lse": lse,
             "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
-            "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "splits": splits,
         },
-        constants={"E": v_dim, "BLOCK_E": block_e, "SPLITS": _COMBINED},
+        constants={"E": out.shape[-1], "BLOCK_E": block_e, "SPLITS": _COMBINED},
         options={"num_warps": 4},
     )  # fmt: skip
-    if mass is None:
-        return [split, combine], out, lse, None
-    score = Launch(
-        kernel="score_kernel",
-        grid=(-(-places // _SCORED), batch * num_kv_heads),
-        arguments={"kept": kept, "lse": lse, **bounds, "scores": mass, **sizes},
-        constants={"KEYS": _SCORED, "LARGEST": scores == "max", **which},
-        options={"num_warps": 4},
-    )
-    return [split, combine, score], out, lse, mass
 
 
 def _power_of_two(x: int) -> int:

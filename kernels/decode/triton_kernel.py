@@ -48,14 +48,14 @@ def split_kernel(
     tops, totals (B, G, S, R) and partial (B, G, S, R, E) fp32: maximum (as a power of two), sum and unnormalised
     output. kept (B, G, R, N) fp32 if KEEP: the logits as powers of two, of places that some query sees.
     """
-    split = tl.program_id(0)
+    split = tl.program_id(1)
     blocks = (rows + ROWS - 1) // ROWS
-    kv = (tl.program_id(1) // blocks).to(tl.int64)
+    kv = (tl.program_id(0) // blocks).to(tl.int64)
     batch = kv // num_kv_heads
     kv_head = kv % num_kv_heads
     first, end = _bounds(starts, ends, batch, q_len, k_len, window, STARTS, ENDS, WINDOW)
 
-    row = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     alive = row < rows
     head = kv_head * (rows // q_len) + row // q_len
     position = end - q_len + row % q_len
@@ -180,8 +180,8 @@ def score_kernel(
     TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Scores (B, G, N) of KEYS places: probabilities out of the kept logits, added up or the LARGEST of them."""
-    kv = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    kv = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     written = place < places
     if not TOKENS:
         first, end = _bounds(starts, ends, kv // num_kv_heads, q_len, k_len, window, STARTS, ENDS, WINDOW)
