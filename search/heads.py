@@ -24,7 +24,7 @@ from artifacts.files import check_writable
 from profiling.capture import LayerInputs, capture
 from profiling.journal import Journal
 from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from profiling.prompts import TASKS, Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.choose import mean_scores
 from search.record import Finding, build_artifact
@@ -247,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, type=Path, help="artifact to write, such as cfg.yaml")
     p.add_argument(
         "--calibration",
-        help="passkey (default), passkey:FILE, kv_retrieval (default of --preset paper), text:FILE or jsonl:FILE",
+        help=f"passkey (default) or, with --preset paper, kv_retrieval; known: {TASKS}",
     )
     p.add_argument("--length", type=int, help="prompt length in tokens (default: the model's positions, at most 30000)")
     p.add_argument("--samples", type=int, default=1, help="calibration prompts; scores are averaged (default 1)")
