@@ -24,10 +24,12 @@ from typing import Any
 import torch
 
 import kernels.dispatch as dispatch
+from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
 from profiling.decode_speed import DECODE_HEADER, DecodeSpeed, decode_cells, measure_decode
+from profiling.models import check_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,15 @@ class Bench:
     flex: bool
     chosen: int = 2048
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.density is not None and not 0 < self.density <= 1:
+            raise HeadwiseError(f"--density must be above 0 and at most 1, got {self.density}")
+        for name in ("repeats", "chosen"):
+            if (value := getattr(self, name)) < 1:
+                raise HeadwiseError(f"--{name} must be at least 1, got {value}")
+        # Before anything is measured: the last size may be the one that cannot be.
+        _ = self.sizes
 
     @property
     def sizes(self) -> list[Size]:
@@ -173,6 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("lengths", "head_dims", "heads"):
         options[name] = tuple(options[name])
     config = Bench(**options)
+    check_device(config.device)
     where = environment(config.device)
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     header = HEADER if what == "attention" else DECODE_HEADER

@@ -267,6 +267,9 @@ def config_from(options: argparse.Namespace) -> Comparison:
     for name in ("context", "steps", "forced", "text_length", "task_length"):
         if values[name] < 1:
             raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
+    for name in ("repeats", "trials"):
+        if values[name] < 0:
+            raise HeadwiseError(f"--{name} must be at least 0, got {values[name]}")
     if values["forced"] >= values["text_length"]:
         raise HeadwiseError(
             f"--forced must be below --text-length ({values['text_length']}), got {values['forced']}: "

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from artifacts import HeadwiseError
@@ -25,6 +24,7 @@ from profiling.attention_speed import Size, Speed, measure, patterns_for
 from profiling.bench import backend_of, environment, head_pair
 from profiling.cost_table import Cost, CostTable, save
 from profiling.journal import Journal
+from profiling.models import check_device
 
 # Below this length dense attention serves anyway.
 DEFAULT_LENGTHS = {"cpu": (2048, 4096, 8192, 16_384), "cuda": (8192, 32_768, 131_072, 524_288)}
@@ -66,10 +66,10 @@ def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTabl
         HeadwiseError: a backend computed something wrong, or the resume file is of another grid.
     """
     where = environment(grid.device)
+    sizes = list(grid.sizes())
     journal = Journal.open(
         out.with_name(out.name + ".resume.jsonl"), _plain(asdict(grid) | {"environment": where}), fresh=fresh
     )
-    sizes = list(grid.sizes())
     if len(journal):
         print(f"going on with {journal.path}: {len(journal)} of {len(sizes)} sizes are measured", file=sys.stderr)
     costs = []
@@ -120,10 +120,8 @@ def config_from(options: argparse.Namespace) -> Grid:
     Raises:
         HeadwiseError: a device that is not there, a length or a density that cannot be.
     """
-    kind = options.device.partition(":")[0]
-    if kind not in DEFAULT_LENGTHS or (kind == "cuda" and not torch.cuda.is_available()):
-        raise HeadwiseError(f"device {options.device!r} is not there: cpu" + (", cuda" * torch.cuda.is_available()))
-    lengths = tuple(options.lengths or DEFAULT_LENGTHS[kind])
+    check_device(options.device)
+    lengths = tuple(options.lengths or DEFAULT_LENGTHS["cuda" if options.device.startswith("cuda") else "cpu"])
     if min(lengths) < 256:
         raise HeadwiseError(f"lengths must be at least 256 tokens, got {min(lengths)}")
     for density in options.densities:

@@ -62,7 +62,7 @@ def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revis
     dtype = DTYPES.get(dtype, dtype)
     if dtype not in DTYPES.values():
         raise HeadwiseError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES.values())}")
-    _check_device(device)
+    check_device(device)
     with _quiet():
         source = _find(spec, dtype, revision)
         model, tokenizer = _load(source, dtype)
@@ -164,7 +164,7 @@ def _commit(model: Any) -> str | None:
     return str(commit) if commit else None
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     # torch has an AssertionError for a build without CUDA.

@@ -55,7 +55,8 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "tpu"], "device 'tpu' is not there: cpu"),
+        (["--device", "tpu"], "cannot use the device 'tpu'"),
+        (["--head-dims", "0"], "head dim must be at least 1, got 0"),
         (["--lengths", "100"], "lengths must be at least 256 tokens, got 100"),
         (["--densities", "0"], "densities must be above 0 and at most 1, got 0.0"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
