@@ -5,6 +5,7 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
+from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
 from artifacts.patterns import (
     AShape,
     BlockSparse,
@@ -30,6 +31,7 @@ from artifacts.schema import (
 from artifacts.store import load, load_arrays, load_pair, save
 
 __all__ = [
+    "H2O",
     "AShape",
     "Artifact",
     "ArtifactError",
@@ -38,7 +40,9 @@ __all__ = [
     "Decode",
     "Dense",
     "Dilated",
+    "Full",
     "HeadwiseError",
+    "KVCache",
     "Measurement",
     "ModelInfo",
     "OmniKV",
@@ -47,7 +51,9 @@ __all__ = [
     "SearchInfo",
     "Sidecar",
     "Similarity",
+    "SnapKV",
     "Static",
+    "Streaming",
     "Strided",
     "Summary",
     "TriShape",

@@ -16,10 +16,10 @@ Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _to_2(fields: dict[str, Any]) -> dict[str, Any]:
-    """Vertical-slash and block-sparse patterns may have a coverage, and decode a section of its own."""
+    """Vertical-slash and block-sparse patterns may have a coverage; decode and the KV cache have sections."""
     none = {"vertical_slash": {"coverage": None}, "block_sparse": {"coverage": None}}
     patterns = {name: pattern | none.get(pattern["kind"], {}) for name, pattern in fields["patterns"].items()}
-    return fields | {"schema_version": 2, "patterns": patterns, "decode": None}
+    return fields | {"schema_version": 2, "patterns": patterns, "decode": None, "kv_cache": None}
 
 
 MIGRATIONS: dict[int, Step] = {1: _to_2}

@@ -82,6 +82,7 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
         ),
     ]
     rows += [("decode" * (i == 0), text) for i, text in enumerate(_decode(artifact))]
+    rows += [("KV cache" * (i == 0), text) for i, text in enumerate(_kv_cache(artifact))]
     return [line for label, text in rows for line in _labelled(label, text, width)]
 
 
@@ -100,6 +101,16 @@ def _decode(artifact: Artifact) -> Iterator[str]:
             f"keeps {kept.kept:.4f} of the attention mass on held-out prompts ({', '.join(kept.tasks)}); evenly spaced "
             f"{kept.evenly_spaced:.4f}, mean of {kept.random_samples} random choices {kept.random:.4f}"
         )
+
+
+def _kv_cache(artifact: Artifact) -> Iterator[str]:
+    if artifact.kv_cache is None:
+        return
+    heads = [artifact.kv_cache.heads(layer, artifact.model.num_kv_heads) for layer in range(artifact.model.num_layers)]
+    counts = Counter(name for names in heads for name in names or ())
+    for name, policy in artifact.kv_cache.policies.items():
+        sizes = ", ".join(f"{field} {value}" for field, value in policy if field != "kind")
+        yield f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; {_plural(counts[name], 'KV head')}"
 
 
 def _winners(artifact: Artifact) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from artifacts.decode import Decode
+from artifacts.decode import Decode, OmniKV
 from artifacts.errors import shorten
+from artifacts.kv_cache import KVCache
 from artifacts.patterns import KINDS, Pattern, Record, matching
 
 SCHEMA_VERSION = 2
@@ -187,6 +188,7 @@ class Artifact(Record):
     patterns: dict[PatternName, Pattern]
     prefill: Prefill
     decode: Decode | None = None
+    kv_cache: KVCache | None = None
     evidence: tuple[Measurement, ...] = ()
     sidecar: Sidecar | None = None
     content_sha256: SavedSha256 = ""
@@ -217,7 +219,25 @@ class Artifact(Record):
                     raise ValueError(
                         f"decode.omnikv.{name} names layer {last}, the model has {self.model.num_layers} layers"
                     )
+        if self.kv_cache is not None:
+            if fault := self.kv_cache.fault(self.model.num_layers, self.model.num_kv_heads):
+                raise ValueError(f"kv_cache.{fault}")
+            if self.decode is not None and (fault := _both(self.decode.omnikv, self.kv_cache)):
+                raise ValueError(fault)
         return self
+
+
+def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:
+    """Why the sections cannot both be served: OmniKV chooses from tokens that must all be there."""
+    for layer, row in enumerate(kv_cache.layers):
+        names = (row,) if isinstance(row, str) else row or ()
+        free = layer in omnikv.dense_layers or layer < omnikv.filter_layers[0]
+        if not free and any(kv_cache.policies[name].kind != "full" for name in names):
+            return (
+                f"kv_cache.layers[{layer}] drops tokens that decode.omnikv chooses from: keep it full, "
+                "or name the layer in decode.omnikv.dense_layers"
+            )
+    return None
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -100,14 +100,14 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         artifacts.Dense(),
     )
     names = [artifacts.pattern_name(pattern) for pattern in patterns]
-    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:]))
+    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:]), (names[-1],) * 4)
     artifact = build(
-        model=small.model.model_copy(update={"num_layers": 4}),
+        model=small.model.model_copy(update={"num_layers": 5}),
         patterns=dict(zip(names, patterns, strict=True)),
         prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, layers=rows),
         decode=artifacts.Decode(
             omnikv=artifacts.OmniKV(
-                filter_layers=(2,),
+                filter_layers=(3,),
                 dense_layers=(0,),
                 selector="exponential",
                 window=8,
@@ -123,8 +123,17 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
                 ),
             )
         ),
+        kv_cache=artifacts.KVCache(
+            policies={
+                "full": artifacts.Full(),
+                "stream": artifacts.Streaming(sinks=4, window=1020, positions="original"),
+                "h2o": artifacts.H2O(heavy=0.1, recent=512, normalised=True, eviction="greedy"),
+                "snapkv": artifacts.SnapKV(budget=0.25, window=32, pool=5),
+            },
+            layers=(("h2o", "snapkv"), None, "stream", "full", "full"),
+        ),
     )
-    recall = np.linspace(0.5, 1.0, 16, dtype=np.float32).reshape(4, 4)
+    recall = np.linspace(0.5, 1.0, 20, dtype=np.float32).reshape(5, 4)
     recall[1] = np.nan
     return artifact, {
         "chosen.recall": recall,
