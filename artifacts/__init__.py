@@ -5,6 +5,7 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
+from artifacts.imported import Imported
 from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
 from artifacts.patterns import (
     AShape,
@@ -42,6 +43,7 @@ __all__ = [
     "Dilated",
     "Full",
     "HeadwiseError",
+    "Imported",
     "KVCache",
     "Measurement",
     "ModelInfo",

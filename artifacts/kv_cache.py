@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from artifacts.imported import Imported
 from artifacts.patterns import Record, Size, matching
 
 POLICY_KINDS = ("full", "streaming", "h2o", "snapkv")
@@ -87,10 +88,14 @@ Row = PolicyName | Annotated[tuple[PolicyName, ...], Field(min_length=1)]
 
 
 class KVCache(Record):
-    """Policies by name, and a row for each layer; None for one that slides over a window of the model's own."""
+    """Policies by name, and a row for each layer; None for one that slides over a window of the model's own.
+
+    imported: where they come from, if they were not chosen here.
+    """
 
     policies: Annotated[dict[PolicyName, Policy], Field(min_length=1)]
     layers: Annotated[tuple[Row | None, ...], Field(min_length=1)]
+    imported: Imported | None = None
 
     def heads(self, layer: int, num_kv_heads: int) -> tuple[str, ...] | None:
         """The names of a layer's policies, one for each KV head; None for a layer that slides."""

@@ -16,10 +16,20 @@ Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _to_2(fields: dict[str, Any]) -> dict[str, Any]:
-    """Vertical-slash and block-sparse patterns may have a coverage; decode and the KV cache have sections."""
+    """Vertical-slash and block-sparse patterns may have a coverage; decode and the KV cache have sections.
+
+    Patterns may be imported.
+    """
     none = {"vertical_slash": {"coverage": None}, "block_sparse": {"coverage": None}}
     patterns = {name: pattern | none.get(pattern["kind"], {}) for name, pattern in fields["patterns"].items()}
-    return fields | {"schema_version": 2, "patterns": patterns, "decode": None, "kv_cache": None}
+    prefill = fields["prefill"] | {"imported": None}
+    return fields | {
+        "schema_version": 2,
+        "patterns": patterns,
+        "prefill": prefill,
+        "decode": None,
+        "kv_cache": None,
+    }
 
 
 MIGRATIONS: dict[int, Step] = {1: _to_2}

@@ -53,28 +53,17 @@ def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sideca
 
 
 def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
-    model, search, summary = artifact.model, artifact.search, artifact.search.summary
-    calibration = search.calibration
-    lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
-    searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
+    model = artifact.model
     revision = f" at {model.revision}" if model.revision else ""
     shape = f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
-    origin = f"headwise {search.tool_version}, preset {search.preset}, budget {search.budget}, seed {search.seed}"
-    machine = f"{search.device}, {search.dtype}, {search.kernel_backend} kernels"
-    prompts = f"{_plural(calibration.samples, 'prompt')} of {lengths} tokens"
-    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
-    target = f"(target {search.target_density:.4f})"
     facts = f"head dim {model.head_dim}, {model.max_positions:,} positions"
+    unknown = "" if model.weights_sha256 else "; not compared with any weights"
     rows = [
         ("artifact", f"{file} (schema {artifact.schema_version}, written {artifact.created_at})"),
         ("content", artifact.content_sha256),
         ("sidecar", sidecar),
-        ("model", f"{model.name}{revision}, {model.architecture}: {shape}, {facts}"),
-        ("search", f"{origin}; {machine}"),
-        ("", f"$ {search.command}"),
-        ("calibration", f"{calibration.task}, {prompts}"),
-        ("found", f"{means} {target}; means over {_plural(searched, 'head')}"),
-        ("", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"),
+        ("model", f"{model.name}{revision}, {model.architecture or 'some architecture'}: {shape}, {facts}{unknown}"),
+        *_search(artifact),
         (
             "prefill",
             f"dense below {artifact.prefill.dense_below:,} tokens; "
@@ -84,6 +73,25 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
     rows += [("decode" * (i == 0), text) for i, text in enumerate(_decode(artifact))]
     rows += [("KV cache" * (i == 0), text) for i, text in enumerate(_kv_cache(artifact))]
     return [line for label, text in rows for line in _labelled(label, text, width)]
+
+
+def _search(artifact: Artifact) -> Iterator[tuple[str, str]]:
+    if imported := artifact.prefill.imported:
+        scores = {"recall": "its scores are recalls", "other": "its scores are no recalls", None: "without scores"}
+        yield "imported", f"{imported.file}, {imported.format}, {imported.sha256[:12]}; {scores[imported.scores]}"
+    search = artifact.search
+    if search is None:
+        return
+    summary, calibration = search.summary, search.calibration
+    lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
+    searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
+    origin = f"headwise {search.tool_version}, preset {search.preset}, budget {search.budget}, seed {search.seed}"
+    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
+    yield "search", f"{origin}; {search.device}, {search.dtype}, {search.kernel_backend} kernels"
+    yield "", f"$ {search.command}"
+    yield "calibration", f"{calibration.task}, {_plural(calibration.samples, 'prompt')} of {lengths} tokens"
+    yield "found", f"{means} (target {search.target_density:.4f}); means over {_plural(searched, 'head')}"
+    yield "", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"
 
 
 def _decode(artifact: Artifact) -> Iterator[str]:
@@ -111,10 +119,16 @@ def _kv_cache(artifact: Artifact) -> Iterator[str]:
     for name, policy in artifact.kv_cache.policies.items():
         sizes = ", ".join(f"{field} {value}" for field, value in policy if field != "kind")
         yield f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; {_plural(counts[name], 'KV head')}"
+    if imported := artifact.kv_cache.imported:
+        yield f"imported from {imported.file}, {imported.format}, {imported.sha256[:12]}"
 
 
 def _winners(artifact: Artifact) -> list[str]:
-    winners = artifact.search.summary.winners
+    winners: Counter[str] = Counter()
+    for row in artifact.prefill.layers:
+        winners.update(artifact.patterns[name].kind for name in row or ())
+    if not winners:
+        return []
     total = sum(winners.values()) or 1
     rows = [["kind", "heads", "share", "patterns"]]
     for kind, heads in sorted(winners.items(), key=lambda pair: (-pair[1], pair[0])):
@@ -124,7 +138,7 @@ def _winners(artifact: Artifact) -> list[str]:
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
         more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
         rows.append([kind, str(heads), f"{heads / total:.1%}", common + more])
-    return ["winners by kind", *_table(rows, left=(0, 3))]
+    return ["winners by kind" if artifact.search else "heads by kind", *_table(rows, left=(0, 3))]
 
 
 def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from artifacts.decode import Decode, OmniKV
 from artifacts.errors import shorten
+from artifacts.imported import Imported, Sha256, Text
 from artifacts.kv_cache import KVCache
 from artifacts.patterns import KINDS, Pattern, Record, matching
 
@@ -27,10 +28,8 @@ def _share(value: float) -> float:
     return min(value, 1.0)
 
 
-Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, AfterValidator(_share)]
-Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
     str,
@@ -72,18 +71,21 @@ def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 class ModelInfo(Record):
-    """Which model the artifact is for; runtime.fingerprint makes it and compares it."""
+    """Which model the artifact is for; runtime.fingerprint makes it and compares it.
+
+    None is what an import could not know: it is not compared.
+    """
 
     name: Text
     revision: Text | None = None
-    architecture: Text
-    config_sha256: Sha256
-    weights_sha256: Sha256
+    architecture: Text | None
+    config_sha256: Sha256 | None
+    weights_sha256: Sha256 | None
     num_layers: Count
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
-    rope: Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+    rope: Annotated[dict[str, JsonValue], AfterValidator(_finite)] | None
     max_positions: Count
 
     @model_validator(mode="after")
@@ -139,11 +141,13 @@ class Prefill(Record):
 
     dense_below: prompts with fewer tokens are served densely.
     dense_tail: the last so many queries see every key, whatever the pattern: a prompt's question is asked there.
+    imported: where the patterns come from, if they were not searched here.
     """
 
     dense_below: Annotated[int, Field(ge=0)]
     dense_tail: Annotated[int, Field(ge=0)] = 0
     layers: tuple[tuple[PatternName, ...] | None, ...]
+    imported: Imported | None = None
 
 
 class Measurement(Record):
@@ -178,13 +182,14 @@ class Artifact(Record):
     """What was found for a model: a pattern for every searched head, how it was found, what was measured with
     it.
 
+    search: None where no pattern was searched here: prefill.imported says where they come from.
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
     """
 
     schema_version: Literal[2] = 2
     created_at: Timestamp = Field(default_factory=now)
     model: ModelInfo
-    search: SearchInfo
+    search: SearchInfo | None
     patterns: dict[PatternName, Pattern]
     prefill: Prefill
     decode: Decode | None = None
@@ -210,6 +215,8 @@ class Artifact(Record):
                 if name not in self.patterns:
                     raise ValueError(f"prefill.layers[{layer}][{head}]: {_unknown(name, list(self.patterns))}")
                 unused.pop(name, None)
+        if self.search is None and self.prefill.imported is None and self.patterns:
+            raise ValueError("search must say how the patterns were found, or prefill.imported where they come from")
         if unused:
             raise ValueError(f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers")
         if self.decode is not None:

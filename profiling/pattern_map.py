@@ -98,15 +98,8 @@ def figure(artifact: Artifact, recall: np.ndarray) -> Any:
         axes.set_yticks(np.arange(-0.5, heads), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="minor", length=0)
-    search, summary = artifact.search, artifact.search.summary
-    lengths = ", ".join(str(length) for length in search.calibration.lengths)
-    axes.set_title(
-        f"{artifact.model.name}: pattern of each head, shade by recall\n"
-        f"{search.calibration.task}, {lengths} tokens, budget {search.budget}: density {summary.density:.3f}, "
-        f"recall {summary.recall:.3f}; {search.dtype} on {search.device}, {search.kernel_backend} kernels",
-        loc="left",
-        fontsize=8,
-    )
+    caption = f"{artifact.model.name}: pattern of each head, shade by recall\n{_origin(artifact)}"
+    axes.set_title(caption, loc="left", fontsize=8)
     handles = [Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}") for kind, count in sorted(counts.items())]
     if None in artifact.prefill.layers:
         handles.append(Patch(color=LEFT_ALONE, label="slides already"))
@@ -117,6 +110,18 @@ def figure(artifact: Artifact, recall: np.ndarray) -> Any:
     # The names with letters are longer: six of them are wider than a small map.
     drawn.legend(handles=handles, loc="outside lower left", ncols=5 if marks else 6, fontsize=7, frameon=False)
     return drawn
+
+
+def _origin(artifact: Artifact) -> str:
+    """How the patterns were found, for the caption."""
+    search, imported = artifact.search, artifact.prefill.imported
+    if search is None:
+        return f"imported from {imported.file} ({imported.format})" if imported else "no pattern was searched"
+    lengths = ", ".join(str(length) for length in search.calibration.lengths)
+    return (
+        f"{search.calibration.task}, {lengths} tokens, budget {search.budget}: density {search.summary.density:.3f}, "
+        f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, {search.kernel_backend} kernels"
+    )
 
 
 def _label(kind: str) -> str:

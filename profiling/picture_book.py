@@ -96,7 +96,7 @@ class PictureBook:
     def sparsity(self) -> list[Path]:
         out, label = self._config.out, "share of entries below\n1% of the row's largest"
         paths = draw_grid(out, "sparsity", self._survey.sparsity, label, self._caption(self._prompted))
-        if self._artifact is not None and "chosen.density" in self._arrays:
+        if self._artifact is not None and self._artifact.search is not None and "chosen.density" in self._arrays:
             calibration = self._artifact.search.calibration
             prompts = f"as searched on {calibration.task}, {', '.join(map(str, calibration.lengths))} tokens"
             skipped, label = 1 - self._arrays["chosen.density"], "share of tiles\nnot computed"

@@ -9,7 +9,9 @@ from artifacts import Artifact
 
 def print_report(artifact: Artifact, out: Path) -> None:
     """Winners by kind, what the patterns keep and cost, and where the files are."""
-    summary, search = artifact.search.summary, artifact.search
+    search = artifact.search
+    assert search is not None, "a search has just written it"
+    summary = search.summary
     heads = sum(summary.winners.values())
     left = sum(row is None for row in artifact.prefill.layers)
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
