@@ -14,7 +14,7 @@ from tests.artifacts.conftest import build_every_kind
 
 def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
     artifact, arrays = build_every_kind()
-    arrays |= {f"chosen.{name}": np.full((4, 4), 0.5, dtype=np.float32) for name in ("error", "density")}
+    arrays |= {f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")}
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     png, svg, table = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
     assert png.read_bytes()[:4] == b"\x89PNG" and svg.read_text().startswith("<?xml")
