@@ -1,0 +1,143 @@
+"""The share of the causal area that a pattern computes on a prompt, from its sizes alone: no tensors, no model.
+
+Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompts at once. Exact for every pattern that
+is the same on all prompts, and for block-sparse without a coverage. Where the prompt chooses, the count is of the
+plainest choice: a vertical-slash head's columns are taken to be the first and its diagonals the nearest, and a coverage
+to need all that the sizes allow. A real prompt scatters columns and diagonals over more tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from artifacts.patterns import (
+    AnyPattern,
+    AShape,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Static,
+    Strided,
+    TriShape,
+    VerticalSlash,
+)
+from artifacts.schema import Artifact
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+TILE = 64
+CHOOSING = ("vertical_slash", "block_sparse")
+
+
+def num_tiles(length: int) -> int:
+    """Tiles that `length` tokens take up."""
+    return -(-length // TILE)
+
+
+def density(
+    pattern: AnyPattern, length: int, *, dense_tail: int = 0, arrays: Mapping[str, Array] | None = None
+) -> float | None:
+    """Computed tiles over causal tiles on a prompt of `length` tokens; above 1 where a pattern costs more than dense.
+
+    Args:
+        pattern: whose sizes are counted.
+        length: of the prompt, in tokens.
+        dense_tail: last queries that see every key, whatever the pattern.
+        arrays: the sidecar's, for the entries of a static pattern; its density is None without them.
+    """
+    tiles = num_tiles(length)
+    causal = tiles * (tiles + 1) // 2
+    tail = max(dense_tail, pattern.last if isinstance(pattern, TriShape) else 0)
+    sparse_rows = max(length - tail, 0) // TILE if tail else tiles
+    whole = causal - sparse_rows * (sparse_rows + 1) // 2
+    if isinstance(pattern, BlockSparse):
+        # Its own tile and the first one are always computed.
+        blocks = min(max(pattern.blocks, 2), sparse_rows)
+        return (whole + blocks * (blocks + 1) // 2 + (sparse_rows - blocks) * blocks) / causal
+    entries = _entries(pattern, length, arrays)
+    if entries is None:
+        return None
+    offsets, groups = entries
+    return (whole + _tiles(offsets, groups, sparse_rows)) / causal
+
+
+def densities(
+    artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None
+) -> list[list[float | None] | None]:
+    """density() of every head, a row for each layer; None for a layer that is left alone. All 1 below dense_below."""
+    prefill = artifact.prefill
+    known: dict[str, float | None] = {
+        name: 1.0
+        if length < prefill.dense_below
+        else density(pattern, length, dense_tail=prefill.dense_tail, arrays=arrays)
+        for name, pattern in artifact.patterns.items()
+    }
+    return [None if row is None else [known[name] for name in row] for row in prefill.layers]
+
+
+def mean_density(artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None) -> float | None:
+    """The mean over all heads that have a pattern and whose density is known; None if there is none."""
+    values = [value for row in densities(artifact, length, arrays) for value in row or () if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _entries(
+    pattern: AnyPattern, length: int, arrays: Mapping[str, Array] | None
+) -> tuple[list[int], list[set[int]]] | None:
+    """Diagonals, as distances in tiles, and the tiles that each group of 64 columns lies in; None where unknown."""
+    last = num_tiles(length) - 1
+    match pattern:
+        case Dense():
+            return list(range(last + 1)), []
+        case AShape(sink=sink, window=window) | TriShape(sink=sink, window=window):
+            return list(range(_reach(window, last) + 1)), _first(sink, length)
+        case Dilated(sink=sink, window=window, dilation=dilation):
+            return list(range(0, _reach(window, last) + 1, dilation)), _first(sink, length)
+        case Strided(sink=sink, window=window, stride=stride):
+            near = _reach(window, last) + 1
+            return sorted({*range(near), *range(0, last + 1, stride)}), _first(sink, length)
+        case VerticalSlash(vertical=vertical, slash=slash):
+            return list(range(_reach(max(slash, TILE), last) + 1)), _first(vertical, length)
+        case Static():
+            return _frozen(pattern, length, arrays)
+        case _:
+            raise AssertionError(f"block-sparse has no entries of its own: {pattern}")
+
+
+def _reach(window: int, last: int) -> int:
+    return min(num_tiles(window - 1), last)
+
+
+def _first(columns: int, length: int) -> list[set[int]]:
+    return [{tile} for tile in range(num_tiles(min(max(columns, TILE), length)))]
+
+
+def _frozen(
+    pattern: Static, length: int, arrays: Mapping[str, Array] | None
+) -> tuple[list[int], list[set[int]]] | None:
+    columns, diagonals = ((arrays or {}).get(name) for name in pattern.arrays)
+    if columns is None or diagonals is None:
+        return None
+    kept = sorted({*range(min(TILE, length)), *(at for at in columns.tolist() if at < length)})
+    offsets = sorted({0, *(at for at in diagonals.tolist() if at < num_tiles(length))})
+    return offsets, [{at // TILE for at in kept[i : i + TILE]} for i in range(0, len(kept), TILE)]
+
+
+def _tiles(offsets: Iterable[int], groups: Iterable[set[int]], rows: int) -> int:
+    """Tiles computed in the first `rows` rows of tiles.
+
+    A group of columns costs a tile in each row that has one of its tiles behind it and does not compute it already. Bit
+    t of a mask is row t.
+    """
+    held = [offset for offset in offsets if offset < rows]
+    every = (1 << rows) - 1
+    free = every & ~sum(1 << offset for offset in {0, *held})
+    count = sum(rows - offset for offset in held)
+    for tiles in groups:
+        needed = 0
+        for tile in tiles:
+            needed |= free << tile
+        count += (needed & every).bit_count()
+    return count

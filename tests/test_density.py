@@ -1,0 +1,82 @@
+"""What a pattern computes, counted from data alone, is what the kernels' index counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+import artifacts
+from artifacts.density import densities, density, mean_density
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.vertical_slash import VerticalSlash, select
+from tests.artifacts.conftest import build, build_every_kind
+
+size = st.integers(1, 1500)
+FIXED = {
+    "dense": {},
+    "a_shape": {"sink": size, "window": size},
+    "tri_shape": {"sink": size, "window": size, "last": size},
+    "dilated": {"sink": size, "window": size, "dilation": st.integers(1, 9)},
+    "strided": {"sink": size, "window": size, "stride": st.integers(1, 9)},
+    "block_sparse": {"blocks": st.integers(1, 30)},
+}
+POSITIONS = st.lists(st.integers(0, 1500), max_size=200, unique=True).map(lambda at: tuple(sorted(at)))
+ADAPTER: TypeAdapter[Any] = TypeAdapter(artifacts.Pattern)
+
+
+def by_kernels(kind: str, length: int, tail: int, **sizes: Any) -> float:
+    q, k = torch.randn(1, 1, length, 8), torch.randn(1, 1, length, 8)
+    index = LayerPlan([make(kind, **sizes)], 1, dense_tail=tail).build(q, k)
+    return float(index.computed_tiles()[0, 0]) / index.causal_tiles
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), length=st.integers(1, 1500), tail=st.sampled_from([0, 1, 64, 200]))
+def test_the_kernels_count_the_same(kind: str, data: st.DataObject, length: int, tail: int) -> None:
+    sizes = {name: data.draw(strategy) for name, strategy in FIXED[kind].items()}
+    pattern = ADAPTER.validate_python({"kind": kind, **sizes})
+    assert density(pattern, length, dense_tail=tail) == by_kernels(kind, length, tail, **sizes)
+
+
+@settings(deadline=None, max_examples=40)
+@given(columns=POSITIONS, diagonals=POSITIONS, length=st.integers(1, 1500), tail=st.sampled_from([0, 64]))
+def test_static_patterns_too(columns: tuple[int, ...], diagonals: tuple[int, ...], length: int, tail: int) -> None:
+    arrays = {
+        "static.x.columns": np.array(columns, dtype=np.int32),
+        "static.x.diagonals": np.array(diagonals, dtype=np.int32),
+    }
+    counted = density(artifacts.Static(indices="x"), length, dense_tail=tail, arrays=arrays)
+    assert counted == by_kernels("static", length, tail, columns=columns, diagonals=diagonals)
+    assert density(artifacts.Static(indices="x"), length) is None
+
+
+def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near() -> None:
+    length, vertical, slash = 1024, 200, 300
+    nearest = torch.arange(length, 0, -1.0)[None, None]
+    index = select(nearest, nearest, [VerticalSlash(vertical=vertical, slash=slash)], q_len=length)
+    counted = density(artifacts.VerticalSlash(vertical=vertical, slash=slash), length)
+    assert counted == float(index.computed_tiles()[0, 0]) / index.causal_tiles
+
+
+def test_a_million_tokens() -> None:
+    n = (1 << 20) // 64
+    window, sink = sum(n - offset for offset in range(65)), sum(n - 65 - group for group in range(16))
+    assert density(artifacts.AShape(sink=1024, window=4096), 1 << 20) == (window + sink) / (n * (n + 1) // 2)
+
+
+def test_rows_of_an_artifact() -> None:
+    artifact, arrays = build_every_kind()
+    rows = densities(artifact, 8192, arrays)
+    assert rows[1] is None and rows[4] == [1.0] * 4
+    assert rows[2] is not None and rows[2][0] == 1.0 and None not in rows[2]
+    assert densities(artifact, 8192)[3] == [None, *(rows[3] or ())[1:]]
+    assert mean_density(artifact, 4095) == 1.0
+    flat = [value for row in densities(build(), 4096) for value in row or () if value is not None]
+    assert len(flat) == 8 and mean_density(build(), 4096) == pytest.approx(sum(flat) / 8)
