@@ -1,11 +1,14 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one."""
+"""Writing files so that a crash leaves the old one or the new one, and reading none that never ends."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from artifacts.errors import HeadwiseError, shorten
 
@@ -66,6 +69,23 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise HeadwiseError(f"cannot write {shown}: {_reason(error)}") from error
 
 
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading; unlike open() this never waits for a pipe or a device.
+
+    Raises:
+        OSError: there is none, it cannot be read, or it is something else: a directory, a pipe, a device.
+    """
+    # Asked of the open file: what a path leads to may change after it was looked at.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Is no regular file")
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
 def _quoted(path: str | os.PathLike[str]) -> str:
     # Cut short later than other values: the end is what tells two paths apart.
     return shorten(str(path), 400)
@@ -77,14 +97,17 @@ def _beside(target: Path) -> Path:
 
 def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    with open(handle, "wb") as file:
+    try:
         if mode is not None:
             # Some file systems have no modes to set.
             with contextlib.suppress(PermissionError):
                 os.chmod(path, mode)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sync_directory(folder: Path) -> None:

@@ -30,7 +30,8 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
     content = {key: value for key, value in artifact.items() if key not in ("content_sha256", "created_at")}
     content["search"] = _without(content.get("search"), "command")
     content["sidecar"] = _without(content.get("sidecar"), "file")
-    content["evidence"] = [_without(entry, "command") for entry in content.get("evidence") or ()]
+    evidence = content.get("evidence") or []
+    content["evidence"] = [_without(e, "command") for e in evidence] if isinstance(evidence, list | tuple) else evidence
     return hashlib.sha256(canonical_json(content)).hexdigest()
 
 

@@ -6,6 +6,7 @@ is given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,18 +52,32 @@ def version_of(fields: Mapping[str, Any]) -> int:
         )
     if version > SCHEMA_VERSION:
         raise ArtifactError(
-            f"schema_version: {version} is newer than this headwise reads (up to {SCHEMA_VERSION}): upgrade headwise"
+            f"schema_version: {version} is newer than this headwise reads (up to {SCHEMA_VERSION}): {_remedy(fields)}"
         )
     return version
+
+
+def _remedy(fields: Mapping[str, Any]) -> str:
+    """Which headwise reads a newer file: the one that wrote it, where the file says so."""
+    search = fields.get("search")
+    writer = search.get("tool_version") if isinstance(search, Mapping) else None
+    # The text goes into a command that the user may copy.
+    if isinstance(writer, str) and re.fullmatch(r"[0-9]+(\.[0-9]+){1,3}", writer) and len(writer) <= 20:
+        return f"headwise {writer} wrote it, so upgrade to that one or a newer: pip install 'headwise>={writer}'"
+    return "upgrade headwise: pip install --upgrade headwise"
 
 
 def migrate(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same artifact in the current schema version; a copy, whatever the version.
 
     Raises:
-        ArtifactError: see version_of.
+        ArtifactError: see version_of; or the fields are not those of the version that they name.
     """
     result = dict(fields)
     for version in range(version_of(fields), SCHEMA_VERSION):
-        result = MIGRATIONS[version](result)
+        try:
+            result = MIGRATIONS[version](result)
+        except (AttributeError, KeyError, TypeError) as error:
+            # A step takes its version's layout for granted, and a right hash does not say that the layout is right.
+            raise ArtifactError(f"is not laid out as schema version {version} is: {shorten(str(error))}") from None
     return result

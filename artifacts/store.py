@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import atomic_write, check_writable, open_regular
 from artifacts.hashing import content_sha256
 from artifacts.migrations import migrate, version_of
 from artifacts.patterns import pattern_name
@@ -35,6 +35,7 @@ __all__ = ["MAX_BYTES", "load", "load_arrays", "load_pair", "pattern_name", "sav
 MAX_BYTES = 16 * 2**20
 _HEADER = "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
 _ATTEMPTS = 5
+_LONGEST_LINE = 800
 
 
 def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None) -> Artifact:
@@ -138,10 +139,10 @@ def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]
 def _parse(path: Path, data: bytes) -> Artifact:
     with _naming(path):
         try:
-            text = data.decode("utf-8-sig")
+            data.decode()
         except UnicodeDecodeError as error:
             raise ArtifactError(f"not UTF-8 text (byte {error.start}), is this the YAML file?") from None
-        fields = strict_yaml.parse(text)
+        fields = strict_yaml.parse(data)
         if not isinstance(fields, dict):
             raise ArtifactError(f"must be a mapping with schema_version and so on, got {shorten(fields)}")
         if version_of(fields) < SCHEMA_VERSION:
@@ -176,9 +177,7 @@ def _read(path: Path) -> bytes:
     if path.is_dir():
         raise ArtifactError(f"{shown}: is a directory, give the artifact's YAML file")
     try:
-        if path.exists() and not path.is_file():
-            raise ArtifactError(f"{shown}: is no regular file")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ArtifactError(f"{shown}: no such file") from None
@@ -190,11 +189,10 @@ def _read(path: Path) -> bytes:
 
 
 def _to_yaml(fields: Mapping[str, Any]) -> bytes:
-    text = _HEADER + strict_yaml.dump(fields)
+    data = (_HEADER + strict_yaml.dump(fields)).encode()
     # A file that would not come back as it went in must never reach the disk.
-    if strict_yaml.parse(text) != fields:
+    if strict_yaml.parse(data) != fields:
         raise ArtifactError("a field has no exact form in YAML")
-    data = text.encode()
     if len(data) > MAX_BYTES:
         raise ArtifactError(f"comes to {len(data)} bytes of YAML, an artifact may have {MAX_BYTES}")
     return data
@@ -237,4 +235,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except ArtifactError as error:
-        raise ArtifactError(f"{one_line(str(path))}: {error}") from None
+        text = one_line(str(error))
+        # A field's own text may be in it.
+        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+        raise ArtifactError(f"{one_line(str(path))}: {text}") from None

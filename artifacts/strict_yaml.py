@@ -1,8 +1,8 @@
 """YAML as artifacts use it: JSON's values in YAML's layout, and nothing that makes two readers disagree.
 
-Refused are aliases and anchors (a small file could unfold into a huge one), tags, keys given twice (YAML
-readers silently keep the last), several documents in one file and deep nesting. Plain scalars follow YAML
-1.2's JSON schema, so `no` and 2025-01-31 are text and 1e-5 is a number.
+Refused are aliases and anchors (a small file could unfold into a huge one), tags, directives, keys given twice (YAML
+readers silently keep the last), several documents in one file, deep nesting and more values than any artifact has.
+Plain scalars follow YAML 1.2's JSON schema, so `no` and 2025-01-31 are text and 1e-5 is a number.
 """
 
 from __future__ import annotations
@@ -16,8 +16,21 @@ import yaml
 from artifacts.errors import ArtifactError, shorten
 
 MAX_DEPTH = 32
+# A value costs about 2 us and 100 bytes, before anyone has looked at what it says. A model of 126 layers of 128 heads
+# has 16,000 names in its rows; 80 layers of 64 heads with a pattern for each head come to 36,000 values.
+MAX_VALUES = 100_000
+MAX_KEYS = 16_384
+MAX_LIST = 4_096
+MAX_TEXT = 65_536
 # Parsing in C is about ten times as fast; PyYAML's wheels have it, some builds from source do not.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+# A number that takes more is no number that a schema wants.
+_LONGEST_NUMBER = 400
+# The C library takes a time square in the number of directives, before its first event. YAML knows five line breaks.
+_DIRECTIVE = re.compile(
+    rb"%(?:(?<=\A%)|(?<=[\n\r]%)|(?<=\xc2\x85%)|(?<=\xe2\x80\xa8%)|(?<=\xe2\x80\xa9%)|(?<=\xef\xbb\xbf%))"
+)
 
 _INT = re.compile(r"-?(0|[1-9][0-9]{0,39})")
 _FLOAT = re.compile(r"-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
@@ -34,14 +47,18 @@ _WORDS = {
 _NO_KEY = object()
 
 
-def parse(text: str) -> Any:
-    """The one document in `text` as dicts, lists, strings, numbers, booleans and None.
+def parse(text: str | bytes) -> Any:
+    """The one document in `text` (bytes are UTF-8) as dicts, lists, strings, numbers, booleans and None.
 
     Raises:
         ArtifactError: no YAML, or YAML that is refused; the message has the line.
     """
+    data = text.encode() if isinstance(text, str) else text
+    if directive := _DIRECTIVE.search(data):
+        line = data.count(b"\n", 0, directive.end()) + 1
+        raise ArtifactError(f"line {line}: a line that starts with % is not allowed: remove the directive")
     try:
-        return _build(text)
+        return _build(data)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
@@ -49,11 +66,12 @@ def parse(text: str) -> Any:
         raise ArtifactError(f"{where}not valid YAML, {problem} (is the file cut short?)") from None
 
 
-def _build(text: str) -> Any:
+def _build(data: bytes) -> Any:
     root: list[Any] = []
     # Open containers, innermost last, each with the key that waits for its value.
     stack: list[tuple[Any, Any]] = [(root, _NO_KEY)]
-    for event in yaml.parse(text, Loader=_Loader):
+    values = 0
+    for event in yaml.parse(data, Loader=_Loader):
         match event:
             case yaml.ScalarEvent() | yaml.MappingStartEvent() | yaml.SequenceStartEvent():
                 _refuse_marks(event)
@@ -82,6 +100,9 @@ def _build(text: str) -> Any:
             stack[-1] = (container, _NO_KEY)
         else:
             container.append(value)
+        values += 1
+        if values > MAX_VALUES or len(container) > (MAX_KEYS if isinstance(container, dict) else MAX_LIST):
+            _refuse(event, _too_many(container, values))
         if not isinstance(event, yaml.ScalarEvent):
             if len(stack) > MAX_DEPTH:
                 _refuse(event, f"nested more than {MAX_DEPTH} deep")
@@ -91,18 +112,32 @@ def _build(text: str) -> Any:
     return root[0]
 
 
+def _too_many(container: Any, values: int) -> str:
+    if values > MAX_VALUES:
+        return f"more than {MAX_VALUES} values, too many for an artifact"
+    kind, most = ("mapping", MAX_KEYS) if isinstance(container, dict) else ("list", MAX_LIST)
+    return f"a {kind} with more than {most} entries, too long for an artifact"
+
+
 def _key(event: Any, mapping: dict[str, Any]) -> str:
     if not isinstance(event, yaml.ScalarEvent):
         _refuse(event, "a key must be plain text")
-    key = str(event.value)
+    key = _text(event)
     if key in mapping:
         _refuse(event, f"the key {shorten(key)} is given twice: remove one")
     return key
 
 
+def _text(event: yaml.ScalarEvent) -> str:
+    text = str(event.value)
+    if len(text) > MAX_TEXT:
+        _refuse(event, f"a text of {len(text)} characters, an artifact's have at most {MAX_TEXT}")
+    return text
+
+
 def _scalar(event: yaml.ScalarEvent) -> Any:
-    text = event.value
-    if event.style:
+    text = _text(event)
+    if event.style or len(text) > _LONGEST_NUMBER:
         return text
     if text in _WORDS:
         return _WORDS[text]

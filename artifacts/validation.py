@@ -14,6 +14,9 @@ from artifacts.errors import ArtifactError, shorten
 from artifacts.patterns import KINDS
 from artifacts.schema import Artifact
 
+# pydantic makes half a kilobyte of each error, and another of each that is asked for; none helps beside so many.
+_TOO_MANY = 5_000
+
 _WANTED = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -53,6 +56,8 @@ def to_artifact(fields: Mapping[str, Any]) -> Artifact:
 
 def explain(error: ValidationError) -> str:
     """One line for the first of pydantic's errors, unknown fields first; "and N more" for the rest."""
+    if error.error_count() > _TOO_MANY:
+        return f"{error.error_count()} fields are not as the schema has them, is this an artifact?"
     details = error.errors(include_url=False)
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
     line = _describe(first, details)
@@ -68,7 +73,7 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
         # A misspelt field is missing under its right name, unless it has a default, as some at the top have.
         beside = [d["loc"][-1] for d in others if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]]
         known = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
-        near = difflib.get_close_matches(str(detail["loc"][-1]), known, n=1)
+        near = difflib.get_close_matches(str(detail["loc"][-1])[:64], known[:256], n=1)
         return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
     if kind == "union_tag_not_found":
         return f"{where}.kind: missing, must be one of {', '.join(KINDS)}"

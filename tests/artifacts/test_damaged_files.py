@@ -68,7 +68,7 @@ EDITS = [
     (
         "schema_version: 2",
         "schema_version: 9",
-        ["schema_version: 9 is newer", "(up to 2)", "upgrade headwise"],
+        ["schema_version: 9 is newer", "(up to 2): headwise 0.1.0 wrote it", "pip install 'headwise>=0.1.0'"],
     ),
     ("schema_version: 2", "schema_version: 0", ["schema_version: must be a whole number from 1", "got 0"]),
     ("schema_version: 2", "version: 2", ["schema_version: missing"]),

@@ -1,0 +1,123 @@
+"""Files made to break a reader: one line each, within 100 MiB and 2 s of the processor, and nothing is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from hashlib import sha256
+
+import pytest
+
+from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_yaml
+from artifacts.hashing import content_sha256
+from tests.artifacts.hostile import MIB, SECONDS
+
+# What ends well: these files are large and right.
+HARMLESS = {"as many arrays as may be", "long metadata", "one large array"}
+
+
+def test_every_hostile_file_ends_in_one_line_and_costs_little():
+    command = [sys.executable, "-m", "tests.artifacts.hostile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) > 45
+    for file in found:
+        assert "crash" not in file, file
+        assert (file["line"] is None) == (file["name"] in HARMLESS), file
+        assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
+        assert file["mib"] <= MIB and file["seconds"] <= SECONDS, file
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../cfg.safetensors", "/etc/passwd", "..\\\\cfg.safetensors", "a/../../b.safetensors", "..", ".safetensors",
+     "c:x.safetensors", "x.safetensors/", "x.safetensors\\0", "passwd"],
+)  # fmt: skip
+def test_a_sidecar_elsewhere_is_refused_whatever_its_hash(saved, name):
+    fields = strict_yaml.parse(saved.read_bytes())
+    fields["sidecar"] = {"file": name, "sha256": sha256(b"").hexdigest()}
+    fields["content_sha256"] = content_sha256(fields)
+    saved.write_text(strict_yaml.dump(fields))
+    with pytest.raises(ArtifactError, match=r"sidecar\.file: must be the bare name"):
+        load(saved)
+
+
+def replaced(saved):
+    """The path of the saved artifact's sidecar, from which the sidecar was taken away."""
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    sidecar.unlink()
+    return sidecar
+
+
+def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(saved, tmp_path):
+    sidecar = replaced(saved)
+    os.mkfifo(sidecar)
+    for read in (load, load_arrays):
+        with pytest.raises(ArtifactError, match=r"sidecar\.file: .* cannot be read, is no regular file"):
+            read(saved)
+    sidecar.unlink()
+    sidecar.symlink_to("/dev/zero")
+    with pytest.raises(ArtifactError, match="is no regular file"):
+        load(saved)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ArtifactError, match=r"pipe\.yaml: cannot be read, is no regular file"):
+        load(tmp_path / "pipe.yaml")
+
+
+def test_a_link_is_read_and_its_bytes_are_hashed_like_any(saved, tmp_path):
+    """Caches of downloaded files are made of links."""
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    blob = sidecar.rename(tmp_path / "blob")
+    sidecar.symlink_to(blob)
+    assert load_arrays(saved)["chosen.recall"].shape == (3, 4)
+    secret = tmp_path / "secret"
+    secret.write_text("not for you")
+    sidecar.unlink()
+    sidecar.symlink_to(secret)
+    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says") as caught:
+        load_arrays(saved)
+    assert "not for you" not in str(caught.value)
+    sidecar.unlink()
+    sidecar.symlink_to(sidecar)
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        load(saved)
+
+
+def test_a_link_is_replaced_and_not_written_through(saved, make, arrays, tmp_path):
+    target = tmp_path / "precious.yaml"
+    target.write_text("kept")
+    link = tmp_path / "link.yaml"
+    link.symlink_to(target)
+    save(make(), link, arrays)
+    assert target.read_text() == "kept" and not link.is_symlink()
+    assert load_pair(link)[0].model.name == "tiny"
+
+
+def test_a_sidecar_larger_than_any_is_not_read(saved):
+    sidecar = replaced(saved)
+    with open(sidecar, "wb") as file:
+        file.truncate(2**30 + 1)
+    with pytest.raises(ArtifactError, match=r"has 1073741825 bytes, a sidecar may have 1073741824"):
+        load(saved)
+
+
+def test_a_newer_file_says_what_reads_it_only_in_versions(saved):
+    fields = strict_yaml.parse(saved.read_bytes()) | {"schema_version": 99}
+    for version, expected in (("2.5.1", "headwise>=2.5.1"), ("1; rm -rf ~", "--upgrade headwise"), (7, "--upgrade")):
+        fields["search"]["tool_version"] = version
+        saved.write_text(strict_yaml.dump(fields))
+        with pytest.raises(ArtifactError, match=r"schema_version: 99 is newer than this headwise reads") as caught:
+            load(saved)
+        assert expected in str(caught.value) and "rm -rf" not in str(caught.value)
+
+
+def test_nothing_in_a_file_is_executed(saved, monkeypatch, tmp_path):
+    """Every way to make PyYAML call something is a tag; the hostile files have one, this has them all."""
+    trace = tmp_path / "trace"
+    for tag in ("object/apply:os.system", "object/new:os.system", "name:os.system", "module:os", "object:os.system"):
+        saved.write_text(f"schema_version: !!python/{tag} ['touch {trace}']\n")
+        with pytest.raises(ArtifactError, match=r"line 1: tag .* is not allowed"):
+            load(saved)
+    assert not trace.exists()
