@@ -118,7 +118,7 @@ def _methods(loaded: LoadedModel, headwise: Headwise, offloads: Sequence[str]) -
         _Method(
             "headwise" if offload == "auto" else f"headwise, {offload}",
             lambda: headwise.apply(model),
-            partial(headwise.cache, model, offload=offload),
+            partial(headwise.new_cache, model, offload=offload),
         )
         for offload in offloads
     ]

@@ -17,6 +17,7 @@ from runtime.decode import OmniKV
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.patterns import kernel_patterns
+from runtime.policies.rows import check_rows
 from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
 
 if TYPE_CHECKING:
@@ -73,12 +74,15 @@ def attach(
     modules = attention_layers(model)
     model = _servable(model, modules)
     check(artifact.model, model, weights=check_weights)
+    if artifact.kv_cache is not None:
+        check_rows(artifact.kv_cache, modules)
     settings = Settings(
         dense_below=artifact.prefill.dense_below,
         dense="eager" if text_config(model)._attn_implementation == "eager" else "sdpa",
         strict=strict,
         backend=backend,
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend),
+        evicts=artifact.kv_cache is not None,
     )
     layers = _plan(artifact, arrays, modules, settings)
     register()

@@ -17,6 +17,8 @@ from kernels.ragged import Ragged
 from runtime.layers import eager_attention
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask, headwise_mask, starts_of
 from runtime.offload import on_device
+from runtime.policies.kept import attend_kept
+from runtime.policies.standin import NewTokens
 from runtime.state import Layer, layer_of
 
 ATTENTION_NAME = "headwise"
@@ -45,6 +47,9 @@ def headwise_attention(
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where asked for.
     """
     layer = layer_of(module)
+    if isinstance(key, NewTokens) and layer is not None:
+        reason = _special(module, query, key, value, dropout, {**kwargs, "sliding_window": None})
+        return attend_kept(layer, query, key.layer, attention_mask, scaling, kwargs.get("softcap"), reason), None
     dense = _Dense(module, layer, dropout, scaling, kwargs)
     if layer is None:
         return dense(query, key, value, attention_mask)
@@ -87,7 +92,9 @@ def _chosen(
         return out
     if query.shape[2] > 1:
         decode.after_prefill(role, query, key, **how)
-    if not isinstance(mask, PrefillMask) or _no_kernel(settings.backend, query, key, value) is not None:
+    if not isinstance(mask, PrefillMask) or mask.tokens.ranges is None:
+        return None
+    if _no_kernel(settings.backend, query, key, value) is not None:
         return None
     firsts = [start for start, _ in mask.tokens.ranges]
     out = decode.attend_chunk(number, role, query, key, value, firsts, **how)
@@ -134,7 +141,7 @@ def _reason(
     assert layer.plan is not None
     if reason := _special(module, query, key, value, dropout, kwargs):
         return reason
-    if not isinstance(mask, PrefillMask):
+    if not isinstance(mask, PrefillMask) or mask.tokens.ranges is None:
         return "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
     batch, _, q_len, k_len = mask.shape
     if (query.shape[0], query.shape[2], key.shape[2]) != (batch, q_len, k_len):
@@ -193,7 +200,7 @@ def _sparse(
     dense: _Dense,
 ) -> Tensor:
     """(B, Q, H, E): all long sequences in one launch, short ones densely, zeros for padded queries."""
-    assert layer.plan is not None
+    assert layer.plan is not None and layout.ranges is not None
     settings, build = layer.settings, layer.plan.build
     attend = partial(sparse_attention, scale=scale, softcap=softcap, backend=settings.backend)
     parts = [_Part(b, start, end, layout.q_start) for b, (start, end) in enumerate(layout.ranges)]

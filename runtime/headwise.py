@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from artifacts.sidecar import Array
     from runtime.applied import Applied
-    from runtime.caches import CacheBytes
+    from runtime.caches import CacheBytes, MemoryReport
 
 
 def load(path: str | PathLike[str]) -> Headwise:
@@ -25,6 +25,16 @@ def load(path: str | PathLike[str]) -> Headwise:
         ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema.
     """
     return Headwise(*artifacts.load_pair(path))
+
+
+def memory_report(cache: Cache) -> MemoryReport:
+    """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and bytes in all.
+
+    Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
+    """
+    from runtime import caches
+
+    return caches.memory_report(cache)
 
 
 class Headwise:
@@ -60,20 +70,22 @@ class Headwise:
             self, attach(self.artifact, self.arrays, model, strict=strict, check_weights=check_weights, backend=backend)
         )
 
-    def cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
-        """An empty cache for the model's `past_key_values`, with what the decode section keeps beside keys and values.
+    def new_cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
+        """An empty cache for the model's `past_key_values`, as the artifact's decode and kv_cache sections want it.
 
         A new token costs its own bytes in it, not a copy of all before; it grows, crops and reorders as transformers'
-        own does. Without it decode works too, by the last query alone.
+        own does. Layers under a policy of kv_cache drop tokens and free their memory; so do, with that section, layers
+        that slide over a window (a rolling buffer). OmniKV's decode works in any cache, but by the last query alone.
 
         Args:
-            model: the model whose cache it is, with the artifact applied or not.
+            model: the model whose cache it is; before the cache is used the artifact has to be applied to it.
             offload: "packed" keeps keys and values of sparse layers in CPU memory and fetches what was chosen; "never"
                 keeps all on the device; "auto" is packed for layers on a GPU and never for others; "brutal" keeps all
-                in CPU memory and fetches all of it in every step, which is what packed is to be compared with.
+                in CPU memory and fetches all of it in every step, which is what packed is to be compared with. It is
+                about the decode section.
 
         Raises:
-            HeadwiseError: the artifact has no decode section, or the model is of another kind; offload is unknown.
+            HeadwiseError: the model is of another kind; a policy cannot serve one of its layers; offload is unknown.
         """
         from runtime.caches import make_cache
 
@@ -91,9 +103,9 @@ class Handle:
         """Give the model back the attention it had before."""
         self._applied.detach()
 
-    def cache(self, *, offload: str = "auto") -> Cache:
-        """An empty cache for one generation: see Headwise.cache."""
-        return self._headwise.cache(self._applied.model, offload=offload)
+    def new_cache(self, *, offload: str = "auto") -> Cache:
+        """An empty cache for one generation: see Headwise.new_cache."""
+        return self._headwise.new_cache(self._applied.model, offload=offload)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
@@ -102,14 +114,16 @@ class Handle:
         return cache_bytes(cache)
 
     def stats(self) -> dict[str, Any]:
-        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and "decode": n with a decode section.
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more sections.
 
-        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; "decode" steps by chosen tokens.
+        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
+        are steps by chosen tokens, and with a kv_cache section "kept" calls served from a cache under policies.
         """
-        calls = dict(self._applied.calls)
-        sparse, decode = calls.pop("sparse", 0), calls.pop("chosen", 0)
-        served = {"sparse": sparse} if self._headwise.artifact.decode is None else {"sparse": sparse, "decode": decode}
-        return {**served, "dense": calls}
+        artifact, calls = self._headwise.artifact, dict(self._applied.calls)
+        sparse, decode, kept = (calls.pop(name, 0) for name in ("sparse", "chosen", "kept"))
+        more = {"decode": decode} if artifact.decode is not None else {}
+        more |= {"kept": kept} if artifact.kv_cache is not None else {}
+        return {"sparse": sparse, **more, "dense": calls}
 
     def __enter__(self) -> Self:
         return self

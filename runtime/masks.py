@@ -29,17 +29,21 @@ class Layout:
     """Where the real tokens are: sequence b is the slots ranges[b] = [start, end) of the cache, maybe empty.
 
     The queries are slots q_start .. q_start + q_len; slots after them are not filled yet.
+
+    fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the cache is one that asks
+        for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
     """
 
     q_start: int
     q_len: int
     k_len: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...] | None
+    fresh: tuple[tuple[int, int], ...] | None = None
 
     @property
     def longest(self) -> int:
         """Real tokens in the longest sequence, those of the cache included."""
-        return max(end - start for start, end in self.ranges)
+        return max(end - start for start, end in self.ranges or ((0, 0),))
 
 
 class PrefillMask(Tensor):
@@ -62,7 +66,7 @@ class PrefillMask(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillMask:
-        shape = (len(layout.ranges), 1, layout.q_len, layout.k_len)
+        shape = (len(layout.fresh or layout.ranges or ()), 1, layout.q_len, layout.k_len)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.tokens, mask._make, mask._made = layout, make, {}
         return mask
@@ -111,6 +115,8 @@ def starts_of(mask: Tensor | None) -> Tensor | str | None:
         return None
     if isinstance(mask, PrefillMask):
         layout, device = mask.tokens, mask.device
+        if layout.ranges is None:
+            return "a sequence has holes"
         if any(end != layout.k_len for _, end in layout.ranges):
             return "a sequence ends before the last key"
         firsts = [start for start, _ in layout.ranges]
@@ -163,6 +169,9 @@ def headwise_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
+    if settings is not None and settings.evicts and not torch.compiler.is_compiling():
+        mask = _fresh_mask(given, dense, name)
+        return dense(**given) if mask is None else mask
     if (
         settings is None
         or kv_offset != 0
@@ -182,12 +191,47 @@ def headwise_mask(
         return dense(**given)
     # A static cache gives its own counter, which has moved on by the time the mask is read.
     given["q_offset"] = start
+    return _prefill_mask(Layout(start, q_length, kv_length, ranges), given, dense, name)
+
+
+def _prefill_mask(layout: Layout, given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask:
     return PrefillMask(
-        Layout(start, q_length, kv_length, ranges),
+        layout,
         lambda may_skip: dense(**given) if may_skip else dense(**{**given, "allow_is_causal_skip": False}),
-        dtype=torch.bool if name == "sdpa" else kwargs.get("dtype", torch.float32),
-        device=torch.device(kwargs.get("device", "cpu")),
+        dtype=torch.bool if name == "sdpa" else given.get("dtype", torch.float32),
+        device=torch.device(given.get("device", "cpu")),
     )
+
+
+def _fresh_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:
+    """The mask for a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
+    padding, start, q_len = given["attention_mask"], int(given["q_offset"]), int(given["q_length"])
+    if given["kv_offset"] != 0 or given.get("use_vmap") or not _plain(given["mask_function"], given.get("local_size")):
+        return None
+    batch, end = int(given["batch_size"]), start + q_len
+    new = padding if padding is None or padding.dim() != 2 else padding[:, start:end]
+    fresh = _ranges(new, batch, q_len)
+    if fresh is None:
+        return None
+    ranges = None if given.get("local_size") is not None else _ranges(padding, batch, end)
+    layout = Layout(start, q_len, int(given["kv_length"]), ranges, fresh)
+    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
+
+
+def _plain(mask_function: Callable[..., Any], window: int | None) -> bool:
+    """Whether a mask function is causal, over a window if one is given, and nothing else: by what it says."""
+    from transformers.masking_utils import causal_mask_function
+
+    if window is None:
+        return mask_function is causal_mask_function
+    near = torch.tensor([0, 1, window - 1, window, window + 1, 3 * window])
+    q, k = near[:, None], torch.cat([near, near + window])[None]
+    try:
+        said = mask_function(torch.tensor(0), torch.tensor(0), q, k)
+    except (IndexError, RuntimeError):
+        # It knows of tokens that these are not: it is about more than positions.
+        return False
+    return bool((said == ((k <= q) & (k > q - window))).all())
 
 
 def _ranges(padding: Tensor | None, batch: int, length: int) -> tuple[tuple[int, int], ...] | None:

@@ -22,6 +22,7 @@ class Settings:
     """One application of an artifact to a model, shared by its layers.
 
     `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
+    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask.
     """
 
     dense_below: int
@@ -29,6 +30,7 @@ class Settings:
     strict: bool
     backend: str
     decode: OmniKV | None = None
+    evicts: bool = False
     calls: Counter[str] = field(default_factory=Counter)
     said: set[str] = field(default_factory=set)
 

@@ -78,6 +78,15 @@ class LayerPlan:
         # Where each head stands in the concatenation of the kinds.
         self._place = sorted(range(len(grouped)), key=grouped.__getitem__)
         self._places: dict[torch.device, Tensor] = {}
+        self._parts: dict[tuple[int, ...], LayerPlan] = {}
+
+    def of(self, kv_heads: tuple[int, ...]) -> LayerPlan:
+        """The plan of these KV heads and the query heads that read them."""
+        if kv_heads not in self._parts:
+            group = len(self.patterns) // self.num_kv_heads
+            some = [self.patterns[kv_head * group + i] for kv_head in kv_heads for i in range(group)]
+            self._parts[kv_heads] = LayerPlan(some, len(kv_heads), dense_tail=self.dense_tail)
+        return self._parts[kv_heads]
 
     def build(
         self,

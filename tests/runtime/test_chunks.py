@@ -48,7 +48,7 @@ def test_every_chunk_is_what_the_oracle_computes(family, ratio, sizes, offload, 
         after = steps(model, forced[:, :1], forced[:, 1:], cache)
     dense = chunked(model, prompt, sizes, DynamicCache(config=model.config))
     with loaded.apply(model, backend="auto", strict=True) as handle:
-        cache = handle.cache(offload=offload)
+        cache = handle.new_cache(offload=offload)
         torch.testing.assert_close(chunked(model, prompt, sizes, cache), expected, **CLOSE)
         torch.testing.assert_close(steps(model, forced[:, :1], forced[:, 1:], cache), after, **CLOSE)
     torch.testing.assert_close(dense[:, : sizes[0]], expected[:, : sizes[0]], **CLOSE)
@@ -63,10 +63,10 @@ def test_left_padded_chunks_are_their_sequences_alone(backend, offload, build, d
     real = torch.stack([torch.arange(300) >= n for n in skipped]).long()
     given = {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
     with decoding(model, prefill_ratio=0.5).apply(model, backend=backend, strict=True) as handle:
-        together = chunked(model, tokens, sizes, handle.cache(offload=offload), **given)
+        together = chunked(model, tokens, sizes, handle.new_cache(offload=offload), **given)
         for b, (prompt, n) in enumerate(zip(prompts, skipped, strict=True)):
             own = tuple(size for size in (100 - n, 100, 100) if size > 0) if n < 100 else (200 - n, 100)
-            alone = chunked(model, prompt, own, handle.cache(offload=offload))
+            alone = chunked(model, prompt, own, handle.new_cache(offload=offload))
             torch.testing.assert_close(together[b, n:], alone[0], **CLOSE)
 
 
@@ -79,7 +79,7 @@ def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypa
     monkeypatch.setattr("runtime.bank.Bank.read", None)
     model, prompt = build(**LAYERS), ids(300)
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:
-        chunked(model, prompt, (120, 100, 80), handle.cache(offload="packed"))
+        chunked(model, prompt, (120, 100, 80), handle.new_cache(offload="packed"))
     assert staged == [50, 50, 40, 40], "two sparse layers, half a chunk each"
 
 
@@ -88,4 +88,4 @@ def test_where_nothing_is_chosen_a_chunk_is_dense(sizes, build, decoding, ids) -
     model, prompt = build(**LAYERS), ids(sum(sizes))
     expected = chunked(model, prompt, sizes, DynamicCache(config=model.config))
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:
-        torch.testing.assert_close(chunked(model, prompt, sizes, handle.cache()), expected, **CLOSE)
+        torch.testing.assert_close(chunked(model, prompt, sizes, handle.new_cache()), expected, **CLOSE)

@@ -53,8 +53,8 @@ def test_offloaded_is_what_stays_on_the_device(
     monkeypatch.setattr("runtime.groups.lane_to", lane)
     given, forced = left_padded(ids, lengths), ids(8, batch=len(lengths), seed=9).to(DEVICE)
     with decoding(model, budget=budget).apply(model) as handle:
-        expected = steps(model, forced=forced, cache=handle.cache(offload="never"), **given)
-        found = steps(model, forced=forced, cache=handle.cache(offload=offload), **given)
+        expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
+        found = steps(model, forced=forced, cache=handle.new_cache(offload=offload), **given)
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
@@ -64,7 +64,7 @@ def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, de
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
         for offload in ("never", "packed"):
-            cache = handle.cache(offload=offload)
+            cache = handle.new_cache(offload=offload)
             model(text[:, :70], past_key_values=cache, use_cache=True)
             parts = [steps(model, text[:, 70:150], text[:, 150:154], cache)]
             cache.crop(-3)
@@ -79,7 +79,7 @@ def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, de
 
 def test_auto_is_packed_in_pinned_memory(model, decoding, ids) -> None:
     with decoding(model).apply(model) as handle:
-        cache = handle.cache()
+        cache = handle.new_cache()
         steps(model, ids(150).to(DEVICE), ids(4, seed=9).to(DEVICE), cache)
     banked = [layer for layer in cache.layers if isinstance(layer, BankedLayer)]
     assert len(banked) == 2
@@ -90,7 +90,7 @@ def test_auto_is_packed_in_pinned_memory(model, decoding, ids) -> None:
 def test_bytes_are_those_of_the_allocator(offload, build, decoding) -> None:
     model = build(**LAYERS).to(DEVICE, torch.bfloat16)
     with decoding(model, budget=2048).apply(model, check_weights=False) as handle:
-        cache = handle.cache(offload=offload)
+        cache = handle.new_cache(offload=offload)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         for layer in range(LAYERS["num_hidden_layers"]):
@@ -127,7 +127,7 @@ def test_short_of_memory_the_bank_serves_what_the_device_cannot_hold(build, deco
         with decoding(model, filter_layers=(1,), dense_layers=(0,), budget=1024).apply(
             model, check_weights=False
         ) as handle:
-            fill(handle.cache())
+            fill(handle.new_cache())
         with pytest.raises(torch.OutOfMemoryError):
             fill(DynamicCache(config=model.config))
     finally:

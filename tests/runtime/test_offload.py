@@ -88,8 +88,8 @@ def test_packed_is_what_the_device_computes(lengths, budget, build, decoding, id
     model, forced = build(**LAYERS), ids(20, batch=len(lengths), seed=9)
     given = padded([ids(n, seed=n) for n in lengths])
     with decoding(model, budget=budget).apply(model, backend="auto") as handle:
-        expected = steps(model, forced=forced, cache=handle.cache(offload="never"), **given)
-        cache = handle.cache(**PACKED)
+        expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
+        cache = handle.new_cache(**PACKED)
         found = steps(model, forced=forced, cache=cache, **given)
     torch.testing.assert_close(found, expected, **CLOSE)
     assert all(layer.keys is None for layer in cache.layers if isinstance(layer, BankedLayer))
@@ -102,7 +102,7 @@ def test_several_queries_at_once_see_what_is_before_them(lengths, build, decodin
     with decoding(model).apply(model, backend="auto") as handle:
         found = []
         for offload in ("never", "packed"):
-            cache = handle.cache(offload=offload)
+            cache = handle.new_cache(offload=offload)
             steps(model, forced=drafts[:, :0], cache=cache, **given)
             real = torch.nn.functional.pad(given["attention_mask"], (0, 12), value=1)
             parts = []
@@ -216,7 +216,7 @@ def test_turns_chunks_crops_and_copies(selector, build, decoding, ids) -> None:
     found = []
     with decoding(model, selector=selector).apply(model, backend="auto") as handle:
         for offload in ("never", "packed", "brutal"):
-            cache = handle.cache(offload=offload)
+            cache = handle.new_cache(offload=offload)
             parts = [steps(model, text[:, :20], text[:, 20:40], cache)]
             parts.append(steps(model, text[:, 40:120], text[:, 120:126], cache))
             cache.crop(-5)
@@ -239,7 +239,7 @@ def test_sequences_are_repeated_selected_and_reordered(prompt, build, decoding, 
     found = []
     with decoding(model, budget=12).apply(model, backend="auto") as handle:
         for offload in ("never", "packed", "brutal"):
-            cache = handle.cache(offload=offload)
+            cache = handle.new_cache(offload=offload)
             parts = [steps(model, text, forced[:2, :3], cache)[:, -1]]
             cache.batch_repeat_interleave(2)
             cache.batch_select_indices(torch.tensor([3, 0, 1]))
@@ -256,7 +256,7 @@ def test_sequences_are_repeated_selected_and_reordered(prompt, build, decoding, 
 def test_a_short_context_stays_on_the_device(build, decoding, ids) -> None:
     model = build(**LAYERS)
     with decoding(model, budget=40).apply(model) as handle:
-        cache = handle.cache(**PACKED)
+        cache = handle.new_cache(**PACKED)
         steps(model, ids(30), ids(10, seed=1), cache)
         assert handle.cache_bytes(cache).bank == 0
         steps(model, ids(1), ids(1, seed=2), cache)
@@ -268,7 +268,7 @@ def test_bytes_are_what_was_given_out(build, decoding, ids) -> None:
     with decoding(model, selector="uniform").apply(model) as handle:
         held = {}
         for offload in ("never", "packed", "brutal"):
-            cache = handle.cache(offload=offload)
+            cache = handle.new_cache(offload=offload)
             steps(model, ids(600), ids(4, seed=1), cache)
             held[offload] = handle.cache_bytes(cache)
         layer, token = held["brutal"].bank / 6, 2 * 2 * 64 * 4
@@ -287,13 +287,13 @@ def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids) -
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
         for offload in ("packed", "brutal"):
-            found = steps(model, prompt, forced, loaded.cache(model, offload=offload))
+            found = steps(model, prompt, forced, loaded.new_cache(model, offload=offload))
             torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding, ids) -> None:
     model = build(**LAYERS)
-    cache = decoding(model, filter_layers=(2,)).cache(model, **PACKED)
+    cache = decoding(model, filter_layers=(2,)).new_cache(model, **PACKED)
     for layer, dim in ((3, 64), (4, 32), (5, 64)):
         cache.update(torch.randn(1, 2, 50, dim), torch.randn(1, 2, 50, dim), layer)
     more = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32)
@@ -304,4 +304,4 @@ def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decodi
 def test_an_unknown_offload_is_refused(build, decoding) -> None:
     model = build(**LAYERS)
     with pytest.raises(HeadwiseError, match="unknown offload 'cpu'; known: auto, never, packed, brutal"):
-        decoding(model).cache(model, offload="cpu")
+        decoding(model).new_cache(model, offload="cpu")

@@ -87,7 +87,7 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
     loaded = load_model(str(tiny_model), dtype="float32")
     ids = torch.randint(3, 90, (1, 200))
     with load(out).apply(loaded.model) as handle:
-        loaded.model.generate(ids, past_key_values=handle.cache(), max_new_tokens=4, do_sample=False)
+        loaded.model.generate(ids, past_key_values=handle.new_cache(), max_new_tokens=4, do_sample=False)
         assert handle.stats()["decode"] == 3 * 3
 
 

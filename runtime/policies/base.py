@@ -1,0 +1,130 @@
+"""What a policy is: keys and values of some KV heads, what it keeps of them, and attention over that.
+
+Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.patterns import Dense, LayerPlan
+
+# Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
+_ROOM = 256
+_SHARE = 8
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """A call of attention for some KV heads of sequences that all have Q new tokens, none of them padding.
+
+    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer
+    where these are a whole prompt, (B, H, Q, E): by the artifact's patterns or, below its length, dense.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    backend: str
+    prefill: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def whole(self) -> Tensor:
+        """Attention where these tokens are all there are, (B, H, Q, E)."""
+        return self.prefill(self.q, self.k, self.v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """See attend_all."""
+        return attend_all(q, k, v, window=window, scale=self.scale, softcap=self.softcap, backend=self.backend)
+
+
+def attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E) and lse (B, H, Q)."""
+    if q.shape[2] <= MAX_QUERIES:
+        done = decode_attention(q, k, v, window=window, scale=scale, softcap=softcap, backend=backend)
+        return done.out, done.lse
+    index = _dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window)
+    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, return_lse=True, backend=backend)
+
+
+@cache
+def _dense_plan(heads: int, kv_heads: int) -> LayerPlan:
+    return LayerPlan([Dense()] * heads, kv_heads)
+
+
+class Policy(ABC):
+    """Keys and values of some KV heads, for sequences that have seen equally many tokens.
+
+    Every tensor it holds has the batch first and is an attribute of its own: so rows are selected and bytes counted.
+
+    seen: tokens so far, in each sequence.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """Tokens held of each sequence and KV head."""
+
+    @abstractmethod
+    def attend(self, call: Call) -> Tensor:
+        """Take in the call's tokens and attend to what is kept: (B, H, Q, E)."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> bool:
+        """Forget all but the first `length` tokens; False, and nothing done, where some of those are gone already."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds, by attribute."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def select(self, rows: Tensor) -> Self:
+        """A copy that shares no memory, with these sequences, each as often as it is named."""
+        made = copy.copy(self)
+        for name, tensor in self.tensors().items():
+            setattr(made, name, tensor.index_select(0, rows.to(tensor.device)))
+        return made
+
+
+def with_room(former: Tensor | None, new: Tensor, used: int, needed: int, most: int | None = None) -> Tensor:
+    """Memory (B, G, at least `needed`, D) whose first `used` tokens are those of `former`; the same where it suffices.
+
+    new: (B, G, Q, D), for its sizes and type. most: never more tokens than that.
+    """
+    if (
+        former is not None
+        and former.shape[2] >= needed
+        and (torch.is_inference_mode_enabled() or not former.is_inference())
+    ):
+        return former
+    room = needed + max(_ROOM, needed // _SHARE)
+    made = new.new_empty(*new.shape[:2], room if most is None else min(room, most), new.shape[3])
+    if former is not None:
+        made[:, :, :used] = former[:, :, :used]
+    return made

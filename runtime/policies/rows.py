@@ -1,0 +1,100 @@
+"""From an artifact's kv_cache section, which is data, to the cache layers of a model.
+
+Only imports transformers where layers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import artifacts
+from artifacts import HeadwiseError, KVCache
+from runtime.layers import sliding_layers
+from runtime.policies.base import Policy
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import CacheLayerMixin
+
+
+def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
+    """Rows are for full-attention layers, and for all of those.
+
+    Raises:
+        HeadwiseError: a layer that slides has a row, or one that does not has none.
+    """
+    sliding = sliding_layers(modules)
+    for number in modules:
+        row = section.layers[number] if number < len(section.layers) else None
+        if number in sliding and row is not None:
+            raise HeadwiseError(f"kv_cache.layers[{number}] must be null: the layer slides over a window already")
+        if number not in sliding and row is None:
+            raise HeadwiseError(
+                f"kv_cache.layers[{number}] must name a policy, such as full: the layer sees every token"
+            )
+
+
+def policy_layers(section: KVCache, model: nn.Module, modules: dict[int, nn.Module]) -> dict[int, CacheLayerMixin]:
+    """The cache layers of all layers that drop tokens, by number: rolling buffers for those that slide.
+
+    Raises:
+        HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
+    """
+    from runtime.policies.layer import Group, PolicyLayer
+
+    check_rows(section, modules)
+    sliding = sliding_layers(modules)
+    made: dict[int, CacheLayerMixin] = {}
+    makers: dict[tuple[str, str], Callable[[], Policy]] = {}
+    for number, module in modules.items():
+        if number in sliding:
+            window = int(_window(module))
+            made[number] = PolicyLayer([Group(None, partial(_rolling, window), "rolling")], sliding=True)
+            continue
+        row = section.layers[number]
+        names = (row,) if isinstance(row, str) else row or ()
+        if all(section.policies[name].kind == "full" for name in names):
+            continue
+        groups = []
+        for name in dict.fromkeys(names):
+            key = (name, str(getattr(module, "layer_type", "")))
+            if key not in makers:
+                makers[key] = maker(section.policies[name], model, module)
+            heads = tuple(head for head, other in enumerate(names) if other == name)
+            groups.append(Group(None if len(set(names)) == 1 else heads, makers[key], name))
+        made[number] = PolicyLayer(groups)
+    return made
+
+
+def maker(
+    policy: artifacts.Full | artifacts.Streaming | artifacts.H2O | artifacts.SnapKV, model: nn.Module, module: nn.Module
+) -> Callable[[], Policy]:
+    """What makes a policy's state for one layer of a model."""
+    from runtime.policies.full import Full
+    from runtime.policies.rotation import Rotation
+    from runtime.policies.window import Window
+
+    if isinstance(policy, artifacts.Full):
+        return Full
+    if isinstance(policy, artifacts.Streaming):
+        rotation = Rotation(model, module) if policy.positions == "cache" and policy.sinks else None
+        return partial(Window, policy.sinks, policy.window, rotation)
+    raise HeadwiseError(f"policy {policy.kind!r} is not served yet")
+
+
+def _rolling(window: int) -> Policy:
+    from runtime.policies.window import Window
+
+    return Window(0, window)
+
+
+def _window(module: nn.Module) -> Any:
+    window = getattr(module, "sliding_window", None)
+    if window is None:
+        window = getattr(getattr(module, "config", None), "sliding_window", None)
+    if window is None:
+        raise HeadwiseError(f"{type(module).__name__} slides, and does not say over which window")
+    return window
