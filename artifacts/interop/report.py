@@ -1,0 +1,71 @@
+"""The fidelity report: what a conversion could not express, how, and on how many heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Effect = Literal["keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"]
+# Where a head computes more, it keeps all that it kept: nothing is lost but time.
+HARMLESS = ("computes more", "same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """One thing that is not the same on the two sides.
+
+    effect: what it does to the heads. "same" is a form that differs and an effect that does not.
+    heads: on how many; 0 where it is about the whole file.
+    """
+
+    effect: Effect
+    heads: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How true a conversion is.
+
+    heads: that the file speaks of. exact: those with the same pattern and sizes on both sides. measure: the command
+    that measures what the conversion costs in recall, given a model.
+    """
+
+    heads: int
+    exact: int
+    notes: tuple[Note, ...] = ()
+    measure: str = ""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether anything is lost but time."""
+        return any(note.effect not in HARMLESS for note in self.notes)
+
+    def lines(self) -> Iterator[str]:
+        """The report for people."""
+        yield f"heads: {self.exact:,} of {self.heads:,} exactly"
+        for note in self.notes:
+            where = f"{note.heads:,} head{'s' * (note.heads != 1)}" if note.heads else "the file"
+            yield f"  {note.effect}: {where}: {note.what}"
+        if self.measure:
+            yield f"recall: needs the model; {self.measure}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The report for programs."""
+        return {"lossy": self.lossy, **asdict(self)}
+
+
+class Notes:
+    """Collects notes; the same note of several heads becomes one with their number."""
+
+    def __init__(self) -> None:
+        self._heads: dict[tuple[Effect, str], int] = {}
+
+    def add(self, effect: Effect, what: str, heads: int = 1) -> None:
+        """Note it for one more head, or for so many; 0 for the whole file."""
+        self._heads[effect, what] = self._heads.get((effect, what), 0) + heads
+
+    def all(self) -> tuple[Note, ...]:
+        """The notes in the order in which they first came up."""
+        return tuple(Note(effect=effect, heads=heads, what=what) for (effect, what), heads in self._heads.items())

@@ -1,0 +1,136 @@
+"""The model that an imported file is for, put together from the file, the model's config.json and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.interop.files import parse_json, read_bytes
+from artifacts.schema import ModelInfo
+
+# Of each size: its names in config.json, its flag, what it is.
+_SIZES = {
+    "num_layers": (("num_hidden_layers", "n_layer", "num_layers"), "--layers", "layers"),
+    "num_heads": (("num_attention_heads", "n_head"), "--heads", "query heads"),
+    "num_kv_heads": (("num_key_value_heads",), "--kv-heads", "KV heads"),
+    "head_dim": (("head_dim",), "--head-dim", "channels a head"),
+    "max_positions": (("max_position_embeddings", "n_positions"), "--max-positions", "positions"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the user says of the model: its config.json and flags, each None where not given."""
+
+    config: Path | None = None
+    name: str | None = None
+    revision: str | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_positions: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model, the layers that slide over a window of their own, and the rest of its config.json."""
+
+    model: ModelInfo
+    sliding: frozenset[int]
+    config: Mapping[str, Any]
+
+
+def model_shape(given: Given, file: Path, **of_file: int) -> Shape:
+    """Put the model together.
+
+    Args:
+        given: the user's config.json and flags.
+        file: the imported file, which names the model where nothing else does.
+        of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of layers is a minimum:
+            a file may leave the last ones out.
+
+    Raises:
+        ArtifactError: a size is missing, or two places disagree about one; the line says where it can come from.
+    """
+    path, config = _config(given.config)
+    sizes = {name: _size(name, given, path, config, of_file) for name in _SIZES}
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise ArtifactError(
+            f"the KV heads must divide the {sizes['num_heads']} query heads, got {sizes['num_kv_heads']} (--kv-heads)"
+        )
+    architectures = config.get("architectures")
+    known = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
+    model = ModelInfo(
+        name=given.name or _name(path, config) or file.stem or "unknown",
+        revision=given.revision,
+        architecture=architectures[0] or None if known and architectures else None,
+        config_sha256=None,
+        weights_sha256=None,
+        rope=None,
+        **sizes,
+    )
+    kinds = config.get("layer_types")
+    sliding = [i for i, kind in enumerate(kinds) if kind != "full_attention"] if isinstance(kinds, list) else []
+    return Shape(model=model, sliding=frozenset(i for i in sliding if i < model.num_layers), config=config)
+
+
+def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
+    if path is None:
+        return None, {}
+    if path.is_dir():
+        path = path / "config.json"
+    config = parse_json(path, read_bytes(path))
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{one_line(str(path))}: must be a model's config.json, got {shorten(config)}")
+    text = config.get("text_config")
+    return path, {**config, **text} if isinstance(text, dict) else config
+
+
+def _size(name: str, given: Given, path: Path | None, config: Mapping[str, Any], of_file: Mapping[str, int]) -> int:
+    keys, flag, what = _SIZES[name]
+    found: list[tuple[str, int]] = []
+    flagged = getattr(given, name)
+    if flagged is not None:
+        found.append((flag, flagged))
+    key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), ("", None))
+    if value is None and config:
+        key, value = _derived(name, config)
+    if value is not None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ArtifactError(f"{path}: {key}: must be a whole number, got {shorten(value)}")
+        found.append((f"{path}: {key}", value))
+    if name in of_file and (name != "num_layers" or not found):
+        found.append(("the file", of_file[name]))
+    if not found:
+        raise ArtifactError(f"the file does not say how many {what} the model has: give --config config.json or {flag}")
+    for where, size in found:
+        if size < 1:
+            raise ArtifactError(f"{where}: must be at least 1, got {size}")
+        if size != found[0][1]:
+            raise ArtifactError(f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?")
+    if name == "num_layers" and found[0][1] < of_file.get(name, 0):
+        raise ArtifactError(
+            f"the file has {of_file[name]} layers, {found[0][0]} says {found[0][1]}: which model is it?"
+        )
+    return found[0][1]
+
+
+def _derived(name: str, config: Mapping[str, Any]) -> tuple[str, Any]:
+    """What a config.json leaves out because it follows: as many KV heads as query heads, the width by the heads."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if name == "num_kv_heads":
+        return "num_attention_heads", heads
+    if name == "head_dim" and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        return "hidden_size", hidden // heads
+    return "", None
+
+
+def _name(path: Path | None, config: Mapping[str, Any]) -> str | None:
+    name = config.get("_name_or_path")
+    if isinstance(name, str) and name:
+        return name
+    return path.resolve().parent.name or None if path else None
