@@ -29,7 +29,7 @@ from artifacts.schema import (
     Sidecar,
     Summary,
 )
-from artifacts.store import load, load_arrays, load_pair, save
+from artifacts.store import load, load_arrays, load_pair, save, update
 
 __all__ = [
     "H2O",
@@ -65,4 +65,5 @@ __all__ = [
     "load_pair",
     "pattern_name",
     "save",
+    "update",
 ]

@@ -7,8 +7,8 @@ import errno
 import os
 import secrets
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from artifacts.errors import HeadwiseError, shorten
 
@@ -69,7 +69,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise HeadwiseError(f"cannot write {shown}: {_reason(error)}") from error
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file, or a link to one, for reading; unlike open() this never waits for a pipe or a device.
 
     Raises:

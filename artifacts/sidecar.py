@@ -6,8 +6,9 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from artifacts.errors import ArtifactError, shorten
 from artifacts.files import open_regular
@@ -79,7 +80,7 @@ def check(file: Path, sidecar: Sidecar) -> None:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
+def _opened(file: Path) -> Iterator[BufferedReader]:
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size

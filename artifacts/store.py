@@ -1,9 +1,6 @@
 """An artifact on disk: `cfg.yaml` to read and diff, and beside it `cfg.<8 hex>.safetensors` for the arrays.
 
-The sidecar's name has the first digits of its SHA-256, so that a new one never takes an old one's place: the
-new sidecar is written first, the YAML's rename switches from the old pair to the new one at once, and only
-then the old sidecar goes. Whenever the writer dies, the YAML names a sidecar that is there and right; at
-worst an unused one stays behind. One writer at a time for a path; any number of readers.
+A reader at any instant finds the old pair or the new one, and writers take turns: artifacts.pair and artifacts.lock.
 """
 
 from __future__ import annotations
@@ -11,18 +8,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.files import atomic_write, check_writable, open_regular
+from artifacts.files import check_writable, open_regular
 from artifacts.hashing import content_sha256
+from artifacts.lock import TIMEOUT, Lock, locked
 from artifacts.migrations import migrate, version_of
+from artifacts.pair import MAX_BYTES, replace_pair, sidecar_name
 from artifacts.patterns import pattern_name
-from artifacts.schema import SCHEMA_VERSION, Artifact, Sidecar
+from artifacts.schema import SCHEMA_VERSION, Artifact
 from artifacts.sidecar import check, read_arrays, to_bytes
 from artifacts.static import check_static, has_static
 from artifacts.validation import to_artifact
@@ -30,44 +28,61 @@ from artifacts.validation import to_artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-__all__ = ["MAX_BYTES", "load", "load_arrays", "load_pair", "pattern_name", "save"]
+__all__ = ["MAX_BYTES", "load", "load_arrays", "load_pair", "pattern_name", "save", "update"]
 
-MAX_BYTES = 16 * 2**20
 _HEADER = "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
-_ATTEMPTS = 5
+# Each is another pair that was replaced between the two reads.
+_ATTEMPTS = 100
 _LONGEST_LINE = 800
 
 
 def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None) -> Artifact:
     """Write the artifact to `path` and its arrays, if any, beside it.
 
-    The same content gives the same bytes but for created_at and the commands. An existing pair is replaced; a
-    reader finds the old pair or the new one. After a failure the old pair is as it was, without new files.
+    The same content gives the same bytes but for created_at and the commands. An existing pair is replaced, whatever it
+    held: what adds to an artifact calls update(). After a failure the old pair is as it was, without new files.
 
     Returns:
         The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
 
     Raises:
         ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern
-            is missing or no list of positions, or the YAML has more than 16 MiB.
+            is missing or no list of positions, or there is more than an artifact may hold.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
     check_writable(path)
-    data = to_bytes(arrays) if arrays else None
-    sidecar = None
-    if data is not None:
-        digest = hashlib.sha256(data).hexdigest()
-        sidecar = {"file": f"{path.stem}.{digest[:8]}.safetensors", "sha256": digest}
-    fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
-    with _naming(path):
-        checked = to_artifact(fields)
-        check_static(checked.patterns, arrays)
-        fields["content_sha256"] = content_sha256(fields)
-        text = _to_yaml(fields)
-    saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
-    _write_pair(path, text, saved.sidecar, data)
-    return saved
+    write = _prepared(artifact, path, arrays)
+    with locked(path) as lock:
+        return write(lock)
+
+
+def update(
+    path: str | os.PathLike[str],
+    change: Callable[[Artifact, dict[str, Array]], tuple[Artifact, Mapping[str, Array]]],
+    *,
+    timeout: float = TIMEOUT,
+) -> Artifact:
+    """Change the artifact at `path` without losing what others write into it meanwhile.
+
+    Args:
+        path: the YAML file; it has to be there.
+        change: makes of the artifact and its arrays, as they are now, those to be written. No other process writes
+            while it runs: measure first, then call this.
+        timeout: how many seconds to wait for others that write.
+
+    Returns:
+        The artifact as save() returns it.
+
+    Raises:
+        ArtifactError: as load() and save().
+        HeadwiseError: another process goes on writing, or the files cannot be written.
+    """
+    path = Path(path)
+    check_writable(path)
+    with locked(path, timeout) as lock:
+        artifact, arrays = change(*load_pair(path))
+        return _prepared(artifact, path, arrays)(lock)
 
 
 def load(path: str | os.PathLike[str], *, check_sidecar: bool = True) -> Artifact:
@@ -107,11 +122,33 @@ def load_pair(path: str | os.PathLike[str]) -> tuple[Artifact, dict[str, Array]]
     return _load_pair(Path(path), arrays=True)
 
 
+def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
+    """All of save() that needs no lock, and the rest as a function of one."""
+    with _naming(path):
+        data = to_bytes(arrays) if arrays else None
+        sidecar = None
+        if data is not None:
+            digest = hashlib.sha256(data).hexdigest()
+            sidecar = {"file": sidecar_name(path, digest), "sha256": digest}
+        fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
+        checked = to_artifact(fields)
+        check_static(checked.patterns, arrays)
+        fields["content_sha256"] = content_sha256(fields)
+        text = _to_yaml(fields)
+    saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
+
+    def write(lock: Lock) -> Artifact:
+        replace_pair(lock, path, text, saved.sidecar, data)
+        return saved
+
+    return write
+
+
 def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]:
     """The artifact with its sidecar checked; with its arrays where they are asked for or static patterns need them."""
     data = _read(path)
+    artifact = _parse(path, data)
     for _ in range(_ATTEMPTS):
-        artifact = _parse(path, data)
         if artifact.sidecar is None:
             with _naming(path):
                 check_static(artifact.patterns, None)
@@ -128,7 +165,9 @@ def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.
             before, data = data, _read(path)
-            if data == before:
+            if data != before:
+                artifact = _parse(path, data)
+            elif not file.exists():
                 break
     raise ArtifactError(
         f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
@@ -196,37 +235,6 @@ def _to_yaml(fields: Mapping[str, Any]) -> bytes:
     if len(data) > MAX_BYTES:
         raise ArtifactError(f"comes to {len(data)} bytes of YAML, an artifact may have {MAX_BYTES}")
     return data
-
-
-def _write_pair(path: Path, text: bytes, sidecar: Sidecar | None, data: bytes | None) -> None:
-    previous = _sidecar_of(path)
-    if sidecar is None or data is None:
-        atomic_write(path, text)
-    else:
-        file = path.with_name(sidecar.file)
-        existed = file.exists()
-        try:
-            atomic_write(file, data)
-            atomic_write(path, text)
-        except BaseException:
-            if not existed and _sidecar_of(path) != sidecar.file:
-                with contextlib.suppress(OSError):
-                    file.unlink()
-            raise
-    # Only what save() named itself: a hand-written YAML must not get other files removed.
-    ours = re.compile(re.escape(path.stem) + r"\.[0-9a-f]{8}\.safetensors")
-    if previous is not None and (sidecar is None or previous != sidecar.file) and ours.fullmatch(previous):
-        with contextlib.suppress(OSError):
-            path.with_name(previous).unlink()
-
-
-def _sidecar_of(path: Path) -> str | None:
-    """The sidecar that the YAML at `path` names; None where there is no readable artifact."""
-    try:
-        sidecar = strict_yaml.parse(_read(path).decode())["sidecar"]
-        return str(sidecar["file"])
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 @contextlib.contextmanager

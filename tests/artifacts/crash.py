@@ -1,0 +1,135 @@
+"""python -m tests.artifacts.crash [KILLS]: kills writers of an artifact and looks at what they leave.
+
+First a writer dies at each call of the system on its way, one process for each, once more with half of what it was to
+write; then KILLS writers die at random instants. Whatever happens, the pair that is found is the old one or the new
+one, and the next writer leaves two files and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import artifacts
+from tests.artifacts.conftest import build
+
+CALLS = (
+    *((os, name) for name in ("open", "write", "pwrite", "pread", "fsync", "close", "replace", "unlink", "chmod")),
+    *((os, name) for name in ("fstat", "stat", "scandir", "listdir")),
+    (fcntl, "flock"),
+)
+
+
+def content(number: int) -> tuple[artifacts.Artifact, dict[str, Any]]:
+    """The artifact number 0, 1, 2, ...: its seed says which it is, and so do its arrays."""
+    artifact = build()
+    artifact = artifact.model_copy(update={"search": artifact.search.model_copy(update={"seed": number})})
+    return artifact, {"number": np.full(4096, number, np.int32)}
+
+
+def found(path: Path) -> int:
+    """The number of the artifact at `path`; raises where the two files are no pair."""
+    artifact, arrays = artifacts.load_pair(path)
+    assert (arrays["number"] == artifact.search.seed).all()
+    return artifact.search.seed
+
+
+def die_at(call: int, *, torn: bool) -> None:
+    """From now on, die at the call-th call: before it, or, if it writes and `torn`, with half of it done."""
+    count = 0
+
+    def counted(real: Any, writes: bool) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == call:
+                if writes and torn:
+                    real(args[0], args[1][: len(args[1]) // 2], *args[2:])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return step
+
+    for module, name in CALLS:
+        setattr(module, name, counted(getattr(module, name), name in ("write", "pwrite")))
+
+
+def at_each_call(folder: Path, *, torn: bool) -> Counter[int]:
+    """How often the old (0) and the new artifact (1) were found, over all calls of one write."""
+    seen: Counter[int] = Counter()
+    path = folder / "cfg.yaml"
+    for call in range(1, 1000):
+        artifacts.save(content(0)[0], path, content(0)[1])
+        if (child := os.fork()) == 0:
+            new = content(1)
+            die_at(call, torn=torn)
+            artifacts.save(new[0], path, new[1])
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        seen[found(path)] += 1
+        next_writer_clears(path)
+        if status == 0:
+            return seen
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"call {call} ended with {status}"
+    raise AssertionError("the write never came to its end")
+
+
+def next_writer_clears(path: Path) -> None:
+    """Save once more, and look for leftovers."""
+    artifact, arrays = content(2)
+    saved = artifacts.save(artifact, path, arrays)
+    assert sorted(os.listdir(path.parent)) == sorted([path.name, saved.sidecar.file if saved.sidecar else ""])
+
+
+def at_random(folder: Path, kills: int) -> Counter[str]:
+    """How often a killed writer left leftovers or none; each writes one artifact after the other until it dies."""
+    path = folder / "cfg.yaml"
+    chance = random.Random(0)
+    seen: Counter[str] = Counter()
+    started = time.perf_counter()
+    for number in range(8):
+        artifacts.save(content(number)[0], path, content(number)[1])
+    each = (time.perf_counter() - started) / 8
+    for _ in range(kills):
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            pairs = [content(number) for number in range(4)]
+            os.write(writing, b"x")
+            for turn in range(10**9):
+                artifacts.save(pairs[turn % 4][0], path, pairs[turn % 4][1])
+        os.read(reading, 1)
+        os.close(reading)
+        os.close(writing)
+        time.sleep(chance.uniform(0, 3 * each))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert found(path) in range(8)
+        seen["leftovers" if len(os.listdir(folder)) > 2 else "no leftovers"] += 1
+        next_writer_clears(path)
+    return seen
+
+
+def main(kills: int) -> None:
+    """Print one JSON object with the counts."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        report = {"before": at_each_call(folder, torn=False), "torn": at_each_call(folder, torn=True)}
+        print(json.dumps({**report, "random": at_random(folder, kills)}))
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)

@@ -1,0 +1,177 @@
+"""Writers that come at once, die at any point, or find what a dead one left: nothing is lost and no pair is torn."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
+from artifacts.lock import locked
+
+DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def with_decode(artifact, arrays):
+    return artifact.model_copy(update={"decode": DECODE}), {**arrays, "similarity.mass": np.ones(3, np.float32)}
+
+
+def test_update_keeps_what_it_is_not_about(saved):
+    before, arrays = load_pair(saved)
+    result = update(saved, with_decode)
+    after, kept = load_pair(saved)
+    assert after == result and after.decode == DECODE and after.prefill == before.prefill
+    assert kept.keys() == arrays.keys() | {"similarity.mass"}
+    assert len(names(saved.parent)) == 2
+
+
+def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
+    with pytest.raises(ArtifactError, match=r"none\.yaml: no such file"):
+        update(tmp_path / "none.yaml", with_decode)
+    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+
+    def broken(artifact, arrays):
+        raise OSError("of its own")
+
+    with pytest.raises(OSError, match="of its own"):
+        update(saved, broken)
+    with pytest.raises(ArtifactError, match=r"prefill\.layers has 0 rows"):
+        update(saved, lambda a, x: (a.model_copy(update={"prefill": a.prefill.model_copy(update={"layers": ()})}), x))
+    assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
+
+
+def test_sections_written_at_once_are_all_there(saved):
+    """As search.filters and others do it: each changes its own section and adds its own arrays."""
+
+    def section(name):
+        def change(artifact, arrays):
+            row = artifact.evidence[0].model_copy(update={"name": name})
+            return artifact.model_copy(update={"evidence": (*artifact.evidence, row)}), {**arrays, name: np.arange(9)}
+
+        return change
+
+    changes = [with_decode, *(section(f"measured.{i}") for i in range(6))]
+    threads = [threading.Thread(target=update, args=(saved, change)) for change in changes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    artifact, arrays = load_pair(saved)
+    assert artifact.decode == DECODE and "similarity.mass" in arrays
+    assert {row.name for row in artifact.evidence} == {"prefill", *(f"measured.{i}" for i in range(6))}
+    assert {f"measured.{i}" for i in range(6)} <= arrays.keys()
+    assert len(names(saved.parent)) == 2
+
+
+WRITER = """
+import sys
+import numpy as np
+from artifacts import update
+path, who = sys.argv[1:]
+for turn in range(8):
+    def change(artifact, arrays):
+        name = f"{who}.{turn}"
+        row = artifact.evidence[0].model_copy(update={"name": name})
+        return artifact.model_copy(update={"evidence": (*artifact.evidence, row)}), {**arrays, name: np.ones(2)}
+    update(path, change)
+"""
+
+
+def test_processes_that_write_at_once_lose_nothing(saved):
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(saved), f"w{i}"]) for i in range(4)]
+    while any(writer.poll() is None for writer in writers):
+        load_arrays(saved)
+    assert [writer.returncode for writer in writers] == [0] * 4
+    written = {f"w{i}.{turn}" for i in range(4) for turn in range(8)}
+    artifact, arrays = load_pair(saved)
+    assert {row.name for row in artifact.evidence} == written | {"prefill"} and written <= arrays.keys()
+    assert len(names(saved.parent)) == 2
+
+
+def test_a_lock_that_is_held_is_waited_for_and_then_named(saved, make):
+    with (
+        locked(saved),
+        pytest.raises(HeadwiseError, match=rf"process {os.getpid()} on .* has been writing it for 0.1 s"),
+    ):
+        update(saved, with_decode, timeout=0.1)
+    assert len(names(saved.parent)) == 2
+    update(saved, with_decode, timeout=0.1)
+    assert load(saved).decode == DECODE
+
+
+def test_what_a_dead_writer_left_is_cleared_away_and_nothing_else(saved, make, arrays):
+    folder = saved.parent
+    data = next(folder.glob("*.safetensors")).read_bytes()
+    for name in ("cfg.01234567.safetensors", "cfg.89abcdef.safetensors", "mine.safetensors"):
+        (folder / name).write_bytes(data)
+    (folder / ".cfg.yaml.00112233.tmp").write_bytes(b"half")
+    (folder / ".cfg.01234567.safetensors.00112233.tmp").write_bytes(b"half")
+    (folder / ".other.yaml.00112233.tmp").write_bytes(b"another writer's")
+    outside = folder.parent / "outside.safetensors"
+    outside.write_bytes(data)
+    left = ["cfg.01234567.safetensors", "mine.safetensors", "../outside.safetensors", str(outside), 7, "cfg.yaml"]
+    (folder / ".cfg.lock").write_text(json.dumps({"pid": 1, "files": left}))
+    result = save(make(), saved, arrays)
+    expected = {"cfg.yaml", result.sidecar.file, "cfg.89abcdef.safetensors", "mine.safetensors"}
+    assert names(folder) == sorted(expected | {".other.yaml.00112233.tmp"})
+    assert outside.exists()
+
+
+@pytest.mark.parametrize("note", [b"", b"\0" * 100, b"[]", b'{"files": 5}', b"{" * 100_000])
+def test_a_lock_file_that_says_nothing_is_taken(saved, make, arrays, note):
+    (saved.parent / ".cfg.lock").write_bytes(note)
+    save(make(), saved, arrays)
+    assert len(names(saved.parent)) == 2
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (saved.parent / ".cfg.lock").symlink_to(precious)
+    with pytest.raises(HeadwiseError, match=r"cannot write '.*cfg\.yaml': its lock file \.cfg\.lock: "):
+        save(make(), saved)
+    assert precious.read_text() == "kept"
+
+
+def test_without_locks_in_the_file_system_there_is_still_a_pair(saved, make, arrays, monkeypatch):
+    def unsupported(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    arrays["chosen.recall"][0, 0] = 0.75
+    save(make(), saved, arrays)
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+    assert len(names(saved.parent)) == 2
+
+
+def test_a_copy_of_the_yaml_keeps_its_sidecar(saved, make, arrays):
+    """Copied without its arrays beside the old one, as people do before they try something."""
+    shutil.copy(saved, saved.parent / "before.yaml")
+    arrays["chosen.recall"][0, 0] = 0.75
+    save(make(), saved, arrays)
+    assert load_arrays(saved.parent / "before.yaml")["chosen.recall"][0, 0] == 0.5
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
+@pytest.mark.slow
+def test_killed_at_each_call_and_at_200_instants_a_whole_pair_is_there():
+    command = [sys.executable, "-m", "tests.artifacts.crash", "200"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    for kind in ("before", "torn"):
+        assert report[kind].keys() == {"0", "1"} and report[kind]["0"] > 20
+    # Were none killed within a write, there would be no leftovers.
+    assert sum(report["random"].values()) == 200 and report["random"]["leftovers"] > 20
