@@ -93,7 +93,7 @@ class KVCache(Record):
     imported: where they come from, if they were not chosen here.
     """
 
-    policies: Annotated[dict[PolicyName, Policy], Field(min_length=1)]
+    policies: dict[PolicyName, Policy] = Field(default_factory=dict)
     layers: Annotated[tuple[Row | None, ...], Field(min_length=1)]
     imported: Imported | None = None
 

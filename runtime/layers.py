@@ -50,11 +50,29 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 def sliding_layers(modules: dict[int, nn.Module]) -> set[int]:
     """Those of the attention layers that see a window only."""
-    return {
-        layer
-        for layer, module in modules.items()
-        if getattr(module, "sliding_window", None) is not None or "sliding" in str(getattr(module, "layer_type", ""))
-    }
+    return {layer for layer, module in modules.items() if _slides(module)}
+
+
+def window_of(module: nn.Module) -> int:
+    """How many tokens a layer that slides sees, the newest included.
+
+    Raises:
+        HeadwiseError: it does not say so.
+    """
+    for holder in (module, getattr(module, "config", None)):
+        window = getattr(holder, "sliding_window", None)
+        if isinstance(window, int):
+            return window
+    raise HeadwiseError(f"{type(module).__name__} slides, and does not say over which window")
+
+
+def _slides(module: nn.Module) -> bool:
+    if getattr(module, "sliding_window", None) is not None or "sliding" in str(getattr(module, "layer_type", "")):
+        return True
+    # Where a configuration has no types of layers, transformers has all of them slide (Mistral).
+    config = getattr(module, "config", None)
+    typed = getattr(config, "layer_types", None) is not None
+    return not typed and getattr(config, "sliding_window", None) is not None
 
 
 def eager_attention(module: nn.Module) -> Any | None:

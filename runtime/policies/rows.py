@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 import artifacts
 from artifacts import HeadwiseError, KVCache
-from runtime.layers import sliding_layers
+from runtime.layers import sliding_layers, window_of
 from runtime.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def policy_layers(section: KVCache, model: nn.Module, modules: dict[int, nn.Modu
     makers: dict[tuple[str, str], Callable[[], Policy]] = {}
     for number, module in modules.items():
         if number in sliding:
-            window = int(_window(module))
-            made[number] = PolicyLayer([Group(None, partial(_rolling, window), "rolling")], sliding=True)
+            group = Group(None, partial(_rolling, window_of(module)), "rolling")
+            made[number] = PolicyLayer([group], sliding=True)
             continue
         row = section.layers[number]
         names = (row,) if isinstance(row, str) else row or ()
@@ -89,12 +89,3 @@ def _rolling(window: int) -> Policy:
     from runtime.policies.window import Window
 
     return Window(0, window)
-
-
-def _window(module: nn.Module) -> Any:
-    window = getattr(module, "sliding_window", None)
-    if window is None:
-        window = getattr(getattr(module, "config", None), "sliding_window", None)
-    if window is None:
-        raise HeadwiseError(f"{type(module).__name__} slides, and does not say over which window")
-    return window
