@@ -22,6 +22,7 @@ from artifacts.pair import MAX_BYTES, replace_pair, sidecar_name
 from artifacts.patterns import pattern_name
 from artifacts.schema import SCHEMA_VERSION, Artifact
 from artifacts.sidecar import check, read_arrays, to_bytes
+from artifacts.signing import Key, check_signature
 from artifacts.static import check_static, has_static
 from artifacts.validation import to_artifact
 
@@ -85,41 +86,44 @@ def update(
         return _prepared(artifact, path, arrays)(lock)
 
 
-def load(path: str | os.PathLike[str], *, check_sidecar: bool = True) -> Artifact:
+def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Key | None = None) -> Artifact:
     """Read an artifact, of this or an older schema version, and check it against its hash.
 
     Args:
         path: the YAML file.
         check_sidecar: also hash the sidecar, and look at the arrays of static patterns; without it the sidecar need
             not be there.
+        verify: a public key, by its file or as the bytes of one: what its holder did not sign is refused, before
+            anything else in the file is looked at. None asks for no signature.
 
     Raises:
         ArtifactError: the file cannot be read, is no artifact, was changed, is of a newer schema version, or
-            its sidecar is missing or changed. The line names the file, the field, its value and what would be
-            right.
+            its sidecar is missing or changed; it is not signed by the key. The line names the file, the field, its
+            value and what would be right.
+        HeadwiseError: `verify` is no public key.
     """
     path = Path(path)
     if not check_sidecar:
-        return _parse(path, _read(path))
-    return _load_pair(path, arrays=False)[0]
+        return _parse(path, read_yaml(path), verify)
+    return _load_pair(path, verify, arrays=False)[0]
 
 
-def load_arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
+def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> dict[str, Array]:
     """The arrays beside the artifact at `path` (the YAML file), by name; empty where it has no sidecar.
 
     Raises:
         ArtifactError: as load().
     """
-    return load_pair(path)[1]
+    return load_pair(path, verify=verify)[1]
 
 
-def load_pair(path: str | os.PathLike[str]) -> tuple[Artifact, dict[str, Array]]:
+def load_pair(path: str | os.PathLike[str], *, verify: Key | None = None) -> tuple[Artifact, dict[str, Array]]:
     """An artifact and its arrays, which belong together even if the pair is replaced meanwhile.
 
     Raises:
         ArtifactError: as load().
     """
-    return _load_pair(Path(path), arrays=True)
+    return _load_pair(Path(path), verify, arrays=True)
 
 
 def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
@@ -144,10 +148,10 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
     return write
 
 
-def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]:
+def _load_pair(path: Path, verify: Key | None, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]:
     """The artifact with its sidecar checked; with its arrays where they are asked for or static patterns need them."""
-    data = _read(path)
-    artifact = _parse(path, data)
+    data = read_yaml(path)
+    artifact = _parse(path, data, verify)
     for _ in range(_ATTEMPTS):
         if artifact.sidecar is None:
             with _naming(path):
@@ -164,9 +168,9 @@ def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]
                 return artifact, found
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.
-            before, data = data, _read(path)
+            before, data = data, read_yaml(path)
             if data != before:
-                artifact = _parse(path, data)
+                artifact = _parse(path, data, verify)
             elif not file.exists():
                 break
     raise ArtifactError(
@@ -175,7 +179,9 @@ def _load_pair(path: Path, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]
     )
 
 
-def _parse(path: Path, data: bytes) -> Artifact:
+def _parse(path: Path, data: bytes, verify: Key | None) -> Artifact:
+    if verify is not None:
+        check_signature(path, data, verify)
     with _naming(path):
         try:
             data.decode()
@@ -211,7 +217,12 @@ def _check_content(fields: Mapping[str, Any]) -> None:
         )
 
 
-def _read(path: Path) -> bytes:
+def read_yaml(path: Path) -> bytes:
+    """The bytes of the YAML file at `path`, as they are.
+
+    Raises:
+        ArtifactError: it cannot be read, or has more than 16 MiB.
+    """
     shown = one_line(str(path))
     if path.is_dir():
         raise ArtifactError(f"{shown}: is a directory, give the artifact's YAML file")

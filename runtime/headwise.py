@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from runtime.caches import CacheBytes, MemoryReport
 
 
-def load(path: str | PathLike[str]) -> Headwise:
-    """Load an artifact, ready to be applied.
+def load(path: str | PathLike[str], *, verify: str | PathLike[str] | bytes | None = None) -> Headwise:
+    """Load an artifact, ready to be applied; with `verify`, a public key, only if the key's holder signed it.
 
     Raises:
-        ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema.
+        ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema; it is not signed by the key.
+        HeadwiseError: `verify` is no public key.
     """
-    return Headwise(*artifacts.load_pair(path))
+    return Headwise(*artifacts.load_pair(path, verify=verify))
 
 
 def memory_report(cache: Cache) -> MemoryReport:

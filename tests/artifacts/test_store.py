@@ -193,7 +193,7 @@ def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, array
     """The one moment that loses the old sidecar under a reader's hands: it has read the old YAML already."""
     import artifacts.store as store
 
-    real, switched = store._read, False
+    real, switched = store.read_yaml, False
 
     def read(path):
         nonlocal switched
@@ -204,7 +204,7 @@ def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, array
             save(make(), saved, arrays)
         return data
 
-    monkeypatch.setattr(store, "_read", read)
+    monkeypatch.setattr(store, "read_yaml", read)
     assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
 
 

@@ -1,0 +1,200 @@
+"""Signatures: what the key's holder signed loads, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+import runtime
+from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save
+from artifacts.__main__ import main
+from artifacts.signing import fingerprint, make_key, sign, signature_path
+
+
+@pytest.fixture
+def key(tmp_path):
+    """The path of a private key; the public one is beside it."""
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    make_key(folder / "me.key")
+    return folder / "me.key"
+
+
+@pytest.fixture
+def public(key):
+    return key.with_name("me.key.pub")
+
+
+def test_what_was_signed_loads_and_so_it_does_without_asking(saved, key, public):
+    target, by = sign(saved, key)
+    assert target == signature_path(saved) and len(target.read_bytes()) == 64 and by == fingerprint(public)
+    artifact, arrays = load_pair(saved, verify=public)
+    assert load(saved, verify=str(public)) == load(saved, verify=public.read_bytes()) == load(saved) == artifact
+    assert load(saved, verify=public, check_sidecar=False) == artifact
+    assert load_arrays(saved, verify=public).keys() == arrays.keys()
+    assert runtime.load(saved, verify=public).artifact == artifact
+
+
+def refusal(saved, public):
+    """The one line that loading with a key gives; every way to load gives it."""
+    lines = set()
+    yaml_only = partial(load, check_sidecar=False)
+    for read in (load, load_arrays, load_pair, yaml_only, runtime.load):
+        with pytest.raises(ArtifactError) as caught:
+            read(saved, verify=public)
+        lines.add(str(caught.value))
+    (line,) = lines
+    assert line.isprintable() and len(line) < 400
+    return line
+
+
+def test_a_change_that_the_hash_leaves_out_is_seen(saved, key, public):
+    """Commands and times are in nobody's hash, but a reader may copy a command."""
+    sign(saved, key)
+    saved.write_text(saved.read_text().replace("--model tiny", "--model evil"))
+    load(saved)
+    assert "is no signature of this file by the key" in refusal(saved, public)
+
+
+def test_every_bit_of_file_and_signature_counts(saved, key, public):
+    sign(saved, key)
+    for path in (saved, signature_path(saved)):
+        data = path.read_bytes()
+        for place in range(0, len(data), max(1, len(data) // 40)):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+            with pytest.raises(ArtifactError, match="is no signature of this file"):
+                load(saved, verify=public)
+        path.write_bytes(data)
+    load(saved, verify=public)
+
+
+def test_a_changed_sidecar_is_refused_though_the_yaml_is_signed(saved, key, public):
+    sign(saved, key)
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    data = sidecar.read_bytes()
+    sidecar.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says"):
+        load_pair(saved, verify=public)
+
+
+def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make, arrays):
+    assert "is not signed, 'cfg.yaml.sig' is missing" in refusal(saved, public)
+    sign(saved, key)
+    arrays["chosen.recall"][0, 0] = 0.75
+    save(make(), saved, arrays)
+    assert "is no signature of this file by the key" in refusal(saved, public)
+    sign(saved, key)
+    load_pair(saved, verify=public)
+
+
+def test_another_key_or_no_signature_at_all(saved, key, public, tmp_path):
+    sign(saved, key)
+    other, _ = make_key(tmp_path / "other.key")
+    assert f"by the key {fingerprint(other)}" in refusal(saved, other)
+    for data in (b"", b"x" * 63, b"x" * 65, b"x" * 10**6):
+        signature_path(saved).write_bytes(data)
+        assert "is no Ed25519 signature, which has 64 bytes" in refusal(saved, public)
+    signature_path(saved).unlink()
+    os.mkfifo(signature_path(saved))
+    assert "cannot be read, is no regular file" in refusal(saved, public)
+
+
+def test_the_signature_comes_before_the_content(saved, key, public):
+    sign(saved, key)
+    saved.write_text("[" * 1000)
+    assert "is no signature" in refusal(saved, public)
+
+
+def test_only_a_whole_artifact_is_signed(saved, key):
+    saved.write_text(saved.read_text().replace("seed: 7", "seed: 8"))
+    with pytest.raises(ArtifactError, match="was changed after it was written"):
+        sign(saved, key)
+    assert not signature_path(saved).exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
+def test_a_key_that_is_none(saved, key, tmp_path, data):
+    sign(saved, key)
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(data)
+    with pytest.raises(HeadwiseError, match="wrong: is no public Ed25519 key in PEM"):
+        load(saved, verify=wrong)
+    with pytest.raises(HeadwiseError, match="the key: is no public Ed25519 key in PEM"):
+        load(saved, verify=data)
+    with pytest.raises(HeadwiseError, match="wrong: is "):
+        sign(saved, wrong)
+    with pytest.raises(HeadwiseError, match="none: the key cannot be read, no such file"):
+        load(saved, verify=tmp_path / "none")
+
+
+def test_keys_taken_for_each_other_and_keys_of_other_kinds(saved, key, public, tmp_path):
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+    with pytest.raises(HeadwiseError, match="is a public key, signing takes the private one"):
+        sign(saved, public)
+    with pytest.raises(HeadwiseError, match="is a private key, keep it to yourself"):
+        load(saved, verify=key)
+    other = X25519PrivateKey.generate()
+    with pytest.raises(HeadwiseError, match="is no private Ed25519 key"):
+        sign(saved, other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(HeadwiseError, match="is no public Ed25519 key"):
+        load(saved, verify=other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+
+
+def test_a_key_is_its_owners_alone_and_never_replaced(key, public):
+    assert key.stat().st_mode & 0o777 == 0o600
+    before = key.read_bytes(), public.read_bytes()
+    for path in (key, public):
+        with pytest.raises(HeadwiseError, match="is there already, and a key is never replaced"):
+            make_key(path.with_name("me.key"))
+        kept = path.read_bytes()
+        path.unlink()
+        with pytest.raises(HeadwiseError, match="is there already"):
+            make_key(path.with_name("me.key"))
+        path.write_bytes(kept)
+    assert (key.read_bytes(), public.read_bytes()) == before
+
+
+def test_the_verbs(saved, tmp_path, capsys):
+    key = str(tmp_path / "me.key")
+    main(["keygen", key])
+    assert f"wrote {key} (keep it) and {key}.pub (give it away)" in capsys.readouterr().out
+    main(["sign", str(saved), "--key", key])
+    assert f"wrote {saved}.sig, signed by the key" in capsys.readouterr().out
+    main(["verify", str(saved), "--key", f"{key}.pub"])
+    assert capsys.readouterr().out.startswith(f"ok: {saved} (signed by the key {fingerprint(f'{key}.pub')}, content ")
+    main(["verify", str(saved), "--key", f"{key}.pub", "--json"])
+    assert json.loads(capsys.readouterr().out)["signed"] is True
+    main(["keygen", str(tmp_path / "other.key"), "--json"])
+    other = json.loads(capsys.readouterr().out)
+    main(["sign", str(saved), "--key", other["private"], "--json"])
+    assert json.loads(capsys.readouterr().out)["fingerprint"] == other["fingerprint"]
+    with pytest.raises(ArtifactError, match="another key signed it"):
+        main(["verify", str(saved), "--key", f"{key}.pub"])
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_openssl_checks_the_same_signature(saved, key, public):
+    sign(saved, key)
+    command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", public, "-rawin", "-in", saved]
+    done = subprocess.run([*command, "-sigfile", signature_path(saved)], capture_output=True, text=True)
+    if "unknown option" in done.stderr.lower():
+        pytest.skip("this openssl knows no -rawin")
+    assert done.returncode == 0, done.stderr
+
+
+def test_signatures_are_an_extra(saved):
+    """Without the package artifacts load as ever, and asking for a signature says what to install."""
+    code = f"import sys; sys.modules['cryptography'] = None\nfrom artifacts import load\nload({str(saved)!r})\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}load({str(saved)!r}, verify=b'key')"], capture_output=True, text=True
+    )
+    assert "signatures need the package cryptography: pip install 'headwise[sign]'" in done.stderr
