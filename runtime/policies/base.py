@@ -104,6 +104,15 @@ class Policy(ABC):
         """What it holds, by attribute."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
+    def state(self) -> dict[str, Tensor | float]:
+        """Its tensors, shared, and numbers by attribute: what load_state() needs to go on from here."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor | int | float)}
+
+    def load_state(self, state: dict[str, Tensor | float]) -> None:
+        """Become the policy that state() was asked of; the tensors are taken over."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
     def select(self, rows: Tensor) -> Self:
         """A copy that shares no memory, with these sequences, each as often as it is named."""
         made = copy.copy(self)

@@ -217,6 +217,26 @@ class PolicyLayer(CacheLayerMixin):
     def reset(self) -> None:
         self._start()
 
+    def state(self) -> list[Any]:
+        """All that it holds, in plain containers that share its tensors: torch.save can write it."""
+        return [self._slots, [[list(part.rows), [policy.state() for policy in part.policies]] for part in self._parts]]
+
+    def load_state(self, state: list[Any]) -> None:
+        """Go on from where a layer of the same groups was asked for its state(); the tensors are taken over."""
+        self._start()
+        slots, parts = state
+        if not parts:
+            return
+        made = []
+        for rows, states in parts:
+            policies = tuple(group.make() for group in self.groups)
+            for policy, held in zip(policies, states, strict=True):
+                policy.load_state(held)
+            made.append(_Part(tuple(rows), policies))
+        some = next(iter(made[0].policies[0].tensors().values()))
+        self.dtype, self.device, self.is_initialized = some.dtype, some.device, True
+        self._slots, self._parts = slots, tuple(made)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
