@@ -8,7 +8,7 @@ from importlib import import_module
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.commands import Verb
 
-VERBS = ("show", "validate", "convert", "keygen", "sign", "verify")
+VERBS = ("show", "validate", "lint", "convert", "keygen", "sign", "verify")
 _EPILOG = """\
 An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a
 .safetensors file beside it. Move or copy the two together, and keep their names.

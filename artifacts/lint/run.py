@@ -1,0 +1,33 @@
+"""Runs the checks of an artifact in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from artifacts.lint import patterns, scores, sections
+from artifacts.lint.finding import SEVERITIES, Case, Finding
+
+CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
+    patterns.uniform,
+    patterns.near_dense,
+    patterns.sizes,
+    patterns.question,
+    patterns.budget,
+    scores.sidecar,
+    scores.shapes,
+    scores.ranges,
+    scores.summary,
+    scores.low_recall,
+    scores.scales,
+    scores.precision,
+    sections.origin,
+    sections.evidence,
+    sections.decode,
+    sections.kv_cache,
+)
+
+
+def lint(case: Case) -> list[Finding]:
+    """All findings, errors first."""
+    found = [finding for check in CHECKS for finding in check(case)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
