@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from torch import nn
 
@@ -74,7 +74,9 @@ def maker(
 ) -> Callable[[], Policy]:
     """What makes a policy's state for one layer of a model."""
     from runtime.policies.full import Full
+    from runtime.policies.h2o import H2O
     from runtime.policies.rotation import Rotation
+    from runtime.policies.snapkv import SnapKV
     from runtime.policies.window import Window
 
     if isinstance(policy, artifacts.Full):
@@ -82,7 +84,11 @@ def maker(
     if isinstance(policy, artifacts.Streaming):
         rotation = Rotation(model, module) if policy.positions == "cache" and policy.sinks else None
         return partial(Window, policy.sinks, policy.window, rotation)
-    raise HeadwiseError(f"policy {policy.kind!r} is not served yet")
+    if isinstance(policy, artifacts.H2O):
+        return partial(H2O, policy)
+    if isinstance(policy, artifacts.SnapKV):
+        return partial(SnapKV, policy)
+    assert_never(policy)
 
 
 def _rolling(window: int) -> Policy:
