@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: test demo lint clean
+.PHONY: test demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m pytest
 
 demo: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m search.demo --out demo/
+
+# make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m tests.artifacts.fuzz $(or $(N),10000) $(SEED)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
