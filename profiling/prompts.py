@@ -1,14 +1,12 @@
 """Calibration and test prompts: seeded, of exact length in tokens, the same in every process.
 
-Tasks: key-value retrieval over UUIDs ("Lost in the Middle", Liu et al. 2023, section 3; MInference's
-calibration), pass key retrieval (Mohtashami & Jaggi 2023), line retrieval (LongEval, Li et al. 2023), two-stage
-retrieval (OmniKV, appendix A) and multi-hop questions, whose answers need two finds, windows of a text, prompts of a
-JSON lines file.
+profiling/kinds.py lists the tasks, docs/tasks.md explains them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,12 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
+from profiling.kinds import KINDS, TASKS, Kind
 from profiling.tokens import Encoder
+
+__all__ = ["TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+# Subsets that RULER names its files by, in a folder that has the task's name.
+_SUBSETS = ("validation", "test")
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,31 @@ class Prompt:
     """Token ids, special tokens included, and what a right greedy answer starts with, where that is known.
 
     finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
+    metric: how an answer is scored, as profiling.metrics knows it; `begins` is with `answer`.
+    references: what the metric compares an answer with, where that is not `answer`.
+    choices: the classes or options that an answer chooses from.
+    new_tokens: how many tokens the task's authors let a model answer with; None: a few more than `answer` has.
     """
 
     input_ids: tuple[int, ...]
     answer: str | None
     finds: tuple[Find, ...] = ()
+    metric: str = "begins"
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    new_tokens: int | None = None
+
+    @property
+    def continuation(self) -> str | None:
+        """The answer as text that goes on from the prompt's end, its leading space included."""
+        if self.finds:
+            return "".join(find.lead + find.expected for find in self.finds)
+        return None if self.answer is None else f" {self.answer}"
 
     @classmethod
-    def to_find(cls, input_ids: tuple[int, ...], *finds: Find) -> Prompt:
-        """A prompt whose answer is what it takes to find, in turn."""
-        return cls(input_ids, "".join(find.lead + find.expected for find in finds).strip(), finds)
+    def to_find(cls, input_ids: tuple[int, ...], *finds: Find, **scoring: Any) -> Prompt:
+        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from `metric` on."""
+        return cls(input_ids, "".join(find.lead + find.expected for find in finds).strip(), finds, **scoring)
 
 
 @dataclass(frozen=True)
@@ -57,50 +75,57 @@ class Task:
 
     kind: str
     file: Path | None = None
+    parameters: tuple[tuple[str, float | int | str], ...] = ()
 
     @property
     def name(self) -> str:
-        return self.kind if self.file is None else f"{self.kind}:{self.file.name}"
-
-
-# Whether a kind takes a file: "no", "may" or "must".
-_TAKES_FILE = {
-    "kv_retrieval": "no",
-    "passkey": "may",
-    "line_retrieval": "no",
-    "two_stage_retrieval": "no",
-    "multi_hop": "may",
-    "text": "must",
-    "jsonl": "must",
-}
-TASKS = (
-    "kv_retrieval, passkey, passkey:FILE, line_retrieval, two_stage_retrieval, multi_hop, multi_hop:FILE, "
-    "text:FILE, jsonl:FILE"
-)
+        told = ",".join(f"{name}={value}" for name, value in self.parameters)
+        name = self.kind + (f"@{told}" if told else "")
+        if self.file is None:
+            return name
+        of_ruler = self.kind == "ruler" and self.file.stem in _SUBSETS
+        return f"{name}:{self.file.parent.name}/{self.file.name}" if of_ruler else f"{name}:{self.file.name}"
 
 
 def parse_task(text: str) -> Task:
-    """Read a task as TASKS lists them, such as `kv_retrieval` or `passkey:FILE`.
+    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or `needle@depth=0.5:FILE`.
 
     Raises:
-        HeadwiseError: none of these, or the file is not there.
+        HeadwiseError: none of these, a parameter that the task does not have, or the file is not there.
     """
-    kind, colon, file = text.partition(":")
-    takes = _TAKES_FILE.get(kind)
-    if takes is None or (colon and takes == "no"):
+    head, colon, file = text.partition(":")
+    name, at, told = head.partition("@")
+    kind = KINDS.get(name)
+    if kind is None or (colon and kind.takes_file == "no"):
         raise HeadwiseError(f"unknown task {shorten(text)}; known: {TASKS}")
-    if not file and (colon or takes == "must"):
-        raise HeadwiseError(f"the task {kind!r} needs a file: {kind}:FILE")
+    parameters = _parameters(kind, told) if at else ()
+    if not file and (colon or kind.takes_file == "must"):
+        raise HeadwiseError(f"the task {name!r} needs a file: {name}:FILE")
     if not file:
-        return Task(kind)
+        return Task(name, None, parameters)
     path = Path(file).expanduser()
     if not path.is_file():
         wrong = "is not a file" if path.exists() else "does not exist"
-        raise HeadwiseError(f"the file {shorten(file)} of the task {kind!r} {wrong}")
-    return Task(kind, path)
+        raise HeadwiseError(f"the file {shorten(file)} of the task {name!r} {wrong}")
+    return Task(name, path, parameters)
 
 
-def make_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int) -> list[Prompt]:
+def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int | str], ...]:
+    """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
+    known = {parameter.name: parameter for parameter in kind.parameters}
+    found: dict[str, float | int | str] = {}
+    for item in told.split(","):
+        name, equals, value = item.partition("=")
+        if name not in known or not equals or name in found:
+            takes = f"it takes {', '.join(known)}, each once, as in {kind.usage}" if known else "it takes none"
+            raise HeadwiseError(f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}")
+        found[name] = known[name].read(value, kind.name)
+    return tuple((name, found[name]) for name in known if name in found)
+
+
+def make_prompts(
+    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, shorter: bool = False
+) -> list[Prompt]:
     """Make `samples` prompts of exactly `length` tokens.
 
     Args:
@@ -109,31 +134,23 @@ def make_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int,
         length: in tokens.
         samples: how many prompts; different ones.
         seed: the same seed, tokenizer and file give the same prompts.
+        shorter: take also those prompts of a published suite that have fewer than `length` tokens.
 
     Raises:
         HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length that the
             question alone fills.
     """
-    from profiling.hops import multi_hop
-    from profiling.lines import line_retrieval, two_stage_retrieval
-    from profiling.retrieval import kv_retrieval, passkey
-    from profiling.texts import lines, windows
-
     task = parse_task(task) if isinstance(task, str) else task
     for name, value in (("length", length), ("samples", samples)):
         if value < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {value}")
-    makers = {
-        "kv_retrieval": kv_retrieval,
-        "passkey": passkey,
-        "line_retrieval": line_retrieval,
-        "two_stage_retrieval": two_stage_retrieval,
-        "multi_hop": multi_hop,
-        "text": windows,
-        "jsonl": lines,
-    }
-    prompts = makers[task.kind](Encoder(tokenizer), task.file, length, samples, seed)
-    assert len(prompts) == samples and all(len(prompt.input_ids) == length for prompt in prompts)
+    kind = KINDS[task.kind]
+    module, _, function = kind.maker.partition(":")
+    make = getattr(importlib.import_module(module), function)
+    told = {**kind.fixed, **dict(task.parameters), **({} if kind.exact else {"shorter": shorter})}
+    prompts: list[Prompt] = make(Encoder(tokenizer), task.file, length, samples, seed, **told)
+    assert len(prompts) == samples
+    assert all(len(prompt.input_ids) == length or (shorter and not kind.exact) for prompt in prompts)
     return prompts
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts import HeadwiseError
 from profiling.filler import sentences
 from profiling.prompts import Find, Prompt
-from profiling.texts import read_ids
+from profiling.texts import read_ids, read_text
 from profiling.tokens import Encoder, Ids
+from profiling.words import names, words
 
 _KV_HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 _KV_QUESTION = '\n\nKey: "{key}"\nCorresponding value: "'
@@ -24,7 +27,26 @@ _KEY_HEAD = (
 )
 _KEY_NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 _KEY_QUESTION = "\n\nWhat is the pass key? The pass key is"
+_NUMBER_HEAD = (
+    "Somewhere in the text below there is a sequence of digits. Keep it in mind: you will be asked for it.\n\n"
+)
+_NUMBER_NEEDLE = "\nThe sequence of digits is {number}. Once more: {number} is the sequence of digits.\n"
+_NUMBER_QUESTION = "\n\nWhat is the sequence of digits? The sequence of digits is"
+_NEEDLE_HEAD = "Read the text below. There is a question about it at the end.\n\n"
+_NEEDLE = "\nThe thing that {who} likes best in {where} is the {what}.\n"
+_NEEDLE_QUESTION = "\n\nWhat does {who} like best in {where}? The thing that {who} likes best in {where} is the"
+_DIGITS = 10
 _BATCH = 256
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """What is put into a text: `head` stands before the text, `question` after it, `needle` somewhere in it."""
+
+    head: str
+    needle: str
+    question: str
+    expected: str
 
 
 def kv_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
@@ -32,10 +54,44 @@ def kv_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, 
     return [_key_values(encode, length, random.Random(f"{seed} kv_retrieval {i}")) for i in range(samples)]
 
 
-def passkey(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
-    """A seven-digit key at a random depth of a text (the user's, or a generated one), then the question for it."""
-    text = read_ids(encode, file) if file is not None else None
-    return [_hidden_key(encode, text, file, length, random.Random(f"{seed} passkey {i}")) for i in range(samples)]
+def passkey(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, depth: float | None = None
+) -> list[Prompt]:
+    """A seven-digit key at some depth of a text (the user's, or a generated one), then the question for it."""
+
+    def key(rng: random.Random, text: str) -> _Hidden:
+        key = str(rng.randrange(10**6, 10**7))
+        return _Hidden(_KEY_HEAD, _KEY_NEEDLE.format(key=key), _KEY_QUESTION, key)
+
+    return _hidden("passkey", key, encode, file, length, samples, seed, depth)
+
+
+def number(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, depth: float | None = None
+) -> list[Prompt]:
+    """Ten digits at some depth of a text, each like the one before it half of the time: harder to copy than a key."""
+
+    def digits(rng: random.Random, text: str) -> _Hidden:
+        found = rng.choice("123456789")
+        while len(found) < _DIGITS:
+            found += found[-1] if rng.random() < 0.5 else rng.choice("0123456789")
+        return _Hidden(_NUMBER_HEAD, _NUMBER_NEEDLE.format(number=found), _NUMBER_QUESTION, found)
+
+    return _hidden("number", digits, encode, file, length, samples, seed, depth)
+
+
+def needle(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, depth: float | None = None
+) -> list[Prompt]:
+    """A sentence about somebody who is not in the text, at some depth of it, then the question for what it says."""
+
+    def sentence(rng: random.Random, text: str) -> _Hidden:
+        who, where = names(rng, 2, apart_from=text)
+        what = next(words(rng))
+        question = _NEEDLE_QUESTION.format(who=who, where=where)
+        return _Hidden(_NEEDLE_HEAD, _NEEDLE.format(who=who, where=where, what=what), question, what)
+
+    return _hidden("needle", sentence, encode, file, length, samples, seed, depth)
 
 
 def _key_values(encode: Encoder, length: int, rng: random.Random) -> Prompt:
@@ -66,19 +122,35 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _hidden_key(encode: Encoder, text: Ids | None, file: Path | None, length: int, rng: random.Random) -> Prompt:
-    key = str(rng.randrange(10**6, 10**7))
-    needle = encode(_KEY_NEEDLE.format(key=key))
-    head = encode.prefix + encode(_KEY_HEAD)
-    question = encode(_KEY_QUESTION)
-    room = length - len(head) - len(needle) - len(question)
-    if room < 0:
-        raise HeadwiseError(f"length {length} is too small for passkey: give at least {length - room}")
-    depth = rng.randint(0, room)
-    hay = haystack(encode, text, file, room, rng, f"passkey at length {length}")
-    start = len(head) + depth
-    ids = (*head, *hay[:depth], *needle, *hay[depth:], *question)
-    return Prompt.to_find(ids, Find(f" {key}", (start, start + len(needle))))
+def _hidden(
+    task: str,
+    make: Callable[[random.Random, str], _Hidden],
+    encode: Encoder,
+    file: Path | None,
+    length: int,
+    samples: int,
+    seed: int,
+    depth: float | None,
+) -> list[Prompt]:
+    """The same seed hides the same thing in the same text at every depth, so that depths can be compared."""
+    text = read_text(file) if file is not None else ""
+    ids = read_ids(encode, file) if file is not None else None
+
+    def one(rng: random.Random) -> Prompt:
+        hidden = make(rng, text)
+        needle, question = encode(hidden.needle), encode(hidden.question)
+        head = encode.prefix + encode(hidden.head)
+        room = length - len(head) - len(needle) - len(question)
+        if room < 0:
+            raise HeadwiseError(f"length {length} is too small for {task}: give at least {length - room}")
+        at = rng.randint(0, room)
+        hay = haystack(encode, ids, file, room, rng, f"{task} at length {length}")
+        at = at if depth is None else round(depth * room)
+        start = len(head) + at
+        whole = (*head, *hay[:at], *needle, *hay[at:], *question)
+        return Prompt.to_find(whole, Find(f" {hidden.expected}", (start, start + len(needle))))
+
+    return [one(random.Random(f"{seed} {task} {i}")) for i in range(samples)]
 
 
 def haystack(encode: Encoder, text: Ids | None, file: Path | None, room: int, rng: random.Random, purpose: str) -> Ids:

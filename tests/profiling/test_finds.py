@@ -37,6 +37,8 @@ def blocks(tokenizer: Any, prompt: Prompt) -> list[str]:
     ("task", "needed"),
     [
         ("passkey", "The pass key is {0}."),
+        ("number", "digits is {0}."),
+        ("needle", "is the {0}."),
         ("kv_retrieval", '": "{0}"'),
         ("line_retrieval", "is {0}."),
         ("two_stage_retrieval", "owns the box {0}."),

@@ -45,11 +45,11 @@ def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tasks(story: Path, jsonl: Path) -> list[str]:
-    hidden = ["passkey", f"passkey:{story}", "multi_hop", f"multi_hop:{story}"]
+    hidden = ["passkey", f"passkey:{story}", "multi_hop", f"multi_hop:{story}", "number", f"needle@depth=0.5:{story}"]
     return [f"jsonl:{jsonl}", f"text:{story}", "kv_retrieval", "line_retrieval", "two_stage_retrieval", *hidden]
 
 
-@pytest.mark.parametrize("which", range(9))
+@pytest.mark.parametrize("which", range(11))
 @pytest.mark.parametrize("length", [401, 512])
 def test_length_is_exact(tokenizer: Any, story: Path, jsonl: Path, which: int, length: int) -> None:
     length = length * 3 if which else length
@@ -65,7 +65,7 @@ def test_length_is_exact(tokenizer: Any, story: Path, jsonl: Path, which: int, l
 
 def test_every_length_from_the_smallest_on() -> None:
     tokenizer = byte_level(bos=True)
-    for task in ("kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval", "multi_hop"):
+    for task in ("kv_retrieval", "passkey", "number", "needle", "line_retrieval", "two_stage_retrieval", "multi_hop"):
         with pytest.raises(HeadwiseError, match=r"too small.*?(\d+)$") as caught:
             make_prompts(task, tokenizer, length=1, samples=1, seed=0)
         # Another seed has other words or keys, of other lengths.
@@ -103,6 +103,39 @@ def test_passkey_is_hidden_once_and_asked_for_last(tokenizer: Any, story: Path, 
         assert text.endswith("What is the pass key? The pass key is")
         depths.append(text.index(prompt.answer) / len(text))
     assert min(depths) < 0.5 < max(depths), "the key is to be at any depth"
+
+
+def test_a_sequence_of_digits_is_hidden_whole(tokenizer: Any) -> None:
+    for prompt in make_prompts("number", tokenizer, length=1500, samples=8, seed=3):
+        text = tokenizer.decode(prompt.input_ids)
+        hidden = re.findall(r"(\d{10}) is the sequence of digits\.", text)
+        assert hidden == [prompt.answer] and text.endswith("The sequence of digits is")
+        assert any(a == b for a, b in itertools.pairwise(hidden[0]))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_needle_says_what_the_question_asks(tokenizer: Any, story: Path, own: bool) -> None:
+    task = f"needle:{story}" if own else "needle"
+    for prompt in make_prompts(task, tokenizer, length=1500, samples=4, seed=3):
+        text = tokenizer.decode(prompt.input_ids)
+        who, where = re.findall(r"What does (\w+) like best in (\w+)\?", text)[0]
+        said = re.findall(rf"The thing that {who} likes best in {where} is the (\S+)\.", text)
+        assert said == [prompt.answer] and text.count(str(prompt.answer)) == 1
+        assert not own or (who not in story.read_text() and where not in story.read_text())
+
+
+@pytest.mark.parametrize("task", ["passkey", "number", "needle"])
+def test_depth_is_where_it_lies_and_changes_nothing_else(task: str) -> None:
+    tokenizer = byte_level(bos=True)
+    starts, texts = [], set()
+    for depth in (0, 0.25, 0.5, 1):
+        prompt = make_prompts(f"{task}@depth={depth}", tokenizer, length=2000, samples=1, seed=4)[0]
+        start, end = prompt.finds[0].span
+        starts.append(start)
+        texts.add((prompt.answer, prompt.input_ids[:start] + prompt.input_ids[end:]))
+    room = starts[-1] - starts[0]
+    assert len(texts) == 1 and room > 1000
+    assert [round((start - starts[0]) / room, 2) for start in starts] == [0, 0.25, 0.5, 1]
 
 
 def test_text_windows_are_stretches_of_the_text(story: Path) -> None:
@@ -145,7 +178,7 @@ def test_the_seed_decides(story: Path, jsonl: Path) -> None:
 
 def test_more_samples_begin_with_the_same_ones() -> None:
     tokenizer = byte_level()
-    for task in ("kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval", "multi_hop"):
+    for task in ("kv_retrieval", "passkey", "needle", "line_retrieval", "two_stage_retrieval", "multi_hop"):
         few, many = (make_prompts(task, tokenizer, length=1100, samples=n, seed=0) for n in (2, 4))
         assert many[:2] == few
 
@@ -162,7 +195,7 @@ def test_other_processes_make_the_same_prompts(story: Path, jsonl: Path) -> None
         command = [sys.executable, "-c", code, *tasks(story, jsonl)]
         found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT))
     assert found[0] == found[1]
-    assert len(set(found[0].split())) == 9
+    assert len(set(found[0].split())) == 11
 
 
 def test_digest_knows_ids_and_answers() -> None:
@@ -181,6 +214,7 @@ def test_a_task_is_named_without_its_folder(story: Path) -> None:
     assert parse_task(f"text:{story}").name == "text:story.txt"
     assert parse_task(f"text:{story}").file == story
     assert parse_task("passkey").name == "passkey"
+    assert parse_task(f"needle@depth=.50:{story}").name == "needle@depth=0.5:story.txt"
 
 
 def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +227,14 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, capl
 @pytest.mark.parametrize(
     ("task", "line"),
     [
-        ("needle", "unknown task 'needle'; known: kv_retrieval, passkey"),
+        ("needles", "unknown task 'needles'; known: kv_retrieval, passkey[@depth=D][:FILE]"),
+        ("passkey@", "cannot read the parameter '' of the task 'passkey': it takes depth, each once"),
+        ("passkey@hops=2", "cannot read the parameter 'hops=2' of the task 'passkey'"),
+        ("passkey@depth=0,depth=1", "cannot read the parameter 'depth=1' of the task 'passkey'"),
+        ("passkey@depth=1.5", "depth of the task 'passkey' must be a number from 0 to 1, got '1.5'"),
+        ("passkey@depth=nan", "depth of the task 'passkey' must be a number from 0 to 1, got 'nan'"),
+        ("passkey@depth=deep", "depth of the task 'passkey' must be a number from 0 to 1, got 'deep'"),
+        ("line_retrieval@depth=1", "cannot read the parameter 'depth=1' of the task 'line_retrieval': it takes none"),
         ("", "unknown task ''"),
         ("kv_retrieval:x", "unknown task 'kv_retrieval:x'"),
         ("two_stage_retrieval:x", "unknown task 'two_stage_retrieval:x'"),

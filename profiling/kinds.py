@@ -1,0 +1,147 @@
+"""Every kind of task: what it asks, what it takes, how its answers are scored and where it comes from, as one table.
+
+docs/tasks.md says the same at more length; `python -m profiling.tasks` prints this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a task can be told after an @, as in `needle@depth=0.5`; `low` and `high` are bounds, both included."""
+
+    name: str
+    type: type[float] | type[int] | type[str]
+    says: str
+    low: float = 0
+    high: float = float("inf")
+
+    def read(self, text: str, kind: str) -> float | int | str:
+        """The value that a user wrote; HeadwiseError where it is none."""
+        if self.type is str:
+            return text
+        try:
+            value = self.type(text)
+        except ValueError:
+            value = None
+        if value is None or not self.low <= float(value) <= self.high:
+            what = "a whole number" if self.type is int else "a number"
+            bounds = f"from {self.low:g} to {self.high:g}" if self.high < float("inf") else f"of at least {self.low:g}"
+            raise HeadwiseError(f"{self.name} of the task {kind!r} must be {what} {bounds}, got {shorten(text)}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of task.
+
+    maker: `module:function`; imported when prompts are made. It is called with an Encoder, the file or None, length,
+        samples and seed, then by name with `fixed` and the parameters that were given.
+    asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
+    exact: whether prompts always have the length asked for; those of a suite may be shorter, where that is wanted.
+    """
+
+    name: str
+    maker: str
+    asks: str
+    scored: str
+    source: str
+    takes_file: Literal["no", "may", "must"] = "no"
+    parameters: tuple[Parameter, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = True
+
+    @property
+    def usage(self) -> str:
+        """How it is written, such as `needle[@depth=D][:FILE]`."""
+        told = ",".join(f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters)
+        file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
+        return self.name + (f"[@{told}]" if told else "") + file
+
+
+_DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
+_BEGINS = "the answer begins with the right one"
+
+_KINDS = (
+    Kind(
+        name="kv_retrieval",
+        maker="profiling.retrieval:kv_retrieval",
+        asks="the value of one UUID in a JSON object of UUIDs",
+        scored=_BEGINS,
+        source="Liu et al. 2023, section 3",
+    ),
+    Kind(
+        name="passkey",
+        maker="profiling.retrieval:passkey",
+        takes_file="may",
+        parameters=(_DEPTH,),
+        asks="a seven-digit number hidden in a text",
+        scored=_BEGINS,
+        source="Mohtashami & Jaggi 2023",
+    ),
+    Kind(
+        name="number",
+        maker="profiling.retrieval:number",
+        takes_file="may",
+        parameters=(_DEPTH,),
+        asks="ten digits, many of them alike, hidden in a text",
+        scored=_BEGINS,
+        source="Retrieve.Number of InfiniteBench, Zhang et al. 2024",
+    ),
+    Kind(
+        name="needle",
+        maker="profiling.retrieval:needle",
+        takes_file="may",
+        parameters=(_DEPTH,),
+        asks="one sentence about an invented person, hidden in a text",
+        scored=_BEGINS,
+        source="needle in a haystack, Kamradt 2023",
+    ),
+    Kind(
+        name="line_retrieval",
+        maker="profiling.lines:line_retrieval",
+        asks="the number of one word in a list of words with numbers",
+        scored=_BEGINS,
+        source="LongEval, Li et al. 2023",
+    ),
+    Kind(
+        name="two_stage_retrieval",
+        maker="profiling.lines:two_stage_retrieval",
+        asks="the box of an owner, then the value of that box",
+        scored="both are named in turn",
+        source="OmniKV, appendix A",
+    ),
+    Kind(
+        name="multi_hop",
+        maker="profiling.hops:multi_hop",
+        takes_file="may",
+        asks="somebody's relation's relation, step by step",
+        scored="both are named in turn",
+        source="OmniKV, section 3",
+    ),
+    Kind(
+        name="text",
+        maker="profiling.texts:windows",
+        takes_file="must",
+        asks="nothing: windows of a text, for perplexity",
+        scored="perplexity",
+        source="your file",
+    ),
+    Kind(
+        name="jsonl",
+        maker="profiling.texts:lines",
+        takes_file="must",
+        asks="what your prompts ask",
+        scored=_BEGINS,
+        source="your file",
+    ),
+)
+KINDS = {kind.name: kind for kind in _KINDS}
+TASKS = ", ".join(kind.usage for kind in _KINDS)
