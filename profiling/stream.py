@@ -1,0 +1,303 @@
+"""python -m profiling.stream: perplexity over a long stream, by what is kept of keys and values (StreamingLLM).
+
+streaming     sinks and a window, positions counted inside the cache; streaming:S with S sinks in as many tokens
+window-only   the window alone, of as many tokens
+recomputed    for each token a forward over the last tokens, from scratch: measured at every --stride-th token
+dense         everything is kept
+original      sinks and a window, positions as they are in the text
+
+Feeding --chunk tokens at a time gives what one by one gives. A killed run goes on where it was: each finished block of
+tokens is in a journal, and a cache that does not grow is written down after it; one that grows is fed again.
+
+python -m profiling.stream --model smollm2 --text book.txt --tokens 20000 --out stream/
+python -m profiling.stream --model smollm2 --text book.txt --tokens 1000000 --methods streaming --out stream/
+python -m profiling.stream --model gemma3 --task stream_eval --tokens 20000 --out eval/
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.errors import shorten
+from artifacts.files import atomic_write, check_writable
+from profiling.journal import Journal
+from profiling.models import LoadedModel, load_model
+from profiling.stream_methods import METHODS, Cached, Method, Recomputed, Stretch, blocks, method_of
+from profiling.stream_report import Row, Series, draw, plain, rows, table
+from profiling.stream_speed import SPEED_ROUNDS, speeds
+from profiling.stream_state import load_cache, save_cache
+from profiling.stream_tokens import TokenStream, stream_eval, text_stream
+from profiling.tokens import Encoder
+
+TASKS = ("text", "stream_eval")
+# A block of the journal, and the most blocks of a long stream.
+_BLOCK, _BLOCKS = 1024, 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """What to stream and how; `timed`: tokens of each round that are timed one by one, 0 for none."""
+
+    model: str
+    out: Path
+    tokens: int
+    text: Path | None = None
+    task: str = "text"
+    sinks: int = 4
+    window: int = 1020
+    methods: tuple[str, ...] = METHODS
+    chunk: int = 256
+    block: int | None = None
+    stride: int = 16
+    timed: int = 0
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    revision: str | None = None
+    fresh: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        least = {"tokens": 2, "sinks": 0, "window": 1, "chunk": 1, "block": 1, "stride": 1, "timed": 0}
+        for name, low in least.items():
+            if (value := getattr(self, name)) is not None and value < low:
+                raise HeadwiseError(f"--{name} must be at least {low}, got {value}")
+        if self.task not in TASKS:
+            raise HeadwiseError(f"unknown task {shorten(self.task)}; known: {', '.join(TASKS)}")
+        if (self.task == "text") != (self.text is not None):
+            raise HeadwiseError("the task 'text' needs --text FILE, and stream_eval takes none")
+        if self.text is not None and not self.text.is_file():
+            raise HeadwiseError(f"there is no text file {shorten(str(self.text), 200)}")
+        if not self.methods:
+            raise HeadwiseError(f"no method given; known: {', '.join(METHODS)}, streaming:SINKS")
+        for name in self.methods:
+            if self.methods.count(name) > 1:
+                raise HeadwiseError(f"the method {name!r} is given twice")
+            method_of(name, sinks=self.sinks, window=self.window)
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block: whole chunks."""
+        size = self.block or max(_BLOCK, -(-self.tokens // _BLOCKS))
+        return -(-size // self.chunk) * self.chunk
+
+    @property
+    def all_methods(self) -> list[Method]:
+        return [method_of(name, sinks=self.sinks, window=self.window) for name in self.methods]
+
+
+def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row], dict[str, Any]]:
+    """Stream through every method; its rows, and what is needed to repeat them. Files are written to config.out.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
+    check_writable(config.out / "stream.json")
+    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+    stream = _stream(config, loaded)
+    settings = _settings(config, loaded, stream)
+    journal = Journal.open(config.out / "stream.journal", settings, fresh=config.fresh)
+    with tqdm(total=config.tokens * len(config.methods), unit="token", disable=None) as progress:
+        series = [_measured(config, loaded, method, stream, journal, progress) for method in config.all_methods]
+    whole = config.sinks + config.window
+    seconds = speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
+    found = rows(series, stream, whole, config.task)
+    record = {
+        "command": config.command,
+        **plain(series, found),
+        "timed": seconds,
+        "settings": settings,
+        "versions": _versions(),
+    }
+    atomic_write(config.out / "stream.json", (json.dumps(record, indent=1) + "\n").encode())
+    draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
+    journal.remove()
+    for method in config.all_methods:
+        _state(config, method).unlink(missing_ok=True)
+    return found, record
+
+
+def _stream(config: Streamed, loaded: LoadedModel) -> TokenStream:
+    encode = Encoder(loaded.tokenizer)
+    if config.text is None:
+        return stream_eval(encode, config.tokens, config.seed)
+    return text_stream(encode, config.text, config.tokens, config.stride)
+
+
+def _settings(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> dict[str, Any]:
+    """What makes two runs the same; paths and the command are not among it."""
+    names = ("tokens", "task", "sinks", "window", "methods", "chunk", "stride", "seed", "dtype", "device")
+    values = {name: getattr(config, name) for name in names}
+    return {
+        "model": loaded.name,
+        "revision": loaded.revision,
+        "stream": stream.name,
+        "sha256": stream.sha256,
+        "repeats": stream.repeats,
+        **values,
+        "methods": list(config.methods),
+        "block": config.size,
+    }
+
+
+def _measured(
+    config: Streamed,
+    loaded: LoadedModel,
+    method: Method,
+    stream: TokenStream,
+    journal: Journal,
+    progress: tqdm[Any],
+) -> Series:
+    """Every block of one method: out of the journal, or measured and put there."""
+    progress.set_description(method.name)
+    parts = list(blocks(stream.tokens, config.size))
+    keys = [f"{method.name} {number}" for number in range(len(parts))]
+    done = sum(key in journal for key in keys)
+    if done < len(parts):
+        with torch.inference_mode():
+            _measure(config, loaded, method, stream, journal, parts, keys, progress)
+    else:
+        progress.update(stream.tokens)
+    return Series(
+        method=method.name,
+        ends=tuple(end for _, end in parts),
+        stretches=tuple(Stretch(**journal[key]) for key in keys),
+    )
+
+
+def _measure(
+    config: Streamed,
+    loaded: LoadedModel,
+    method: Method,
+    stream: TokenStream,
+    journal: Journal,
+    parts: Sequence[tuple[int, int]],
+    keys: Sequence[str],
+    progress: tqdm[Any],
+) -> None:
+    path, digest = _state(config, method), _digest(config, loaded, method, stream)
+    done = sum(key in journal for key in keys)
+    runner: Cached | Recomputed
+    if method.recomputed:
+        runner = Recomputed(loaded, method, stream)
+    else:
+        runner = Cached(loaded, method, stream, config.chunk)
+        # The journal is written first: a cache on disk is never ahead of it.
+        done = load_cache(path, runner.cache, digest, done, loaded.model.device)
+    with runner.applied():
+        for number, (begin, end) in enumerate(parts):
+            if number >= done:
+                made = runner.feed(begin, end)
+                if keys[number] not in journal:
+                    journal.add(keys[number], made.plain())
+                if isinstance(runner, Cached):
+                    save_cache(path, runner.cache, number + 1, digest)
+            progress.update(end - begin)
+
+
+def _state(config: Streamed, method: Method) -> Path:
+    return config.out / f"stream.{method.name.replace(':', '_')}.cache"
+
+
+def _digest(config: Streamed, loaded: LoadedModel, method: Method, stream: TokenStream) -> str:
+    content = [method.name, _settings(config, loaded, stream)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        **{name: version(name) for name in ("torch", "transformers")},
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
+    again = f", begun again {stream.repeats} times" if stream.repeats else ""
+    versions = ", ".join(f"{name} {value}" for name, value in _versions().items())
+    return (
+        f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} tokens{again}; "
+        f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time; "
+        f"recomputed at every {config.stride}th token\n{versions}\ndrawn: {config.command}"
+    )
+
+
+def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> str:
+    """The table, and beside it what is not to be read from it."""
+    lines = [table(found)]
+    settings = record["settings"]
+    if settings["repeats"]:
+        lines.append(f"the text is shorter than the stream: it was begun again {settings['repeats']} times")
+    if "recomputed" in config.methods:
+        what = "at the answers" if config.task == "stream_eval" else f"at every {config.stride}th token"
+        lines.append(f"recomputed: {what} only; the ratios are over those of them that are past the window")
+    if seconds := record["timed"]:
+        middle = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
+        base = middle.get("recomputed")
+        for name, value in middle.items():
+            ratio = f", {base / value:.1f}x as fast as recomputed" if base and name != "recomputed" else ""
+            lines.append(f"one by one, {name}: {1e3 * value:.2f} ms a token (median of {SPEED_ROUNDS} rounds){ratio}")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.stream."""
+    p = ArgumentParser(prog="python -m profiling.stream", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--out", required=True, type=Path, help="folder for stream.json, .csv, .png and .svg")
+    p.add_argument("--tokens", required=True, type=int, help="length of the stream")
+    p.add_argument("--text", type=Path, help="text file; begun again where it is shorter than the stream")
+    p.add_argument("--task", default=Streamed.task, help=f"one of {', '.join(TASKS)} (default text)")
+    p.add_argument("--sinks", type=int, default=Streamed.sinks, help="first tokens that are kept (default 4)")
+    p.add_argument("--window", type=int, default=Streamed.window, help="last tokens that are kept (default 1020)")
+    p.add_argument("--methods", nargs="+", default=METHODS, help=f"any of {', '.join(METHODS)}, streaming:SINKS")
+    p.add_argument("--chunk", type=int, default=Streamed.chunk, help="tokens fed at a time (default 256)")
+    p.add_argument("--block", type=int, help="tokens of a mean and of a step of the journal (default 1024 or more)")
+    p.add_argument(
+        "--stride", type=int, default=Streamed.stride, help="recomputed at every so many tokens (default 16)"
+    )
+    p.add_argument(
+        "--timed", type=int, default=Streamed.timed, help="tokens of a round timed one by one (default none)"
+    )
+    p.add_argument("--seed", type=int, default=Streamed.seed, help="of stream_eval")
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--revision", help="revision of a hub model")
+    p.add_argument("--fresh", action="store_true", help="discard what a killed run left")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = vars(parser().parse_args(argv))
+    options["methods"] = tuple(options["methods"])
+    config = Streamed(**options, command="python -m profiling.stream " + shlex.join(argv))
+    found, record = run(config)
+    print(report(config, found, record))
+    print(f"wrote {config.out / 'stream.json'}, .csv, .png and .svg")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

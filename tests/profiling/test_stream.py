@@ -1,0 +1,305 @@
+"""Streams are measured as they are defined: in any chunks, after any kill, and against plain forwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from artifacts import HeadwiseError
+from profiling import stream
+from profiling.journal import Journal
+from profiling.models import LoadedModel
+from profiling.stream import Streamed, main, report, run
+from profiling.stream_methods import method_of
+from profiling.stream_report import draw
+from profiling.stream_tokens import stream_eval, text_stream
+from profiling.tokens import Encoder
+from tests.profiling.conftest import tiny
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+ALL = ("streaming", "streaming:1", "window-only", "recomputed", "dense", "original")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here is tiny: threads would only wait for each other; and only one test looks at the picture."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(stream, "draw", lambda *given: [])
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    tokenizer = byte_level()
+    model = tiny("llama")
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        for weights in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weights.copy_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    return LoadedModel(model, tokenizer, "tiny", None)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Streamed]:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"The clerk counted {7 * n % 101} boats." for n in range(60)))
+
+    def config(out: str = "out", **changes: Any) -> Streamed:
+        given = {"tokens": 130, "sinks": 2, "window": 22, "methods": ALL, "chunk": 32, "block": 32, "stride": 3}
+        if changes.get("task") != "stream_eval":
+            given["text"] = text
+        return Streamed(model="tiny", out=tmp_path / out, dtype="float32", **{**given, **changes})
+
+    return config
+
+
+def test_chunks_of_any_size_give_what_one_by_one_gives(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+    records = [
+        run(config(f"out{chunk}", chunk=chunk, block=40, methods=("streaming", "window-only", "original")), loaded)
+        for chunk in (1, 8, 20)
+    ]
+    for rows, record in records[1:]:
+        for row, (method, blocks) in zip(records[0][0], record["blocks"].items(), strict=True):
+            assert row.method == method and blocks["end"] == [40, 80, 120, 130]
+            np.testing.assert_allclose(blocks["nll"], records[0][1]["blocks"][method]["nll"], rtol=1e-4)
+        assert [row.cache_bytes for row in rows] == [row.cache_bytes for row in records[0][0]]
+
+
+def test_methods_are_what_they_are_called(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+    """Dense and recomputed against plain forwards; before the window is full all are dense; after it they differ."""
+    given = config(stride=1, block=8, chunk=8, tokens=60)
+    rows, record = run(given, loaded)
+    found = {row.method: row for row in rows}
+    assert given.text is not None
+    ids = torch.tensor([text_stream(Encoder(loaded.tokenizer), given.text, 60, 1).ids])
+    with torch.no_grad():
+        whole = torch.nn.functional.cross_entropy(loaded.model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
+        stretches = [
+            torch.nn.functional.cross_entropy(
+                loaded.model(ids[:, max(0, t - 24) : t]).logits[0, -1:], ids[0, t : t + 1]
+            )
+            for t in range(1, 61)
+        ]
+    assert found["dense"].perplexity == pytest.approx(whole.mean().exp().item(), rel=1e-4)
+    assert found["recomputed"].perplexity == pytest.approx(torch.stack(stretches).mean().exp().item(), rel=1e-4)
+    blocks = {method: np.array(values["nll"]) for method, values in record["blocks"].items()}
+    for method, values in blocks.items():
+        np.testing.assert_allclose(values[:3], blocks["dense"][:3], rtol=1e-4, err_msg=method)
+        if method != "dense":
+            assert not np.allclose(values[4:], blocks["dense"][4:], rtol=1e-3), method
+    past = slice(24, None)
+    expected = (whole[past] - torch.stack(stretches)[past]).mean().exp().item()
+    assert found["dense"].ratio == pytest.approx(expected, rel=1e-4)
+    assert found["recomputed"].ratio is None and found["streaming"].error is not None
+
+
+def test_memory_is_bounded_but_for_dense(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+    _, record = run(config(tokens=640), loaded)
+    for method, blocks in record["blocks"].items():
+        held = blocks["cache_bytes"]
+        if method == "dense":
+            assert held[-1] > 2 * held[0]
+        elif method != "recomputed":
+            assert held[1:] == held[1:2] * (len(held) - 1) and held[-1] <= held[0] * 2
+
+
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_killed_run_ends_as_if_it_had_not_been(
+    loaded: LoadedModel, config: Callable[..., Streamed], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after a journal's line and before the cache was written down, the worst of moments, in any method."""
+    _, whole = run(config("whole"), loaded)
+    add = Journal.add
+
+    class Killed(Exception):
+        pass
+
+    def once(journal: Journal, key: str, value: Any) -> None:
+        add(journal, key, value)
+        if len(journal) > after:
+            raise Killed
+
+    for turn in range(2):
+        monkeypatch.setattr(Journal, "add", once)
+        with pytest.raises(Killed):
+            run(config(), loaded)
+        monkeypatch.setattr(Journal, "add", add)
+        after = 14 if turn == 0 else after
+        lines = (config().out / "stream.journal").read_text().splitlines()
+        assert len(lines) > turn
+    _, record = run(config(), loaded)
+    assert {method: blocks["nll"] for method, blocks in record["blocks"].items()} == {
+        method: blocks["nll"] for method, blocks in whole["blocks"].items()
+    }
+    assert [path.name for path in config().out.iterdir()] == ["stream.json"]
+
+
+def test_a_cache_on_disk_is_gone_on_from(
+    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed: list[tuple[int, int]] = []
+    feed = stream.Cached.feed
+
+    def counted(runner: Any, begin: int, end: int) -> Any:
+        if len(fed) == 3:
+            raise KeyboardInterrupt
+        fed.append((begin, end))
+        return feed(runner, begin, end)
+
+    monkeypatch.setattr(stream.Cached, "feed", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(methods=("streaming",)), loaded)
+    fed.append((0, 0))
+    run(config(methods=("streaming",)), loaded)
+    assert fed[4:] == [(96, 128), (128, 130)]
+
+
+def test_a_damaged_cache_on_disk_is_not_used(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+    rows, _ = run(config("whole", methods=("streaming",)), loaded)
+    out = config().out
+    out.mkdir()
+    (out / "stream.streaming.cache").write_bytes(b"PK\x03\x04 not a cache")
+    again, _ = run(config(methods=("streaming",)), loaded)
+    assert again[0].perplexity == rows[0].perplexity
+
+
+def test_another_stream_does_not_go_on(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+    given = config()
+    given.out.mkdir()
+    Journal.open(given.out / "stream.journal", {"model": "other"}, fresh=True)
+    with pytest.raises(HeadwiseError, match="belongs to another run: its model is 'other'"):
+        run(given, loaded)
+    run(config(fresh=True, methods=("window-only",)), loaded)
+
+
+def test_a_short_text_is_begun_again(loaded: LoadedModel, config: Callable[..., Streamed], tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("The river and the old clerk.")
+    encode = Encoder(byte_level(bos=True))
+    n = len(encode(text.read_text()))
+    made = text_stream(encode, text, 3 * n, 1)
+    assert made.ids == (*encode.prefix, *(encode(text.read_text()) * 3)) and made.repeats == 2
+    given = config(text=text, methods=("window-only",))
+    rows, record = run(given, loaded)
+    assert f"begun again {record['settings']['repeats']} times" in report(given, rows, record)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_stream_eval_asks_for_what_was_said_twenty_lines_before(name: str) -> None:
+    tokenizer = MAKERS[name]()
+    made = stream_eval(Encoder(tokenizer), 6000, seed=3)
+    assert made.ids == stream_eval(Encoder(tokenizer), 6000, seed=3).ids[:6001]
+    assert made.ids != stream_eval(Encoder(tokenizer), 6000, seed=4).ids
+    text = tokenizer.decode(list(made.ids))
+    facts = [line for line in text.splitlines() if "The value of" in line and "?" not in line and "Answer" not in line]
+    for number, (begin, end) in enumerate(made.probes):
+        answer = tokenizer.decode(list(made.ids[begin:end])).strip()
+        asked = tokenizer.decode(list(made.ids[:begin])).rstrip().rpartition("The value of ")[2].removesuffix(" is")
+        assert facts[9 + 10 * number].strip() == f"The value of {asked} is {answer}."
+    assert len(made.probes) >= 3
+
+
+def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
+    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = config(task="stream_eval", tokens=2500, block=64, methods=("streaming", "recomputed"))
+    rows, record = run(given, loaded)
+    assert [row.accuracy for row in rows] == [0.0, 0.0]
+    assert "accuracy" in record["rows"][0]
+
+    class Knows:
+        """Predicts what comes next."""
+
+        def __init__(self, model: Any, ids: tuple[int, ...]) -> None:
+            self.model, self.ids, self.at = model, torch.tensor(ids), 0
+
+    ids = stream_eval(Encoder(loaded.tokenizer), 2500, 0)
+    forward = loaded.model.forward
+    at = 0
+
+    def knowing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal at
+        out = forward(*args, **kwargs)
+        if kwargs.get("past_key_values") is not None:
+            end = kwargs["past_key_values"].get_seq_length()
+            n = out.logits.shape[1]
+            targets = torch.tensor(ids.ids[end - n + 1 : end + 1])
+            out.logits[0, torch.arange(len(targets)), targets] = 100.0
+            wrong = ids.probes[1][0]
+            if end - n < wrong <= end:
+                out.logits[0, wrong - (end - n) - 1] = 0.0
+        return out
+
+    monkeypatch.setattr(loaded.model, "forward", knowing)
+    rows, _ = run(config("knowing", task="stream_eval", tokens=2500, block=64, methods=("streaming",)), loaded)
+    assert rows[0].accuracy == pytest.approx(1 - 1 / len(ids.probes))
+
+
+def test_times_are_taken_of_every_bounded_method(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+    given = config(methods=("streaming", "recomputed", "dense"), timed=2)
+    rows, record = run(given, loaded)
+    assert list(record["timed"]) == ["streaming", "recomputed"]
+    assert all(len(seconds) == 5 and min(seconds) > 0 for seconds in record["timed"].values())
+    assert "x as fast as recomputed" in report(given, rows, record)
+
+
+def test_files_say_what_made_them(
+    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "draw", draw)
+    given = config(command="python -m profiling.stream --out x")
+    run(given, loaded)
+    record = json.loads((given.out / "stream.json").read_text())
+    assert record["command"] == given.command and record["versions"]["torch"] == torch.__version__
+    lines = (given.out / "stream.csv").read_text().splitlines()
+    assert lines[0] == "method,end,nll,token_seconds,cache_bytes,process_bytes" and len(lines) == 1 + 6 * 5
+    assert (given.out / "stream.png").stat().st_size > 10_000 and (given.out / "stream.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": 1}, "--tokens must be at least 2, got 1"),
+        ({"chunk": 0}, "--chunk must be at least 1, got 0"),
+        ({"methods": ("h2o",)}, "unknown method 'h2o'; known: streaming, window-only"),
+        ({"methods": ("streaming:x",)}, "unknown method 'streaming:x'"),
+        ({"methods": ("streaming:24",)}, "streaming:24 leaves no window: sinks and window are 24 tokens"),
+        ({"methods": ("dense", "dense")}, "the method 'dense' is given twice"),
+        ({"text": None}, "the task 'text' needs --text FILE"),
+        ({"text": Path("none.txt")}, "there is no text file 'none.txt'"),
+        ({"task": "poems"}, "unknown task 'poems'; known: text, stream_eval"),
+    ],
+)
+def test_what_cannot_be_streamed_is_said_in_one_line(
+    config: Callable[..., Streamed], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(HeadwiseError, match=message):
+        config(**changes)
+
+
+def test_a_stream_without_a_question_is_refused() -> None:
+    with pytest.raises(HeadwiseError, match="--tokens 50 is too small for stream_eval"):
+        stream_eval(Encoder(byte_level()), 50, 0)
+
+
+def test_one_sink_in_as_many_tokens() -> None:
+    method = method_of("streaming:1", sinks=4, window=1020)
+    assert method.policy is not None and (method.policy.sinks, method.policy.window) == (1, 1023)
+    only = method_of("window-only", sinks=4, window=1020).policy
+    assert only is not None and (only.sinks, only.window) == (0, 1024)
+
+
+def test_the_command_line(
+    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    given = config()
+    monkeypatch.setattr(stream, "load_model", lambda *args, **options: loaded)
+    options = ["--tokens", "60", "--sinks", "1", "--window", "15", "--chunk", "16", "--methods", "streaming", "dense"]
+    assert main(["--model", "tiny", "--text", str(given.text), "--out", str(given.out), *options]) == 0
+    shown = capsys.readouterr().out
+    assert "streaming" in shown and "last quarter" in shown and "stream.json" in shown
