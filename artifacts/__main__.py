@@ -8,7 +8,7 @@ from importlib import import_module
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.commands import Verb
 
-VERBS = ("show", "validate", "lint", "convert", "keygen", "sign", "verify")
+VERBS = ("show", "validate", "lint", "diff", "merge", "convert", "migrate", "schema", "keygen", "sign", "verify")
 _EPILOG = """\
 An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a
 .safetensors file beside it. Move or copy the two together, and keep their names.
@@ -19,9 +19,13 @@ exit status:
   2  bad input, said in one line
 
 examples:
-  python -m artifacts show cfg.yaml                  a page: model, search, winners, layer map, evidence
-  python -m artifacts validate cfg.yaml              one line; exit status 0 if whole, 2 if not
-  python -m artifacts validate --help                every verb has examples of its own
+  python -m artifacts show cfg.yaml                          a page: model, search, winners, layer map, evidence
+  python -m artifacts validate cfg.yaml                      are both files whole?
+  python -m artifacts lint cfg.yaml                          is it sensible?
+  python -m artifacts diff old.yaml new.yaml                 which heads changed, and what that does to density
+  python -m artifacts merge cfg.yaml --decode f.yaml --out both.yaml
+  python -m artifacts convert best_pattern.json --config config.json --out cfg.yaml
+  python -m artifacts VERB --help                            every verb has examples of its own
 """
 
 

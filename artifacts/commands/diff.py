@@ -1,0 +1,131 @@
+"""diff: which heads changed from one artifact to another, and what that does to density."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from artifacts.commands import FOUND, Outcome, add_file, add_json
+from artifacts.difference import Difference, HeadChange, compare
+from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.schema import Artifact
+from artifacts.store import load, load_arrays
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 1 if anything did"
+EXAMPLES = """\
+Heads are compared by what their pattern is, not by its name. Times, command lines and the sidecar's name
+are left out, as in the content hash. Density is counted from the patterns' sizes at one length; recall is
+the searches' own. A sidecar that is missing is said and left out.
+
+examples:
+  python -m artifacts diff old.yaml new.yaml
+  python -m artifacts diff old.yaml new.yaml --length 131072     density at 131,072 tokens
+  python -m artifacts diff old.yaml new.yaml --heads             every head, not the first of each change
+  python -m artifacts diff old.yaml new.yaml --json | jq .density
+"""
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which files, the length to count density at, and whether every head is listed."""
+
+    before: Path
+    after: Path
+    length: int | None = None
+    heads: bool = False
+    as_json: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See Verb."""
+    add_file(parser, "before", "A")
+    add_file(parser, "after", "B")
+    parser.add_argument("--length", metavar="N", type=int, help="count density on prompts of N tokens (as searched)")
+    parser.add_argument("--heads", action="store_true", help="list every head that changed")
+    add_json(parser)
+
+
+def run(config: Config) -> Outcome:
+    """The differences.
+
+    Raises:
+        ArtifactError: one of the YAML files is not as it should be.
+    """
+    if config.length is not None and config.length < 1:
+        raise ArtifactError(f"--length must be at least 1, got {config.length}")
+    before, after = (load(file, check_sidecar=False) for file in (config.before, config.after))
+    (old, fault_old), (new, fault_new) = _arrays(config.before, before), _arrays(config.after, after)
+    found = compare(before, after, old, new, length=config.length)
+    status = FOUND if found else 0
+    if config.as_json:
+        return Outcome(text=json.dumps({"differs": bool(found), **asdict(found)}) + "\n", status=status)
+    faults = [f"sidecar    {fault}" for fault in (fault_old, fault_new) if fault]
+    lines = list(_lines(found, config.heads)) if found else ["no difference"]
+    return Outcome(text="".join(f"{one_line(line)}\n" for line in (*faults, *lines)), status=status)
+
+
+def _arrays(file: Path, artifact: Artifact) -> tuple[dict[str, Array], str | None]:
+    if artifact.sidecar is None:
+        return {}, None
+    try:
+        return load_arrays(file), None
+    except ArtifactError as error:
+        return {}, str(error)
+
+
+def _lines(found: Difference, every: bool) -> Iterator[str]:
+    if found.heads is None:
+        yield "heads      cannot be compared: the models have other numbers of layers or heads"
+    else:
+        yield f"heads      {sum(change.heads for change in found.heads):,} of {found.total:,} have another pattern"
+        yield from _changes(found.heads, every)
+    if found.kv_heads:
+        yield f"KV heads   {sum(change.heads for change in found.kv_heads):,} have another policy"
+        yield from _changes(found.kv_heads, every)
+    a, b = (f"{value:.4f}" if value is not None else "unknown" for value in found.density)
+    if a != b:
+        yield f"density    {a} -> {b} at {found.length:,} tokens, counted from the sizes"
+    if found.recall and found.recall[0] != found.recall[1]:
+        yield f"recall     {found.recall[0]:.4f} -> {found.recall[1]:.4f}, as searched"
+    for sign, names in (("+", found.added), ("-", found.removed)):
+        yield from (f"section    {sign} {name}" for name in names)
+    for change in found.fields:
+        yield f"field      {change.field}: {_shown(change.before)} -> {_shown(change.after)}"
+    for how, names in found.arrays.items():
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            yield f"arrays     {how}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
+    for change in changes if every else changes[:_SHOWN]:
+        layers = [f"{layer} ({_ranges(heads)})" for layer, heads in change.where.items()]
+        shown = layers if every else layers[:4]
+        left = len(layers) - len(shown)
+        more = f" and in {left} more layer{'s' * (left > 1)}" if left else ""
+        yield f"  {change.before or 'none'} -> {change.after or 'none'}: {change.heads:,}: {', '.join(shown)}{more}"
+    if not every and len(changes) > _SHOWN:
+        yield f"  and {len(changes) - _SHOWN} other changes (--heads lists them)"
+
+
+def _ranges(heads: tuple[int, ...]) -> str:
+    """0-3, 7 for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for head in heads:
+        if runs and runs[-1][1] == head - 1:
+            runs[-1][1] = head
+        else:
+            runs.append([head, head])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else shorten(value)

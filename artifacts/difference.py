@@ -1,0 +1,194 @@
+"""What is not the same in two artifacts: heads, sections, fields, arrays, and what it does to density."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from artifacts.density import mean_density
+from artifacts.schema import Artifact
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+SECTIONS = ("search", "prefill.imported", "decode", "kv_cache", "evidence", "sidecar")
+# What two runs that found the same may differ in, as in the content hash, and what is compared head by head.
+_VOLATILE = ("created_at", "content_sha256", "search.command", "sidecar.file", "sidecar.sha256")
+_NAMED = ("patterns", "kv_cache.policies")
+_BY_HEAD = ("prefill.layers", "kv_cache.layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadChange:
+    """Heads that changed from one pattern (or policy) to another; None where a layer is left alone.
+
+    where: for each layer the heads.
+    """
+
+    before: str | None
+    after: str | None
+    where: dict[int, tuple[int, ...]]
+
+    @property
+    def heads(self) -> int:
+        return sum(map(len, self.where.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldChange:
+    """A field that has another value; None also where it is not there."""
+
+    field: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """All that differs.
+
+    heads, kv_heads: changes of patterns and of cache policies, most heads first; None where shapes differ and
+    heads cannot be compared. length: of the prompts that `density` is for, before and after, in tokens. recall: means
+    of chosen.recall, where both have it.
+    """
+
+    heads: tuple[HeadChange, ...] | None
+    kv_heads: tuple[HeadChange, ...] | None
+    total: int
+    length: int
+    density: tuple[float | None, float | None]
+    recall: tuple[float, float] | None
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    fields: tuple[FieldChange, ...]
+    arrays: dict[str, tuple[str, ...]]
+
+    def __bool__(self) -> bool:
+        differing = (self.heads, self.kv_heads, self.added, self.removed, self.fields, *self.arrays.values())
+        return self.heads is None or any(differing)
+
+
+def compare(
+    before: Artifact,
+    after: Artifact,
+    arrays_before: Mapping[str, Array],
+    arrays_after: Mapping[str, Array],
+    *,
+    length: int | None = None,
+) -> Difference:
+    """What differs, leaving out times, command lines and the sidecar's name.
+
+    length: of the prompts to count density at; None is the longest that either was searched on, and where neither was,
+        four times the longer dense_below.
+    """
+    length = length or _length(before, after)
+    same = all(getattr(before.model, n) == getattr(after.model, n) for n in ("num_layers", "num_heads", "num_kv_heads"))
+    old, new = (artifact.model_dump(mode="json") for artifact in (before, after))
+    there = [{name for name in SECTIONS if _at(fields, name)} for fields in (old, new)]
+    return Difference(
+        heads=_heads(_rows(before), _rows(after), _meanings(before), _meanings(after)) if same else None,
+        kv_heads=_heads(_kv_rows(before), _kv_rows(after), _policies(before), _policies(after)) if same else None,
+        total=before.model.num_layers * before.model.num_heads,
+        length=length,
+        density=(mean_density(before, length, arrays_before), mean_density(after, length, arrays_after)),
+        recall=_recall(arrays_before, arrays_after),
+        added=tuple(name for name in SECTIONS if name in there[1] - there[0]),
+        removed=tuple(name for name in SECTIONS if name in there[0] - there[1]),
+        fields=tuple(_fields(old, new, skip=there[0] ^ there[1])),
+        arrays=_arrays(arrays_before, arrays_after),
+    )
+
+
+def _length(before: Artifact, after: Artifact) -> int:
+    searched = [max(a.search.calibration.lengths) for a in (before, after) if a.search is not None]
+    return max(searched or [4 * max(a.prefill.dense_below, 1024) for a in (before, after)])
+
+
+def _at(fields: Mapping[str, Any], path: str) -> Any:
+    value: Any = fields
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _rows(artifact: Artifact) -> list[tuple[str | None, ...]]:
+    return [row or (None,) * artifact.model.num_heads for row in artifact.prefill.layers]
+
+
+def _kv_rows(artifact: Artifact) -> list[tuple[str | None, ...]]:
+    model, section = artifact.model, artifact.kv_cache
+    nothing: tuple[str | None, ...] = (None,) * model.num_kv_heads
+    rows = range(model.num_layers)
+    return [nothing if section is None else section.heads(layer, model.num_kv_heads) or nothing for layer in rows]
+
+
+def _meanings(artifact: Artifact) -> dict[str, Any]:
+    return dict(artifact.patterns)
+
+
+def _policies(artifact: Artifact) -> dict[str, Any]:
+    return dict(artifact.kv_cache.policies) if artifact.kv_cache else {}
+
+
+def _heads(
+    before: list[tuple[str | None, ...]],
+    after: list[tuple[str | None, ...]],
+    meant_before: Mapping[str, Any],
+    meant_after: Mapping[str, Any],
+) -> tuple[HeadChange, ...]:
+    """By what a name means: a pattern that only got another name did not change."""
+    found: dict[tuple[str | None, str | None], dict[int, list[int]]] = {}
+    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+        for head, (a, b) in enumerate(zip(old, new, strict=True)):
+            if (meant_before[a] if a is not None else None) != (meant_after[b] if b is not None else None):
+                found.setdefault((a, b), {}).setdefault(layer, []).append(head)
+    changes = [
+        HeadChange(before=a, after=b, where={layer: tuple(heads) for layer, heads in where.items()})
+        for (a, b), where in found.items()
+    ]
+    return tuple(sorted(changes, key=lambda change: -change.heads))
+
+
+def _recall(before: Mapping[str, Array], after: Mapping[str, Array]) -> tuple[float, float] | None:
+    tables = [arrays.get("chosen.recall") for arrays in (before, after)]
+    values = [[v for v in table.ravel().tolist() if v == v] for table in tables if table is not None]
+    if len(values) < 2 or not all(values):
+        return None
+    return sum(values[0]) / len(values[0]), sum(values[1]) / len(values[1])
+
+
+def _fields(old: Mapping[str, Any], new: Mapping[str, Any], skip: set[str]) -> Iterator[FieldChange]:
+    a, b = dict(_flat(old)), dict(_flat(new))
+    for name in dict.fromkeys([*a, *b]):
+        inside = any(name == section or name.startswith(f"{section}.") for section in skip)
+        if not inside and name not in (*_VOLATILE, *_BY_HEAD) and a.get(name) != b.get(name):
+            yield FieldChange(field=name, before=a.get(name), after=b.get(name))
+
+
+def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field by its path; lists are values, and so are patterns, policies and the rotary embedding."""
+    for key, entry in value.items():
+        name = f"{path}.{key}" if path else key
+        if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
+            yield from _flat(entry, name)
+        elif name == "evidence":
+            # Without the commands, as in the content hash.
+            yield name, [{k: v for k, v in each.items() if k != "command"} for each in entry]
+        else:
+            yield name, entry
+
+
+def _arrays(before: Mapping[str, Array], after: Mapping[str, Array]) -> dict[str, tuple[str, ...]]:
+    import numpy as np
+
+    def differ(name: str) -> bool:
+        a, b = before[name], after[name]
+        return a.dtype != b.dtype or not np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+
+    both = sorted(before.keys() & after.keys())
+    return {
+        "added": tuple(sorted(after.keys() - before.keys())),
+        "removed": tuple(sorted(before.keys() - after.keys())),
+        "changed": tuple(name for name in both if differ(name)),
+    }

@@ -1,0 +1,330 @@
+"""What every field of an artifact means, in which unit and since which schema version.
+
+The JSON Schema and docs/artifact.md are made of this; a test compares it with the models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldDoc:
+    """A field: its type with the unit, its meaning, and the schema version that brought it."""
+
+    type: str
+    meaning: str
+    since: int = 1
+
+
+def _f(type: str, meaning: str, since: int = 1) -> FieldDoc:
+    return FieldDoc(type=type, meaning=meaning, since=since)
+
+
+_COVERAGE = _f("share above 0, or null", "take only as much as holds this share, at most the sizes; null: the sizes", 2)
+_IMPORTED = _f("mapping or null", "where the section comes from, if it was taken over from another tool's file", 2)
+
+# Of each model: where its fields lie in the file, and the fields.
+DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
+    "Artifact": (
+        "the file",
+        {
+            "schema_version": _f("2", "the layout of this file"),
+            "created_at": _f("text", "when it was written, UTC, `2025-01-31T12:00:00Z`"),
+            "model": _f("mapping", "which model it is for"),
+            "search": _f("mapping or null", "how the patterns were found; null: none was searched here"),
+            "patterns": _f("name: pattern", "the patterns in use; an unused one is an error"),
+            "prefill": _f("mapping", "which query head gets which pattern"),
+            "decode": _f("mapping or null", "which layers choose the tokens that others attend to in decode", 2),
+            "kv_cache": _f("mapping or null", "what each layer and KV head keeps of its keys and values", 2),
+            "evidence": _f("list", "measurements against a baseline"),
+            "sidecar": _f("mapping or null", "the file with the arrays"),
+            "content_sha256": _f("64 hex digits", "hash of the content, see [Hashes](#hashes)"),
+        },
+    ),
+    "ModelInfo": (
+        "model",
+        {
+            "name": _f("text", "as it was given: a hub id, a folder, a file"),
+            "revision": _f("text or null", "the hub revision, where one was asked for"),
+            "architecture": _f("text or null", "the transformers class"),
+            "config_sha256": _f(
+                "64 hex digits or null", "over the configuration that determines attention (`runtime.fingerprint`)"
+            ),
+            "weights_sha256": _f("64 hex digits or null", "over a sample of every weight"),
+            "num_layers": _f("int", "layers"),
+            "num_heads": _f("int", "query heads a layer"),
+            "num_kv_heads": _f("int", "KV heads a layer; divides `num_heads`"),
+            "head_dim": _f("int", "channels a head"),
+            "rope": _f("mapping or null", "the rotary embedding's parameters, as the configuration has them"),
+            "max_positions": _f("int, tokens", "the longest prompt that the configuration allows"),
+        },
+    ),
+    "SearchInfo": (
+        "search",
+        {
+            "tool_version": _f("text", "of headwise"),
+            "command": _f("text", "the command line that wrote this file"),
+            "preset": _f(
+                "`paper` or `scaled`", "MInference's own lengths and sizes, or the same scaled to shorter prompts"
+            ),
+            "seed": _f("int", "of the calibration prompts"),
+            "calibration": _f("mapping", "the prompts that the search looked at"),
+            "budget": _f("text", "as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs"),
+            "target_density": _f("share", "what the budget comes to, of the causal area"),
+            "device": _f("text", "where the model ran"),
+            "dtype": _f("text", "in which precision it ran"),
+            "kernel_backend": _f("text", "the attention kernels that scored the candidates"),
+            "summary": _f("mapping", "what was found, in means over the searched heads"),
+        },
+    ),
+    "Calibration": (
+        "search.calibration",
+        {
+            "task": _f("text", "`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"),
+            "lengths": _f("list of int, tokens", "the prompts' lengths"),
+            "samples": _f("int", "prompts of each length"),
+            "sha256": _f("64 hex digits", "over the prompts' token ids"),
+        },
+    ),
+    "Summary": (
+        "search.summary",
+        {
+            "recall": _f("share", "attention mass kept"),
+            "error": _f("number", "relative L2 distance of the head's output from dense"),
+            "density": _f("share", "of the causal area computed, in whole tiles"),
+            "winners": _f("kind: int", "heads that each kind won"),
+            "best_single_kind": _f("kind", "the kind with the highest mean recall, if all heads had to share one"),
+            "best_single_kind_recall": _f("share", "that recall"),
+        },
+    ),
+    "Dense": ("patterns, kind dense", {"kind": _f("`dense`", "the whole causal area; named `dense`")}),
+    "AShape": (
+        "patterns, kind a_shape",
+        {
+            "kind": _f("`a_shape`", "the first keys and a window before each query; named `a_1024_4096`"),
+            "sink": _f("int, tokens", "the first keys"),
+            "window": _f("int, tokens", "the last keys before each query, itself included"),
+        },
+    ),
+    "TriShape": (
+        "patterns, kind tri_shape",
+        {
+            "kind": _f("`tri_shape`", "an A-shape whose last queries see every key; named `tri_1024_4096_128`", 2),
+            "sink": _f("int, tokens", "the first keys", 2),
+            "window": _f("int, tokens", "the last keys before each query, itself included", 2),
+            "last": _f("int, tokens", "the last queries, which see every key", 2),
+        },
+    ),
+    "Dilated": (
+        "patterns, kind dilated",
+        {
+            "kind": _f("`dilated`", "the first keys, and every n-th tile of a window; named `dil_1024_4096_2`", 2),
+            "sink": _f("int, tokens", "the first keys", 2),
+            "window": _f("int, tokens", "the last keys before each query, of which every n-th tile is computed", 2),
+            "dilation": _f(
+                "int, tiles", "n: of the window's tiles of 64 keys every n-th, the query's own among them", 2
+            ),
+        },
+    ),
+    "Strided": (
+        "patterns, kind strided",
+        {
+            "kind": _f("`strided`", "an A-shape, and diagonals of tiles beyond it; named `str_1024_4096_8`", 2),
+            "sink": _f("int, tokens", "the first keys", 2),
+            "window": _f("int, tokens", "the last keys before each query, itself included", 2),
+            "stride": _f("int, tiles", "beyond the window every `stride`-th diagonal of tiles of 64 keys", 2),
+        },
+    ),
+    "Static": (
+        "patterns, kind static",
+        {
+            "kind": _f("`static`", "columns and diagonals that are the same on every prompt; named `static_NAME`", 2),
+            "indices": _f("text", "the name of the sidecar's arrays that list them, see [Arrays](#arrays)", 2),
+        },
+    ),
+    "VerticalSlash": (
+        "patterns, kind vertical_slash",
+        {
+            "kind": _f(
+                "`vertical_slash`",
+                "the columns and diagonals that a prompt's last queries attend to most; named `vs_1000_6096`, "
+                "`vs_1000_6096_q32`, `vs_1000_6096_c95`",
+            ),
+            "vertical": _f("int, columns", "key columns; the first 64 are always among them"),
+            "slash": _f("int, diagonals", "diagonals; the nearest 64 are always among them"),
+            "last_q": _f("int from 1 to 1024", "the last queries, by whose attention is chosen"),
+            "coverage": _COVERAGE,
+        },
+    ),
+    "BlockSparse": (
+        "patterns, kind block_sparse",
+        {
+            "kind": _f(
+                "`block_sparse`",
+                "for each 64 queries the blocks whose mean-pooled keys score highest; named `bs_100`, `bs_100_c90`",
+            ),
+            "blocks": _f("int, blocks of 64 keys", "blocks; a query's own and the first are always among them"),
+            "coverage": _COVERAGE,
+        },
+    ),
+    "Prefill": (
+        "prefill",
+        {
+            "dense_below": _f("int, tokens", "prompts with fewer tokens are served densely"),
+            "dense_tail": _f(
+                "int, tokens",
+                "the last so many queries of a prompt (whole tiles of 64 positions) see every key; 0: none",
+            ),
+            "layers": _f(
+                "one row a layer",
+                "a row has a pattern's name for every query head, in the model's own order; `null` leaves the layer "
+                "as it is: it slides, or nothing was said about it",
+            ),
+            "imported": _IMPORTED,
+        },
+    ),
+    "Imported": (
+        "prefill.imported, kv_cache.imported",
+        {
+            "format": _f("`minference`, `sparse_attention_config` or `duo_attention`", "the file's format", 2),
+            "file": _f("text", "the file's bare name", 2),
+            "sha256": _f("64 hex digits", "of the file's bytes", 2),
+            "scores": _f(
+                "`recall`, `other` or null", "what the file's scores are: shares of attention kept, others, none", 2
+            ),
+        },
+    ),
+    "Decode": ("decode", {"omnikv": _f("mapping", "OmniKV's filter layers; `python -m search.filters` writes it", 2)}),
+    "OmniKV": (
+        "decode.omnikv",
+        {
+            "filter_layers": _f(
+                "list of layers, ascending",
+                "attend to everything and choose the tokens for the layers after them, each up to the next filter "
+                "layer",
+                2,
+            ),
+            "dense_layers": _f(
+                "list of layers, ascending",
+                "attend to everything and choose nothing; so do all layers before the first filter layer. Layers that "
+                "slide are named nowhere",
+                2,
+            ),
+            "selector": _f(
+                "`last`, `uniform`, `exponential`",
+                "by whose scores is chosen: the last query's, or the mean of the last `window` queries', all alike or "
+                "halved from each to the one before",
+                2,
+            ),
+            "window": _f("int, queries", "queries of the selector", 2),
+            "budget": _f(
+                "int, tokens, or number in (0, 1)",
+                "how many tokens a sparse layer attends to, or which share of the context",
+                2,
+            ),
+            "prefill_ratio": _f(
+                "number above 0, or null",
+                "in chunked prefill, how many tokens of the past a sparse layer sees for each token of the chunk; "
+                "null: all. A chunk's own tokens are always seen",
+                2,
+            ),
+            "similarity": _f("mapping or null", "what the filter layers keep on held-out prompts", 2),
+        },
+    ),
+    "Similarity": (
+        "decode.omnikv.similarity",
+        {
+            "kept": _f("share", "attention mass kept by the chosen layers, mean over full-attention layers", 2),
+            "evenly_spaced": _f("share", "the same by as many evenly spaced layers", 2),
+            "random": _f("share", "the same by randomly chosen layers, mean of `random_samples` choices", 2),
+            "random_samples": _f("int", "random choices", 2),
+            "top_k": _f("int, tokens", "tokens of each filter that count as kept", 2),
+            "tasks": _f("list of text", "the held-out prompts' tasks", 2),
+        },
+    ),
+    "KVCache": (
+        "kv_cache",
+        {
+            "policies": _f("name: policy", "the policies in use; an unused one is an error", 2),
+            "layers": _f(
+                "one row a layer",
+                "a policy's name for all KV heads of the layer, or a list with one for each; `null`: the layer slides "
+                "over a window of the model's own",
+                2,
+            ),
+            "imported": _IMPORTED,
+        },
+    ),
+    "Full": ("kv_cache.policies, kind full", {"kind": _f("`full`", "everything is kept", 2)}),
+    "Streaming": (
+        "kv_cache.policies, kind streaming",
+        {
+            "kind": _f("`streaming`", "the first tokens and the last (StreamingLLM)", 2),
+            "sinks": _f("int, tokens", "first tokens that are kept", 2),
+            "window": _f("int, tokens", "last tokens that are kept, the newest included", 2),
+            "positions": _f(
+                "`cache` or `original`",
+                "a token's position is counted in the cache, so that a stream never ends, or is that in the text",
+                2,
+            ),
+        },
+    ),
+    "H2O": (
+        "kv_cache.policies, kind h2o",
+        {
+            "kind": _f("`h2o`", "the tokens that were attended to most, and the latest (H2O)", 2),
+            "heavy": _f(
+                "int, tokens, or share", "how many of the most attended tokens are kept, of those seen so far", 2
+            ),
+            "recent": _f("int, tokens, or share", "how many of the latest tokens are kept", 2),
+            "normalised": _f("true or false", "scores are divided by how many queries could see a token", 2),
+            "eviction": _f(
+                "`top_k` or `greedy`",
+                "keep the best of each call's whole cache, or evict one token after each query",
+                2,
+            ),
+        },
+    ),
+    "SnapKV": (
+        "kv_cache.policies, kind snapkv",
+        {
+            "kind": _f("`snapkv`", "of each prompt what its last queries attend to; all that is generated (SnapKV)", 2),
+            "budget": _f("int, tokens, or share", "tokens kept of a prompt, the window included", 2),
+            "window": _f("int, tokens", "the prompt's last queries, which vote and are kept", 2),
+            "pool": _f("odd int, tokens", "votes are averaged over so many neighbours", 2),
+        },
+    ),
+    "Measurement": (
+        "evidence, each entry",
+        {
+            "name": _f("text", "what was measured"),
+            "value": _f("number", "with the artifact applied"),
+            "unit": _f("text", "of `value` and `baseline`"),
+            "baseline": _f("number or null", "without the artifact, in the same unit"),
+            "baseline_name": _f("text or null", "what the baseline was; null where there is none"),
+            "length": _f("int or null, tokens", "of the prompts"),
+            "samples": _f("int or null", "measurements behind the value"),
+            "command": _f("text", "measures it again"),
+            "device": _f("text", "on which machine"),
+            "versions": _f("name: version", "of what the number depends on"),
+        },
+    ),
+    "Sidecar": (
+        "sidecar",
+        {
+            "file": _f("text", "the bare name of a .safetensors file beside this one"),
+            "sha256": _f("64 hex digits", "of its bytes"),
+        },
+    ),
+}
+
+
+def tables() -> str:
+    """The fields as Markdown: a heading and a table for each part of the file."""
+    parts = []
+    for place, fields in DOCS.values():
+        lines = [f"### {place}", "", "| field | type | since | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{name}` | {doc.type} | {doc.since} | {doc.meaning} |" for name, doc in fields.items()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"

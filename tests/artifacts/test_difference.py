@@ -1,0 +1,151 @@
+"""diff: what changed, and only that."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import artifacts
+from artifacts import AShape, BlockSparse, load_pair, save
+from artifacts.commands.diff import Config, run
+from artifacts.density import mean_density
+from artifacts.difference import compare
+from tests.artifacts.conftest import build, build_arrays, build_every_kind
+
+
+@pytest.fixture
+def pair(tmp_path, make, arrays):
+    """write(**changes) -> two files, the second with the changes."""
+
+    def write(more=None, **changes):
+        save(make(), tmp_path / "a.yaml", arrays)
+        save(make(**changes), tmp_path / "b.yaml", arrays | (more or {}))
+        return {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
+
+    return write
+
+
+def found(files, **options):
+    outcome = run(Config(**files, as_json=True, **options))
+    data = json.loads(outcome.text)
+    assert data["differs"] == bool(outcome.status)
+    return data
+
+
+def test_the_same(pair, make):
+    files = pair(created_at="2026-01-01T00:00:00Z", search=make().search.model_copy(update={"command": "other"}))
+    outcome = run(Config(**files))
+    assert (outcome.status, outcome.text) == (0, "no difference\n")
+    assert not found(files)["fields"]
+
+
+def changed_heads(make):
+    small = make()
+    a, _, c, d = small.prefill.layers[0]
+    rows = ((c, d, c, d), None, (a, a, d, "dense"))
+    patterns = {name: pattern for name, pattern in small.patterns.items() if name in {a, c, d, "dense"}}
+    return {"patterns": patterns, "prefill": small.prefill.model_copy(update={"layers": rows})}
+
+
+def test_heads_and_what_it_does_to_density(pair, make):
+    files = pair(**changed_heads(make))
+    data = found(files, length=8192)
+    assert {(change["before"], change["after"]): change["where"] for change in data["heads"]} == {
+        ("vs_100_1800", "a_64_512"): {"0": [0]},
+        ("vs_30_2048_q32", "bs_9"): {"0": [1]},
+        ("a_64_512", "bs_9"): {"2": [2]},
+    }
+    assert data["total"] == 12 and data["length"] == 8192
+    densities = [mean_density(load_pair(file)[0], 8192) for file in files.values()]
+    assert data["density"] == densities and densities[0] != densities[1]
+    text = run(Config(**files)).text
+    assert "heads      3 of 12 have another pattern\n  vs_100_1800 -> a_64_512: 1: 0 (0)\n" in text
+    assert "at 4,096 tokens" in text and "field      patterns.vs_30_2048_q32: {'kind'" in text
+
+
+def test_a_new_name_is_no_new_pattern_and_a_new_size_is_one(pair, make):
+    small = make()
+    patterns = dict(small.patterns)
+    patterns["nine"] = patterns.pop("bs_9")
+    patterns["a_64_512"] = AShape(sink=64, window=640)
+    rows = tuple(row and tuple("nine" if name == "bs_9" else name for name in row) for row in small.prefill.layers)
+    data = found(pair(patterns=patterns, prefill=small.prefill.model_copy(update={"layers": rows})))
+    (change,) = data["heads"]
+    assert (change["before"], change["after"], change["where"]) == ("a_64_512", "a_64_512", {"0": [2], "2": [2]})
+
+
+def test_a_layer_that_is_left_alone(pair, make):
+    small = make()
+    rows = (small.prefill.layers[0], ("bs_9",) * 4, small.prefill.layers[2])
+    (change,) = found(pair(prefill=small.prefill.model_copy(update={"layers": rows})))["heads"]
+    assert (change["before"], change["after"], change["where"]) == (None, "bs_9", {"1": [0, 1, 2, 3]})
+    assert (
+        "  none -> bs_9: 4: 1 (0-3)\n"
+        in run(Config(**pair(prefill=small.prefill.model_copy(update={"layers": rows})))).text
+    )
+
+
+def test_sections_fields_arrays(pair, make):
+    decode = build_every_kind()[0].decode.omnikv.model_copy(update={"filter_layers": (0,), "dense_layers": ()})
+    data = found(
+        pair(
+            more={"similarity.mass": np.ones((3, 3)), "chosen.recall": np.ones((3, 4))},
+            decode=artifacts.Decode(omnikv=decode),
+            evidence=(),
+            prefill=make().prefill.model_copy(update={"dense_below": 5000}),
+        )
+    )
+    assert (data["added"], data["removed"]) == (["decode"], ["evidence"])
+    assert data["fields"] == [{"field": "prefill.dense_below", "before": 4096, "after": 5000}]
+    assert data["arrays"] == {"added": ["similarity.mass"], "removed": [], "changed": ["chosen.recall"]}
+    assert data["heads"] == [] and data["recall"] == [pytest.approx(0.75), 1.0]
+
+
+def test_kv_heads(make):
+    policies = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
+    a = make(kv_cache=artifacts.KVCache(policies=policies, layers=("f", "s", ("f", "s"))))
+    b = make(kv_cache=artifacts.KVCache(policies=policies, layers=(("f", "s"), "s", ("f", "s"))))
+    (change,) = compare(a, b, {}, {}).kv_heads
+    assert (change.before, change.after, change.where) == ("f", "s", {0: (1,)})
+    assert sum(change.heads for change in compare(a, make(), {}, {}).kv_heads) == 6
+
+
+def test_unlike_shapes(make):
+    other, arrays = build_every_kind()
+    found = compare(make(), other, build_arrays(), arrays)
+    assert found and found.heads is None
+    assert ("model.num_layers", 3, 5) in [(change.field, change.before, change.after) for change in found.fields]
+
+
+def test_a_missing_sidecar_is_said(pair, make):
+    files = pair(prefill=make().prefill.model_copy(update={"dense_below": 5000}))
+    for file in files["before"].parent.glob("b.*.safetensors"):
+        file.unlink()
+    text = run(Config(**files)).text
+    assert text.startswith("sidecar    ") and "is missing from" in text and "dense_below: 4096 -> 5000" in text
+
+
+def test_static_patterns_are_compared_by_name_and_array(make):
+    artifact, arrays = build_every_kind()
+    found = compare(
+        artifact, artifact, arrays, arrays | {"static.mean.diagonals": arrays["static.mean.diagonals"][:-1]}
+    )
+    assert found and found.heads == () and found.arrays["changed"] == ("static.mean.diagonals",)
+    assert found.density[0] != found.density[1]
+
+
+def test_many_changes_are_cut_short(tmp_path, make):
+    small = make()
+    model = small.model.model_copy(update={"num_layers": 8, "num_heads": 4})
+    names = [f"bs_{n}" for n in range(1, 33)]
+    patterns = {name: BlockSparse(blocks=n) for n, name in enumerate(names, 1)}
+    rows = tuple(tuple(names[4 * layer : 4 * layer + 4]) for layer in range(8))
+    prefill = small.prefill.model_copy(update={"layers": rows})
+    flat = small.prefill.model_copy(update={"layers": (("dense",) * 4,) * 8})
+    save(build(model=model, patterns=patterns, prefill=prefill), tmp_path / "a.yaml")
+    save(build(model=model, patterns={"dense": artifacts.Dense()}, prefill=flat), tmp_path / "b.yaml")
+    files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
+    assert "and 20 other changes (--heads lists them)" in run(Config(**files)).text
+    assert "bs_32 -> dense" in run(Config(**files, heads=True)).text

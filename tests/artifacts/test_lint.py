@@ -1,0 +1,268 @@
+"""Each finding of lint on an artifact that has that one fault, and none on a good one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import artifacts
+from artifacts import AShape, BlockSparse, Dense, Dilated, Imported, Streaming, VerticalSlash, pattern_name
+from artifacts.commands.lint import Config, findings, run
+from artifacts.lint.finding import Case
+from artifacts.lint.run import lint
+from tests.artifacts.conftest import build, build_every_kind
+
+IMPORT = Imported(format="minference", file="x.json", sha256="a" * 64, scores="recall")
+
+
+def good(**changes: Any) -> artifacts.Artifact:
+    """An artifact that lint has nothing to say of."""
+    artifact = build()
+    calibration = artifact.search.calibration.model_copy(update={"lengths": (4096, 8192), "samples": 3})
+    patterns = (VerticalSlash(vertical=64, slash=256), AShape(sink=64, window=512), BlockSparse(blocks=9), Dense())
+    names = [pattern_name(pattern) for pattern in patterns]
+    return artifact.model_copy(
+        update={
+            "search": artifact.search.model_copy(update={"calibration": calibration}),
+            "patterns": dict(zip(names, patterns, strict=True)),
+            "prefill": artifact.prefill.model_copy(
+                update={
+                    "layers": ((names[0], names[0], names[1], names[2]), None, (names[0], names[0], names[1], names[3]))
+                }
+            ),
+        }
+        | changes
+    )
+
+
+def good_arrays() -> dict[str, np.ndarray]:
+    recall = np.full((3, 4), 0.93, dtype=np.float32)
+    recall[1] = np.nan
+    return {"chosen.recall": recall, "chosen.density": np.where(np.isnan(recall), np.nan, 0.24).astype(np.float32)}
+
+
+def uniform(*patterns: artifacts.Pattern) -> dict[str, Any]:
+    """Changes that give layer 0 and 2 of good() these patterns, over and over."""
+    names = [pattern_name(pattern) for pattern in patterns]
+    row = tuple(names[head % len(names)] for head in range(4))
+    prefill = artifacts.Prefill(dense_below=4096, dense_tail=64, layers=(row, None, row))
+    return {"patterns": dict(zip(names, patterns, strict=True)), "prefill": prefill}
+
+
+def codes(artifact: artifacts.Artifact, arrays: dict[str, np.ndarray] | None = None, **more: Any) -> list[str]:
+    case = Case(artifact=artifact, arrays=good_arrays() if arrays is None else arrays, **more)
+    return [finding.code for finding in lint(case)]
+
+
+def searched(**changes: Any) -> dict[str, Any]:
+    return {"search": good().search.model_copy(update=changes)}
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    return searched(summary=good().search.summary.model_copy(update=changes))
+
+
+def calibrated(**changes: Any) -> dict[str, Any]:
+    return searched(calibration=good().search.calibration.model_copy(update=changes))
+
+
+def prefilled(**changes: Any) -> dict[str, Any]:
+    return {"prefill": good().prefill.model_copy(update=changes)}
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    return {"evidence": (good().evidence[0].model_copy(update=changes),)}
+
+
+def decoding(**changes: Any) -> dict[str, Any]:
+    omnikv = build_every_kind()[0].decode.omnikv.model_copy(
+        update={"filter_layers": (0,), "dense_layers": (), "budget": 512} | changes
+    )
+    return {"decode": artifacts.Decode(omnikv=omnikv)}
+
+
+def cached(*layers: Any, **policies: Any) -> dict[str, Any]:
+    return {"kv_cache": artifacts.KVCache(policies=policies, layers=layers)}
+
+
+STREAM = Streaming(sinks=4, window=508)
+FULL = artifacts.Full()
+
+
+def test_nothing_odd():
+    artifact = good(evidence=good().evidence)
+    winners = {"vertical_slash": 4, "a_shape": 2, "block_sparse": 1, "dense": 1}
+    assert artifact.search.summary.winners == winners
+    # It was never saved, so that it names no sidecar.
+    assert codes(artifact) == ["no-sidecar"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        (uniform(VerticalSlash(vertical=64, slash=256)), "uniform"),
+        (uniform(VerticalSlash(vertical=64, slash=256), VerticalSlash(vertical=128, slash=256)), "one-kind"),
+        (uniform(Dense()), "nothing-sparse"),
+        ({"patterns": {}} | prefilled(layers=(None,) * 3), "nothing-sparse"),
+        (uniform(VerticalSlash(vertical=64, slash=8000), Dense()), "near-dense"),
+        (uniform(BlockSparse(blocks=200), AShape(sink=64, window=512)), "beyond-model"),
+        (uniform(VerticalSlash(vertical=30, slash=256), Dense()), "below-tile"),
+        (uniform(VerticalSlash(vertical=30, slash=256), VerticalSlash(vertical=64, slash=256)), "twins"),
+        (prefilled(dense_tail=0) | {"patterns": {"a": AShape(sink=64, window=512)}}, "no-tail"),
+        (searched(target_density=0.001), "impossible-budget"),
+        (summary(density=0.5), "over-budget"),
+        (searched(target_density=1.0), "dense-budget"),
+        (summary(winners={"vertical_slash": 8}), "stale-summary"),
+        (summary(recall=0.99), "stale-summary"),
+        ({"model": good().model.model_copy(update={"weights_sha256": None})}, "no-fingerprint"),
+        ({"search": None} | prefilled(imported=IMPORT), "unsearched"),
+        (prefilled(dense_below=10_000), "searched-below"),
+        (calibrated(lengths=(8192,), samples=1), "one-prompt"),
+        (calibrated(lengths=(8192,)), "one-length"),
+        (calibrated(lengths=(512, 1024)), "short-search"),
+        ({"evidence": ()}, "no-evidence"),
+        (measured(baseline=None, baseline_name=None), "no-baseline"),
+        (measured(value=4.0), "slower"),
+        (decoding(filter_layers=(0, 1, 2)), "no-sparse-layer"),
+        (decoding(filter_layers=(0,), dense_layers=(1,)), "few-sparse-layers"),
+        (decoding(budget=8192), "impossible-budget"),
+        (decoding(similarity=None), "no-similarity"),
+        (cached("f", "f", "f", f=FULL), "nothing-freed"),
+        (cached("s", "s", "s", s=STREAM), "uniform-cache"),
+        (cached("s", "f", "f", s=Streaming(sinks=0, window=512), f=FULL), "no-sinks"),
+        (cached("s", "f", "f", s=Streaming(sinks=4, window=8192), f=FULL), "impossible-budget"),
+        (cached(None, "f", "s", s=STREAM, f=FULL), "sliding-layers"),
+        (prefilled(imported=IMPORT.model_copy(update={"scores": None})), "no-scores"),
+    ],
+)
+def test_each_finding(changes, code):
+    artifact = good(**changes)
+    if code == "no-tail":
+        artifact = good(**uniform(AShape(sink=64, window=512), Dilated(sink=64, window=512, dilation=2)))
+        artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+    assert code in codes(artifact)
+    assert code not in codes(good())
+
+
+def test_poor_filters():
+    kept = build_every_kind()[0].decode.omnikv.similarity
+    worse = kept.model_copy(update={"kept": kept.evenly_spaced - 0.1})
+    assert "poor-filters" in codes(good(**decoding(similarity=worse)))
+    assert "poor-filters" not in codes(good(**decoding()))
+
+
+def test_names_that_say_other_sizes():
+    artifact = good()
+    a, b = AShape(sink=64, window=512), AShape(sink=64, window=1024)
+    patterns = {"a_64_512": b, "other": a}
+    row = ("a_64_512", "other") * 2
+    prefill = artifact.prefill.model_copy(update={"layers": (row, None, row)})
+    assert "misnamed" in codes(artifact.model_copy(update={"patterns": patterns, "prefill": prefill}))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"chosen.recall": np.ones((4, 4), dtype=np.float32)}, "head-counts"),
+        ({"candidates.0.a.recall": np.ones((3, 5), dtype=np.float32)}, "head-counts"),
+        ({"chosen.recall": np.full((3, 4), 93.0, dtype=np.float32)}, "score-range"),
+        ({"candidates.0.a.error": np.full((3, 4), -1.0, dtype=np.float32)}, "score-range"),
+        ({"chosen.recall": np.full((3, 4), 0.93, dtype=np.float32)}, "score-gap"),
+        ({"chosen.density": np.full((3, 4), np.nan, dtype=np.float32)}, "score-gap"),
+    ],
+)
+def test_arrays(change, code):
+    assert code in codes(good(), good_arrays() | change)
+
+
+def test_low_recall_spares_dense_heads():
+    arrays = good_arrays()
+    arrays["chosen.recall"][2, 3] = 0.2
+    assert "low-recall" not in codes(good(), arrays)
+    arrays["chosen.recall"][2, 2] = 0.2
+    assert "low-recall" in codes(good(), arrays)
+
+
+@pytest.mark.parametrize(
+    ("scores", "code"),
+    [
+        ([0.9, 0.8, 30, 2], "mixed-scales"),
+        ([0, 1, 336, 14994473], "foreign-scores"),
+        ([0.9, 0.91, 0.92, 1.00004], "score-above-one"),
+        ([0.93] * 4, "constant-scores"),
+        ([0.921, 0.934, 0.875, 0.913], "mixed-precision"),
+    ],
+)
+def test_scores_of_imports(scores, code):
+    arrays = {"imported.score": np.array([scores, scores, scores], dtype=np.float64)}
+    kind = "other" if max(scores) > 1.0001 else "recall"
+    artifact = good(**prefilled(imported=IMPORT.model_copy(update={"scores": kind})))
+    found = codes(artifact, arrays)
+    assert [c for c in found if "score" in c or "mixed" in c] == [code]
+
+
+def test_a_length_of_ones_own():
+    artifact = good(**uniform(VerticalSlash(vertical=64, slash=5000), Dense()))
+    artifact = artifact.model_copy(
+        update={"search": None, **prefilled(imported=IMPORT, layers=artifact.prefill.layers)}
+    )
+    lengths = [
+        finding.message for finding in lint(Case(artifact=artifact, length=5120)) if finding.code == "near-dense"
+    ]
+    assert any("at 4,096 tokens" in line for line in lengths) and any("at 5,120 tokens" in line for line in lengths)
+
+
+def test_the_command(saved, capsys):
+    data = json.loads(run(Config(file=saved, as_json=True)).text)
+    assert sum(data["counts"].values()) == len(data["findings"]) > 0
+    every = {finding["code"] for finding in data["findings"]}
+    assert run(Config(file=saved, ignore=tuple(every))).text == f"{saved}: nothing odd\n"
+    errors = [finding for finding in data["findings"] if finding["severity"] == "error"]
+    assert run(Config(file=saved, level="error")).status == bool(errors)
+    assert run(Config(file=saved, level="note")).status == 1
+
+
+def test_a_sidecar_that_is_gone(saved):
+    (beside,) = saved.parent.glob("*.safetensors")
+    beside.unlink()
+    assert findings(saved)[0].code == "sidecar" and "is missing from" in findings(saved)[0].message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("num_heads: 4", "num_heads: 8", "head-counts"),
+        ("num_layers: 3", "num_layers: 4", "head-counts"),
+        ("bs_9: {", "bs_8: {", "unused-pattern"),
+        ("bs_9: {", "bs_8: {", "unknown-pattern"),
+        ("seed: 7", "seed: 8", "invalid"),
+    ],
+)
+def test_files_that_do_not_load(edit, old, new, code):
+    found = findings(edit(old, new))
+    assert found[0].code == "invalid" and code in [finding.code for finding in found]
+
+
+def test_what_is_no_artifact_is_bad_input(tmp_path):
+    for name, text in (("a.yaml", "a: 1\n"), ("b.yaml", "- 1\n"), ("c.yaml", "")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(artifacts.ArtifactError):
+            run(Config(file=tmp_path / name))
+
+
+def test_the_page_names_every_code():
+    """docs/artifact.md lists the codes; those in the checks are the ones in it."""
+    root = Path(__file__).parents[2]
+    in_code = set()
+    for path in (root / "artifacts" / "lint").glob("*.py"):
+        in_code |= set(re.findall(r'code="([a-z-]+)"', path.read_text()))
+    page = (root / "docs" / "artifact.md").read_text()
+    section = page[page.index("## Lint") : page.index("## Other tools")]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = {code for cell in cells for code in re.findall(r"`([a-z-]+)`", cell)}
+    assert listed == in_code

@@ -1,0 +1,108 @@
+"""merge: each section from where it was asked for, of one model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import artifacts
+from artifacts import ArtifactError, HeadwiseError, load_pair, save
+from artifacts.commands.merge import Config, run
+from tests.artifacts.conftest import build, build_every_kind
+
+POLICIES = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
+
+
+def omnikv(**changes):
+    section = build_every_kind()[0].decode.omnikv
+    return artifacts.Decode(omnikv=section.model_copy(update={"filter_layers": (0,), "dense_layers": ()} | changes))
+
+
+@pytest.fixture
+def files(tmp_path, arrays):
+    cache = artifacts.KVCache(policies=POLICIES, layers=("f", "s", ("f", "s")))
+    made = {
+        "a": (build(), arrays),
+        "b": (build(decode=omnikv(), evidence=()), {"chosen.recall": np.zeros((3, 4)), "similarity.mass": np.eye(3)}),
+        "c": (build(kv_cache=cache), {"imported.full_attention": np.eye(3, 2)}),
+    }
+    for name, (artifact, beside) in made.items():
+        save(artifact, tmp_path / f"{name}.yaml", beside)
+    return {name: tmp_path / f"{name}.yaml" for name in made} | {"out": tmp_path / "out.yaml"}
+
+
+def test_prefill_of_a_decode_of_b(files, arrays):
+    outcome = run(Config(file=files["a"], decode=str(files["b"]), out=files["out"]))
+    merged, beside = load_pair(files["out"])
+    a, b = (load_pair(files[name])[0] for name in "ab")
+    assert merged.prefill == a.prefill and merged.search == a.search and merged.decode == b.decode
+    assert merged.evidence == a.evidence and merged.kv_cache is None
+    assert beside.keys() == arrays.keys() | {"similarity.mass"}
+    np.testing.assert_array_equal(beside["chosen.recall"], arrays["chosen.recall"])
+    assert outcome.text.splitlines()[2] == f"  decode    {files['b']}" and "measure the whole again" in outcome.text
+
+
+def test_prefill_of_b_decode_left_out_kv_cache_of_c(files):
+    config = Config(file=files["c"], prefill=files["b"], decode="none", out=files["out"], as_json=True)
+    data = json.loads(run(config).text)
+    merged, beside = load_pair(files["out"])
+    assert data["sections"] == {"prefill": str(files["b"]), "decode": None, "kv_cache": str(files["c"])}
+    assert merged.decode is None and merged.kv_cache.policies == POLICIES
+    assert beside.keys() == {"chosen.recall", "imported.full_attention"}
+    assert data["content_sha256"] == merged.content_sha256
+
+
+def test_in_place(files):
+    run(Config(file=files["a"], kv_cache=str(files["c"]), out=files["a"]))
+    assert load_pair(files["a"])[0].kv_cache is not None
+    assert sorted(path.suffix for path in files["a"].parent.glob("a.*")) == [".safetensors", ".yaml"]
+
+
+def unlike(tmp_path, file, **changes):
+    artifact = build(decode=omnikv())
+    model = artifact.model.model_copy(update=changes)
+    save(artifact.model_copy(update={"model": model}), tmp_path / file)
+    return tmp_path / file
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights_sha256": "f" * 64}, f"weights_sha256 is {'b' * 64} in "),
+        ({"head_dim": 128, "weights_sha256": "f" * 64}, "head_dim is 64 in "),
+        ({"architecture": "Other"}, "architecture is LlamaForCausalLM in "),
+        ({"rope": {}}, "rope is {"),
+    ],
+)
+def test_unlike_models_are_refused_by_the_first_field(files, tmp_path, changes, said):
+    other = unlike(tmp_path, "d.yaml", **changes)
+    with pytest.raises(ArtifactError) as caught:
+        run(Config(file=files["a"], decode=str(other), out=files["out"]))
+    assert "for unlike models" in str(caught.value) and said in str(caught.value)
+    assert not files["out"].exists()
+
+
+def test_an_import_learns_the_model(files, tmp_path):
+    other = unlike(
+        tmp_path, "d.yaml", name="file", architecture=None, config_sha256=None, weights_sha256=None, rope=None
+    )
+    run(Config(file=other, prefill=files["a"], out=files["out"]))
+    assert load_pair(files["out"])[0].model == load_pair(files["a"])[0].model
+    run(Config(file=files["a"], prefill=other, out=files["out"]))
+    assert load_pair(files["out"])[0].model == load_pair(files["a"])[0].model
+
+
+def test_what_is_refused(files, tmp_path):
+    with pytest.raises(ArtifactError, match="has no decode section"):
+        run(Config(file=files["a"], decode=str(files["c"]), out=files["out"]))
+    with pytest.raises(ArtifactError, match="no such file"):
+        run(Config(file=files["a"], decode=str(tmp_path / "none.yaml"), out=files["out"]))
+    with pytest.raises(ArtifactError, match="--decode: give an artifact's YAML file, or none"):
+        run(Config(file=files["a"], decode="", out=files["out"]))
+    with pytest.raises(HeadwiseError, match="does not exist"):
+        run(Config(file=files["a"], out=tmp_path / "none" / "out.yaml"))
+    with pytest.raises(ArtifactError, match=r"drops tokens that decode\.omnikv chooses from"):
+        run(Config(file=files["b"], kv_cache=str(files["c"]), out=files["out"]))
+    assert not files["out"].exists()
