@@ -16,12 +16,11 @@ def canonical_json(value: Any) -> bytes:
         TypeError: a value or key has no JSON form, for instance an integer as key.
     """
     _check_keys(value)
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode()
+    return _encode(value)
 
 
 def content_sha256(artifact: Mapping[str, Any]) -> str:
-    """Hash of an artifact's fields as plain JSON data, 64 hex digits.
+    """Hash of an artifact's fields as plain JSON data, whose keys are all text; 64 hex digits.
 
     Left out is what differs between two runs that found the same: content_sha256 itself, created_at,
     search.command, the command of each entry of evidence, and sidecar.file, which is a place and not a
@@ -32,7 +31,12 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
     content["sidecar"] = _without(content.get("sidecar"), "file")
     evidence = content.get("evidence") or []
     content["evidence"] = [_without(e, "command") for e in evidence] if isinstance(evidence, list | tuple) else evidence
-    return hashlib.sha256(canonical_json(content)).hexdigest()
+    return hashlib.sha256(_encode(content)).hexdigest()
+
+
+def _encode(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
 
 
 def _without(value: Any, key: str) -> Any:

@@ -45,6 +45,8 @@ _WORDS = {
     "-.inf": float("-inf"),
 }
 _NO_KEY = object()
+_STARTS = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
+_ENDS = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
 def parse(text: str | bytes) -> Any:
@@ -67,83 +69,89 @@ def parse(text: str | bytes) -> Any:
 
 
 def _build(data: bytes) -> Any:
+    # What a plain scalar means: the same names and sizes come again and again.
+    known = dict(_WORDS)
     root: list[Any] = []
-    # Open containers, innermost last, each with the key that waits for its value.
-    stack: list[tuple[Any, Any]] = [(root, _NO_KEY)]
+    # The containers around the current one, innermost last; each with the key that waits for its value.
+    around: list[tuple[Any, Any]] = []
+    container: Any = root
+    key: Any = _NO_KEY
     values = 0
-    for event in yaml.parse(data, Loader=_Loader):
-        match event:
-            case yaml.ScalarEvent() | yaml.MappingStartEvent() | yaml.SequenceStartEvent():
-                _refuse_marks(event)
-            case yaml.AliasEvent():
-                _refuse(event, f"alias *{event.anchor} is not allowed: write the value out")
-            case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
-                stack.pop()
-                continue
-            case yaml.DocumentStartEvent():
-                if root:
-                    _refuse(event, "a second document starts here: an artifact is one document")
-                continue
-            case _:
-                continue
-        container, key = stack[-1]
-        if isinstance(container, dict) and key is _NO_KEY:
-            stack[-1] = (container, _key(event, container))
-            continue
+    next_event = _Loader(data).get_event
+    while (event := next_event()) is not None:
+        kind = type(event)
         value: Any
-        if isinstance(event, yaml.ScalarEvent):
-            value = _scalar(event)
+        if kind is yaml.ScalarEvent:
+            if event.anchor is not None or event.tag is not None:
+                _refuse_marks(event)
+            text = event.value
+            if key is _NO_KEY and type(container) is dict:
+                if text in container or len(text) > MAX_TEXT:
+                    _refuse(event, _wrong_key(text))
+                key = text
+                continue
+            value = text if event.style else known.get(text, _NO_KEY)
+            if value is _NO_KEY:
+                value = known[text] = _plain(text)
+            if len(text) > MAX_TEXT:
+                _refuse(event, _too_long(text))
+        elif kind in _STARTS:
+            _refuse_marks(event)
+            if key is _NO_KEY and type(container) is dict:
+                _refuse(event, "a key must be plain text")
+            value = {} if kind is yaml.MappingStartEvent else []
+        elif kind in _ENDS:
+            if len(container) > (MAX_KEYS if type(container) is dict else MAX_LIST):
+                _refuse(event, _too_many(container))
+            container, key = around.pop()
+            continue
         else:
-            value = {} if isinstance(event, yaml.MappingStartEvent) else []
-        if isinstance(container, dict):
+            _refuse_other(event, root)
+            continue
+        values += 1
+        if values > MAX_VALUES:
+            _refuse(event, f"more than {MAX_VALUES} values, too many for an artifact")
+        if type(container) is dict:
             container[key] = value
-            stack[-1] = (container, _NO_KEY)
+            key = _NO_KEY
         else:
             container.append(value)
-        values += 1
-        if values > MAX_VALUES or len(container) > (MAX_KEYS if isinstance(container, dict) else MAX_LIST):
-            _refuse(event, _too_many(container, values))
-        if not isinstance(event, yaml.ScalarEvent):
-            if len(stack) > MAX_DEPTH:
+        if kind is not yaml.ScalarEvent:
+            around.append((container, key))
+            if len(around) > MAX_DEPTH:
                 _refuse(event, f"nested more than {MAX_DEPTH} deep")
-            stack.append((value, _NO_KEY))
+            container, key = value, _NO_KEY
     if not root:
         raise ArtifactError("the file is empty")
     return root[0]
 
 
-def _too_many(container: Any, values: int) -> str:
-    if values > MAX_VALUES:
-        return f"more than {MAX_VALUES} values, too many for an artifact"
-    kind, most = ("mapping", MAX_KEYS) if isinstance(container, dict) else ("list", MAX_LIST)
-    return f"a {kind} with more than {most} entries, too long for an artifact"
-
-
-def _key(event: Any, mapping: dict[str, Any]) -> str:
-    if not isinstance(event, yaml.ScalarEvent):
-        _refuse(event, "a key must be plain text")
-    key = _text(event)
-    if key in mapping:
-        _refuse(event, f"the key {shorten(key)} is given twice: remove one")
-    return key
-
-
-def _text(event: yaml.ScalarEvent) -> str:
-    text = str(event.value)
-    if len(text) > MAX_TEXT:
-        _refuse(event, f"a text of {len(text)} characters, an artifact's have at most {MAX_TEXT}")
-    return text
-
-
-def _scalar(event: yaml.ScalarEvent) -> Any:
-    text = _text(event)
-    if event.style or len(text) > _LONGEST_NUMBER:
+def _plain(text: str) -> Any:
+    if len(text) > _LONGEST_NUMBER:
         return text
-    if text in _WORDS:
-        return _WORDS[text]
     if _INT.fullmatch(text):
         return int(text)
     return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def _wrong_key(text: str) -> str:
+    return _too_long(text) if len(text) > MAX_TEXT else f"the key {shorten(text)} is given twice: remove one"
+
+
+def _too_long(text: str) -> str:
+    return f"a text of {len(text)} characters, an artifact's have at most {MAX_TEXT}"
+
+
+def _too_many(container: Any) -> str:
+    kind, most = ("mapping", MAX_KEYS) if isinstance(container, dict) else ("list", MAX_LIST)
+    return f"a {kind} of {len(container)} entries ends here, an artifact's have at most {most}"
+
+
+def _refuse_other(event: Any, root: list[Any]) -> None:
+    if isinstance(event, yaml.AliasEvent):
+        _refuse(event, f"alias *{event.anchor} is not allowed: write the value out")
+    if isinstance(event, yaml.DocumentStartEvent) and root:
+        _refuse(event, "a second document starts here: an artifact is one document")
 
 
 def _refuse_marks(event: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from artifacts import ArtifactError
-from artifacts.strict_yaml import MAX_DEPTH, dump, parse
+from artifacts.strict_yaml import MAX_DEPTH, MAX_KEYS, MAX_LIST, MAX_TEXT, MAX_VALUES, dump, parse
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 WORDS = """
@@ -104,6 +104,39 @@ def test_depth():
     parse("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     with pytest.raises(ArtifactError, match="nested more than"):
         parse("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+
+
+BOUNDS = [
+    ("[" + "1, " * MAX_LIST + "1]", f"a list of {MAX_LIST + 1} entries ends here"),
+    ("{" + "".join(f"k{i}: 1, " for i in range(MAX_KEYS)) + "k: 1}", f"a mapping of {MAX_KEYS + 1} entries ends here"),
+    ("[" + ("[" + "1, " * 3999 + "1], ") * (MAX_VALUES // 4000) + "]", f"more than {MAX_VALUES} values"),
+    ("'" + "x" * (MAX_TEXT + 1) + "'", f"a text of {MAX_TEXT + 1} characters"),
+    ("x" * (MAX_TEXT + 1), f"a text of {MAX_TEXT + 1} characters"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), BOUNDS, ids=["list", "mapping", "values", "quoted", "plain"])
+def test_bounds(text, why):
+    with pytest.raises(ArtifactError, match=why):
+        parse(text)
+
+
+def test_what_is_just_within_the_bounds_is_read():
+    assert len(parse("[" + "1, " * (MAX_LIST - 1) + "1]")) == MAX_LIST
+    assert len(parse("{" + "".join(f"k{i}: 1, " for i in range(MAX_KEYS)) + "}")) == MAX_KEYS
+    assert len(parse("x" * MAX_TEXT)) == MAX_TEXT
+    # So many digits are no number that anyone means, and a text by then.
+    assert parse("9" * 401) == "9" * 401 and parse("9" * 40) == int("9" * 40)
+
+
+@pytest.mark.parametrize("before", ["", "a: 1\n", "a: 1\r", "# a\u2028", "\ufeff", "\x85"])
+def test_no_directives(before):
+    with pytest.raises(ArtifactError, match="a line that starts with % is not allowed"):
+        parse(f"{before}%YAML 1.1\n---\na: 1")
+
+
+def test_percent_signs_within_lines_are_text():
+    assert parse("a: 5%\nb: '%'\nc: x %TAG") == {"a": "5%", "b": "%", "c": "x %TAG"}
 
 
 def test_without_the_c_parser_the_same(monkeypatch, saved):
