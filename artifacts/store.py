@@ -62,6 +62,7 @@ def update(
     path: str | os.PathLike[str],
     change: Callable[[Artifact, dict[str, Array]], tuple[Artifact, Mapping[str, Array]]],
     *,
+    out: str | os.PathLike[str] | None = None,
     timeout: float = TIMEOUT,
 ) -> Artifact:
     """Change the artifact at `path` without losing what others write into it meanwhile.
@@ -70,6 +71,8 @@ def update(
         path: the YAML file; it has to be there.
         change: makes of the artifact and its arrays, as they are now, those to be written. No other process writes
             while it runs: measure first, then call this.
+        out: where to write it; another file is replaced, whatever it held, and the one at `path` stays as it is. None
+            is `path`.
         timeout: how many seconds to wait for others that write.
 
     Returns:
@@ -80,10 +83,11 @@ def update(
         HeadwiseError: another process goes on writing, or the files cannot be written.
     """
     path = Path(path)
-    check_writable(path)
-    with locked(path, timeout) as lock:
+    target = path if out is None else Path(out)
+    check_writable(target)
+    with locked(target, timeout) as lock:
         artifact, arrays = change(*load_pair(path))
-        return _prepared(artifact, path, arrays)(lock)
+        return _prepared(artifact, target, arrays)(lock)
 
 
 def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Key | None = None) -> Artifact:

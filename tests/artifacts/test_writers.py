@@ -37,6 +37,17 @@ def test_update_keeps_what_it_is_not_about(saved):
     assert len(names(saved.parent)) == 2
 
 
+def test_update_into_another_file_leaves_the_first_alone(saved, tmp_path):
+    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+    out = tmp_path / "other" / "new.yaml"
+    out.parent.mkdir()
+    assert update(saved, with_decode, out=out) == load(out) and load(out).decode == DECODE
+    assert {path.name: path.read_bytes() for path in saved.parent.iterdir() if path.is_file()} == before
+    # By another name it is still the same file.
+    update(saved, with_decode, out=saved.parent / "other" / ".." / saved.name)
+    assert load(saved).decode == DECODE
+
+
 def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
     with pytest.raises(ArtifactError, match=r"none\.yaml: no such file"):
         update(tmp_path / "none.yaml", with_decode)
