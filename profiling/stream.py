@@ -144,8 +144,8 @@ def _stream(config: Streamed, loaded: LoadedModel) -> TokenStream:
 
 
 def _settings(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> dict[str, Any]:
-    """What makes two runs the same; paths and the command are not among it."""
-    names = ("tokens", "task", "sinks", "window", "methods", "chunk", "stride", "seed", "dtype", "device")
+    """What makes two runs the same; paths, the command and which methods are asked for are not among it."""
+    names = ("tokens", "task", "sinks", "window", "chunk", "stride", "seed", "dtype", "device")
     values = {name: getattr(config, name) for name in names}
     return {
         "model": loaded.name,
@@ -154,7 +154,6 @@ def _settings(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> dic
         "sha256": stream.sha256,
         "repeats": stream.repeats,
         **values,
-        "methods": list(config.methods),
         "block": config.size,
     }
 
