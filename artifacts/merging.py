@@ -57,9 +57,11 @@ def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None)
             raise ArtifactError(f"{one_line(str(part.file))}: has no {name} section")
     given = [part for part in parts.values() if part is not None]
     evidence = {entry.model_dump_json(): entry for part in given for entry in part.artifact.evidence}
-    arrays = {name: array for name, array in prefill.arrays.items() if _section(name) == "prefill"}
+    arrays = {name: array for name, array in prefill.arrays.items() if section_of(name) == "prefill"}
     for section, part in parts.items():
-        own = {} if part is None else {name: array for name, array in part.arrays.items() if _section(name) == section}
+        own = (
+            {} if part is None else {name: array for name, array in part.arrays.items() if section_of(name) == section}
+        )
         arrays |= own
     changes: dict[str, Any] = {
         "created_at": now(),
@@ -71,7 +73,8 @@ def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None)
     return prefill.artifact.model_copy(update=changes), arrays
 
 
-def _section(array: str) -> str:
+def section_of(array: str) -> str:
+    """The section that an array of a sidecar belongs to, by how its name begins: decode, kv_cache or prefill."""
     return next((section for section, begins in _ARRAYS.items() if array.startswith(begins)), "prefill")
 
 

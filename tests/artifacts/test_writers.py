@@ -16,6 +16,7 @@ import pytest
 
 from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
 from artifacts.lock import locked
+from artifacts.sections import save_searched
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
 
@@ -186,3 +187,28 @@ def test_killed_at_each_call_and_at_200_instants_a_whole_pair_is_there():
         assert report[kind].keys() == {"0", "1"} and report[kind]["0"] > 20
     # Were none killed within a write, there would be no leftovers.
     assert sum(report["random"].values()) == 200 and report["random"]["leftovers"] > 20
+
+
+def test_a_search_keeps_the_sections_of_others(saved, make):
+    update(saved, with_decode)
+    again = make(created_at="2026-01-01T00:00:00Z", evidence=())
+    result = save_searched(again, saved, {"chosen.recall": np.zeros((3, 4), np.float32)})
+    artifact, arrays = load_pair(saved)
+    assert artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
+    assert arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
+    assert artifact.evidence == ()
+
+
+def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make):
+    update(saved, with_decode)
+    renamed = make().model.model_copy(update={"name": "elsewhere/tiny"})
+    assert save_searched(make(model=renamed), saved, {}).decode == DECODE
+    other = make().model.model_copy(update={"weights_sha256": "e" * 64})
+    assert save_searched(make(model=other), saved, {}).decode is None
+    for text in ("", "nonsense: 1", "[" * 100):
+        saved.write_text(text)
+        assert save_searched(make(), saved, {}) == load(saved)
+    saved.unlink()
+    assert save_searched(make(), saved, {}) == load(saved)
+    with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
+        save_searched(make().model_copy(update={"patterns": {}}), saved, {})

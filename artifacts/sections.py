@@ -1,0 +1,54 @@
+"""Writing what a search of heads found into a file where other commands have their sections."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from artifacts.errors import ArtifactError
+from artifacts.merging import section_of
+from artifacts.schema import Artifact, ModelInfo
+from artifacts.store import save, update
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+_OF_OTHERS = ("decode", "kv_cache")
+# What a person calls a model does not make it another one.
+_NAMES = {"name", "revision"}
+
+
+def save_searched(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> Artifact:
+    """Write a search's result to `path`; sections that it lacks and an artifact of the same model there has are kept.
+
+    Their arrays are kept with them, their evidence is not: it was measured with the patterns that are replaced. What is
+    no whole artifact, or of another model, is replaced altogether.
+
+    Returns:
+        The artifact as save() returns it.
+
+    Raises:
+        ArtifactError: as save().
+        HeadwiseError: as save() and update().
+    """
+    try:
+        return update(path, lambda old, old_arrays: _with_sections(artifact, arrays, old, old_arrays))
+    except ArtifactError:
+        # Nothing there to be kept; or what is wrong is the artifact itself, and save says so.
+        return save(artifact, path, arrays)
+
+
+def _with_sections(
+    artifact: Artifact, arrays: Mapping[str, Array], old: Artifact, old_arrays: Mapping[str, Array]
+) -> tuple[Artifact, Mapping[str, Array]]:
+    if _identity(old.model) != _identity(artifact.model):
+        return artifact, arrays
+    kept = {name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None}
+    kept = {name: section for name, section in kept.items() if section is not None}
+    theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
+    return artifact.model_copy(update=kept), {**theirs, **arrays}
+
+
+def _identity(model: ModelInfo) -> dict[str, object]:
+    return model.model_dump(exclude=_NAMES)
