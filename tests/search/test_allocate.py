@@ -1,0 +1,66 @@
+"""Spending a budget: the best there is for what it uses."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from artifacts import HeadwiseError
+from search.allocate import allocate
+
+SIZES = (0.0625, 0.125, 0.25, 0.5, 1.0)
+
+
+def _costs(parts: int, seed: int, convex: bool) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    drops = rng.exponential(size=(parts, len(SIZES) - 1)) * rng.exponential(size=(parts, 1))
+    if convex:
+        steps = np.diff(SIZES)
+        drops = -np.sort(-drops / steps, axis=1) * steps
+    return np.concatenate([np.zeros((parts, 1)), -np.cumsum(drops, axis=1)], axis=1) + 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("convex", [True, False])
+def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
+    """Everett's condition: where every step fits in turn, no choice that is as small costs less."""
+    costs = _costs(4, seed, convex)
+    choices = list(itertools.product(range(len(SIZES)), repeat=4))
+    sizes = [sum(SIZES[place] for place in choice) for choice in choices]
+    total_costs = [sum(costs[part, place] for part, place in enumerate(choice)) for choice in choices]
+    price = float(np.random.default_rng(seed).exponential())
+    # The least of cost + price * size is on the hulls; a total of its size must lead to it.
+    best = min(range(len(choices)), key=lambda at: total_costs[at] + price * sizes[at])
+    assert tuple(allocate(costs, SIZES, sizes[best])) == choices[best]
+
+
+def test_convex_curves_are_followed_exactly_in_equal_steps() -> None:
+    sizes = (1, 2, 3, 4, 5)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        drops = -np.sort(-rng.exponential(size=(4, 4)), axis=1)
+        costs = np.concatenate([np.zeros((4, 1)), -np.cumsum(drops, axis=1)], axis=1)
+        total = int(rng.integers(4, 21))
+        best = min(
+            sum(costs[part, place] for part, place in enumerate(choice))
+            for choice in itertools.product(range(5), repeat=4)
+            if sum(sizes[place] for place in choice) <= total
+        )
+        at = allocate(costs, sizes, total)
+        assert sum(costs[part, place] for part, place in enumerate(at)) == pytest.approx(best)
+
+
+def test_what_needs_little_gives_room_to_what_needs_much() -> None:
+    flat, steep = [1.0, 1.0, 1.0, 1.0, 1.0], [9.0, 7.0, 5.0, 3.0, 1.0]
+    assert allocate(np.array([flat, steep]), SIZES, 1.1) == [0, 4]
+
+
+def test_a_dent_in_a_curve_is_stepped_over() -> None:
+    costs = np.array([[10.0, 9.9, 1.0, 0.9, 0.0]])
+    assert allocate(costs, SIZES, 0.2) == [0]
+    assert allocate(costs, SIZES, 0.25) == [2]
+
+
+def test_too_small_a_total_is_refused() -> None:
+    with pytest.raises(HeadwiseError, match=r"a total of 0.1 is too small for 2 parts: the least is 0.125"):
+        allocate(np.zeros((2, 5)), SIZES, 0.1)

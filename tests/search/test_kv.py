@@ -1,0 +1,95 @@
+"""python -m search.kv as its users run it, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling.budget_curves import BudgetCurves
+from profiling.models import load_model
+from runtime import load, memory_report
+from search import heads, kv
+
+FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kv") / "cfg.yaml"
+    options = {"length": 1000, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "command": "test"}
+    heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
+    return out
+
+
+def _command(tiny_model: Path, config: Path, out: Path, *more: str) -> list[str]:
+    return ["--model", str(tiny_model), "--config", str(config), "--out", str(out), *FAST, *more]
+
+
+def test_writes_budgets_that_the_runtime_keeps(
+    tiny_model: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new.yaml"
+    kv.main(_command(tiny_model, config, out, "--target-share", "0.25"))
+    said = capsys.readouterr().out
+    assert "searched   KL" in said and "even       KL" in said
+    before, after = artifacts.load(config), artifacts.load(out)
+    assert after.kv_cache is not None and (after.prefill, after.patterns) == (before.prefill, before.patterns)
+    arrays = artifacts.load_arrays(out)
+    assert arrays["kv.error"].shape == (3, 2, len(arrays["kv.shares"]))
+    loaded = load_model(str(tiny_model), dtype="float32")
+    ids = torch.randint(3, 250, (1, 800))
+    with torch.no_grad(), load(out).apply(loaded.model) as handle:
+        cache = handle.new_cache()
+        loaded.model(ids, past_key_values=cache)
+        kept = [layer.mean_kept for layer in memory_report(cache).layers]
+    assert 0.15 <= np.mean(kept) / 800 <= 0.26
+
+
+def test_a_file_is_changed_in_place_and_other_sections_stay(tiny_model: Path, config: Path, tmp_path: Path) -> None:
+    own = tmp_path / "cfg.yaml"
+    artifacts.save(artifacts.load(config), own, artifacts.load_arrays(config))
+    kv.main(_command(tiny_model, own, own, "--target-bytes", "100kB", "--context", "1000"))
+    artifact = artifacts.load(own)
+    assert artifact.kv_cache is not None and artifact.patterns == artifacts.load(config).patterns
+    assert set(artifacts.load_arrays(config)) < set(artifacts.load_arrays(own))
+
+
+def test_budgets_go_where_the_error_is() -> None:
+    shares = (0.125, 0.25, 0.5)
+    error = np.full((3, 2, 3), 1e-6)
+    error[1] = np.nan
+    error[2, 1] = (4.0, 2.0, 1.0)
+    curves = BudgetCurves(shares=shares, error=error, kept=error)
+    section, share = kv.choose(curves, 0.35)
+    assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
+    assert share <= 0.35
+    assert section.heads(0, 2) == ("h2o_0.125",) * 2
+    assert section.policies["h2o_0.125"] == artifacts.H2O(heavy=0.0625, recent=0.0625)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--target-share", "0"], "--target-share must be above 0 and at most 1, got 0.0"),
+        (["--target-bytes", "64MiB"], "--target-bytes and --context go together"),
+        (["--target-bytes", "much", "--context", "9"], "--target-bytes must be a number of bytes .* got 'much'"),
+        (["--target-share", "0.2", "--forced", "400"], r"--forced must be below --length \(400\), got 400"),
+    ],
+)
+def test_values_that_cannot_be(options: list[str], said: str, tiny_model: Path, config: Path, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=said):
+        kv.main(_command(tiny_model, config, tmp_path / "no.yaml", *options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_bytes_are_those_of_the_cache(tiny_model: Path) -> None:
+    loaded = load_model(str(tiny_model), dtype="float32")
+    options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
+    token = 3 * 2 * 2 * 16 * 4
+    config = kv.KVSearch(**options, target_bytes=token * 100, context=1000)
+    assert kv._share_of_bytes(config, loaded) == pytest.approx(0.1)
