@@ -11,7 +11,6 @@ spent evenly, on held-out prompts; where even is better, even is written.
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from collections import Counter
@@ -32,6 +31,7 @@ from profiling.divergence import Divergence, divergences
 from profiling.models import LoadedModel, load_model
 from profiling.policies import with_section
 from profiling.prompts import TASKS, Prompt, make_prompts
+from profiling.sizes import bytes_of
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, window_of
 from search.allocate import allocate
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 # Held-out prompts are made with another seed.
 _OTHER_SEED = 7919
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +266,7 @@ def config_from(options: argparse.Namespace) -> KVSearch:
         config=options.config,
         out=options.out,
         share=share,
-        target_bytes=None if options.target_bytes is None else _bytes(options.target_bytes),
+        target_bytes=None if options.target_bytes is None else bytes_of(options.target_bytes, "--target-bytes"),
         context=options.context,
         tasks=tuple(options.tasks or KVSearch.tasks),
         length=options.length,
@@ -278,13 +277,6 @@ def config_from(options: argparse.Namespace) -> KVSearch:
         dtype=options.dtype,
         device=options.device,
     )
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise HeadwiseError(f"--target-bytes must be a number of bytes such as 67108864 or 64MiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def main(argv: list[str] | None = None) -> int:

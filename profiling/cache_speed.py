@@ -1,0 +1,284 @@
+"""Speed and bytes of decode under cache policies, beside a full cache of the same model.
+
+python -m profiling.cache_speed --model smollm2 --policy h2o:heavy=0.1,recent=0.1 --contexts 4096 16384 --memory 1GiB
+
+One sequence: time a token and bytes by context. With --memory also the largest batch whose cache fits into it, and what
+it decodes in a second: caches that shrink serve more sequences at once. Contexts may go past the model's positions, for
+only speed is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from tqdm import tqdm
+
+from artifacts import Full, HeadwiseError
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write, check_writable
+from artifacts.kv_cache import POLICY_KINDS, Policy
+from profiling.latency import interleaved
+from profiling.models import LoadedModel, load_model
+from profiling.policies import with_policy
+from profiling.sizes import bytes_of
+from runtime import Headwise, memory_report
+
+# Tokens prefilled at a time: what a serving engine does, and no layer needs a whole prompt at once.
+_CHUNK = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpeed:
+    """What to measure; `memory` is in bytes, None leaves batches out."""
+
+    model: str
+    policies: tuple[str, ...]
+    contexts: tuple[int, ...] = (4096,)
+    memory: int | None = None
+    steps: int = 16
+    repeats: int = 5
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One policy at one context. Times are medians; ratios are to the full cache."""
+
+    policy: str
+    context: int
+    token_seconds: float
+    bytes: int
+    batch: int | None
+    batch_tokens_a_second: float | None
+
+
+def run(config: CacheSpeed) -> tuple[list[Row], dict[str, Any]]:
+    """Measure; rows by context, the full cache first, and what is needed to repeat them.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    policies = {"full": Full(), **{text: parse_policy(text) for text in config.policies}}
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    methods: dict[str, Headwise] = {
+        name: with_policy(loaded, None if isinstance(policy, Full) else policy) for name, policy in policies.items()
+    }
+    rows = [row for context in config.contexts for row in _at(config, loaded, methods, context)]
+    record = {
+        "rows": [asdict(row) for row in rows],
+        "settings": asdict(config),
+        "versions": {
+            **{name: version(name) for name in ("headwise", "torch", "transformers")},
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    }
+    return rows, record
+
+
+@torch.no_grad()
+def _at(config: CacheSpeed, loaded: LoadedModel, methods: dict[str, Headwise], context: int) -> list[Row]:
+    caches = {name: _filled(config, loaded, headwise, context) for name, headwise in methods.items()}
+    held = {name: memory_report(cache).device for name, cache in caches.items()}
+    one = _times(config, loaded, methods, caches, 1)
+    batches: dict[str, int] = {}
+    many: dict[str, float] = {}
+    if config.memory is not None:
+        batches = {name: config.memory // nbytes for name, nbytes in held.items()}
+        if small := next((name for name, batch in batches.items() if batch < 1), None):
+            raise HeadwiseError(
+                f"--memory {config.memory} is too small for one sequence of {context} tokens under {small}, "
+                f"which takes {held[small]}"
+            )
+        for name, cache in caches.items():
+            cache.batch_repeat_interleave(batches[name])
+        many = _times(config, loaded, methods, caches, batches)
+    return [
+        Row(
+            policy=name,
+            context=context,
+            token_seconds=one[name],
+            bytes=held[name],
+            batch=batches.get(name),
+            batch_tokens_a_second=batches[name] / many[name] if many else None,
+        )
+        for name in methods
+    ]
+
+
+def _filled(config: CacheSpeed, loaded: LoadedModel, headwise: Headwise, context: int) -> Any:
+    """The cache of one sequence of random tokens."""
+    generator = torch.Generator().manual_seed(config.seed)
+    vocabulary = loaded.model.get_input_embeddings().num_embeddings
+    ids = torch.randint(0, vocabulary, (1, context), generator=generator).to(loaded.model.device)
+    with headwise.apply(loaded.model, check_weights=False) as handle:
+        cache = handle.new_cache()
+        for part in tqdm(ids.split(_CHUNK, dim=1), desc=f"prefill {context}", disable=None, leave=False):
+            loaded.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _times(
+    config: CacheSpeed,
+    loaded: LoadedModel,
+    methods: dict[str, Headwise],
+    caches: dict[str, Any],
+    batches: int | dict[str, int],
+) -> dict[str, float]:
+    """Median seconds of a step, the methods in turn."""
+    current: list[Any] = []
+
+    def entering(name: str) -> Callable[[], AbstractContextManager[object]]:
+        def enter() -> AbstractContextManager[object]:
+            batch = batches if isinstance(batches, int) else batches[name]
+            token = torch.zeros(batch, 1, dtype=torch.long, device=loaded.model.device)
+            current[:] = [caches[name], token]
+            return methods[name].apply(loaded.model, check_weights=False)
+
+        return enter
+
+    def decode() -> None:
+        for _ in range(config.steps):
+            loaded.model(current[1], past_key_values=current[0], use_cache=True)
+
+    seconds = interleaved(
+        {name: entering(name) for name in methods}, decode, repeats=config.repeats, device=config.device
+    )
+    return {name: statistics.median(taken) / config.steps for name, taken in seconds.items()}
+
+
+def parse_policy(text: str) -> Policy:
+    """Read a policy such as `h2o`, `streaming:sinks=4,window=1020` or `snapkv:budget=0.25`.
+
+    Raises:
+        HeadwiseError: an unknown kind or field, or a value that cannot be.
+    """
+    kind, _, given = text.partition(":")
+    if kind not in POLICY_KINDS:
+        raise HeadwiseError(f"unknown policy {kind!r}; known: {', '.join(POLICY_KINDS)}")
+    fields: dict[str, Any] = {"kind": kind}
+    for part in filter(None, given.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise HeadwiseError(f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020")
+        fields[name] = _value(value)
+    try:
+        made: Policy = TypeAdapter(Policy).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:2])
+        raise HeadwiseError(f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
+    return made
+
+
+def _value(text: str) -> int | float | bool | str:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as an aligned text table; ratios are to the full cache of the same context."""
+    lines = [["policy", "context", "ms/token", "x full", "MiB", "of full", "batch", "tokens/s", "x full"]]
+    for row in rows:
+        full = next(one for one in rows if one.context == row.context)
+        rate, rate_full = row.batch_tokens_a_second, full.batch_tokens_a_second
+        lines.append(
+            [
+                row.policy,
+                f"{row.context:,}",
+                f"{1e3 * row.token_seconds:.2f}",
+                f"{full.token_seconds / row.token_seconds:.2f}x",
+                f"{row.bytes / 2**20:.1f}",
+                f"{row.bytes / full.bytes:.3f}",
+                "-" if row.batch is None else str(row.batch),
+                "-" if rate is None else f"{rate:.1f}",
+                "-" if rate is None or rate_full is None else f"{rate / rate_full:.2f}x",
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.cache_speed."""
+    p = ArgumentParser(prog="python -m profiling.cache_speed", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument(
+        "--policy",
+        dest="policies",
+        action="append",
+        help="KIND or KIND:FIELD=VALUE,..., repeatable (default h2o); kinds: " + ", ".join(POLICY_KINDS),
+    )
+    p.add_argument("--contexts", nargs="+", type=int, default=list(CacheSpeed.contexts), help="tokens in the cache")
+    p.add_argument("--memory", help="also the largest batch whose cache fits into so many bytes, such as 1GiB")
+    p.add_argument("--steps", type=int, default=CacheSpeed.steps, help="tokens of a timed round")
+    p.add_argument("--repeats", type=int, default=CacheSpeed.repeats, help="timed rounds, in turn")
+    p.add_argument("--seed", type=int, default=CacheSpeed.seed)
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    return p
+
+
+def config_from(options: argparse.Namespace) -> CacheSpeed:
+    """What a command line asks for.
+
+    Raises:
+        HeadwiseError: a value that cannot be.
+    """
+    for name in ("steps", "repeats"):
+        if getattr(options, name) < 1:
+            raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if (least := min(options.contexts)) < 1:
+        raise HeadwiseError(f"--contexts must be at least 1, got {least}")
+    policies = tuple(options.policies or ("h2o",))
+    for text in policies:
+        parse_policy(text)
+    return CacheSpeed(
+        model=options.model,
+        policies=policies,
+        contexts=tuple(options.contexts),
+        memory=None if options.memory is None else bytes_of(options.memory, "--memory"),
+        steps=options.steps,
+        repeats=options.repeats,
+        seed=options.seed,
+        dtype=options.dtype,
+        device=options.device,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = parser().parse_args(argv)
+    config = config_from(options)
+    if options.json:
+        check_writable(options.json)
+    rows, record = run(config)
+    print(table(rows))
+    if options.json:
+        command = "python -m profiling.cache_speed " + " ".join(sys.argv[1:] if argv is None else argv)
+        atomic_write(options.json, (json.dumps({"command": command, **record}, indent=1) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
