@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import artifacts
+from kernels.scored import drop_lowest, ranks, scored_attention
 from runtime.policies import budgets
 from runtime.policies.base import Call, Policy
-from runtime.policies.scored import attend_scored
 
 # Rows beyond those needed: at least so many, and a share of the whole. A cache under shares grows slowly.
 _ROOM = 8
@@ -94,11 +94,19 @@ class H2O(Policy):
             positions[:, :, new] = torch.arange(
                 self.seen - (end - begin), self.seen, dtype=torch.int32, device=k.device
             )
-        out, sums = attend_scored(call, call.q[:, :, begin:end], keys[:, :, :rows], values[:, :, :rows])
-        scores[:, :, :rows] += sums
+        done = scored_attention(
+            call.q[:, :, begin:end],
+            keys[:, :, :rows],
+            values[:, :, :rows],
+            scale=call.scale,
+            softcap=call.softcap,
+            backend=call.backend,
+        )
+        assert done.scores is not None
+        scores[:, :, :rows] += done.scores
         self._held = rows
-        self._evict(self._budget(self.seen))
-        return out
+        self._evict(self._budget(self.seen), call.backend)
+        return done.out
 
     def _rows(self, call: Call, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Memory for so many tokens: what there is where it suffices."""
@@ -124,36 +132,27 @@ class H2O(Policy):
             return min(heavy + recent + 1, rows + max(256, rows))
         return rows + max(_ROOM, rows // _SHARE)
 
-    def _evict(self, keep: int) -> None:
+    def _evict(self, keep: int, backend: str) -> None:
         """Drop the lowest of those before the latest until `keep` are left."""
         over = self._held - keep
         if over <= 0:
             return
-        if over > _FEW:
-            kept = self._ranks().topk(keep, dim=2).indices.sort(dim=2).values
+        keys, values, scores, positions = self.keys, self.values, self.scores, self.positions
+        assert keys is not None and values is not None and scores is not None and positions is not None
+        latest = self.seen - budgets.tokens(self.record.recent, self.seen)
+        queries = self.seen if self.record.normalised else None
+        if over <= _FEW:
+            for rows in range(self._held, keep, -1):
+                drop_lowest(keys, values, scores, positions, rows=rows, latest=latest, queries=queries, backend=backend)
+        else:
+            held = slice(0, self._held)
+            ranked = ranks(scores[:, :, held], positions[:, :, held], latest=latest, queries=queries)
+            kept = ranked.topk(keep, dim=2).indices.sort(dim=2).values
             room = self._room(keep + 1)
             for name, tensor in self.tensors().items():
                 at = kept if tensor.dim() == 3 else kept[..., None].expand(-1, -1, -1, tensor.shape[3])
                 setattr(self, name, _moved(tensor.gather(2, at), room))
-            self._held = keep
-            return
-        for _ in range(over):
-            victims = self._ranks().argmin(dim=2, keepdim=True)
-            self._held -= 1
-            for tensor in self.tensors().values():
-                last = tensor[:, :, self._held : self._held + 1]
-                at = victims if tensor.dim() == 3 else victims[..., None].expand_as(last)
-                tensor.scatter_(2, at, last.clone())
-
-    def _ranks(self) -> Tensor:
-        """(B, G, n): what tokens are kept by, infinite for the latest."""
-        assert self.scores is not None and self.positions is not None
-        scores, positions = self.scores[:, :, : self._held], self.positions[:, :, : self._held]
-        if self.record.normalised:
-            # As many queries could see a token as have come since, itself included.
-            scores = scores / (self.seen - positions)
-        latest = self.seen - budgets.tokens(self.record.recent, self.seen)
-        return scores.masked_fill(positions >= latest, float("inf"))
+        self._held = keep
 
 
 def _moved(tensor: Tensor, room: int) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import artifacts
+from kernels.scored import scored_attention
 from runtime.policies import budgets
 from runtime.policies.base import Call, Policy, with_room
-from runtime.policies.scored import attend_scored
 
 
 class SnapKV(Policy):
@@ -83,6 +83,14 @@ class SnapKV(Policy):
         """(B, G, n - W): the window's attention by key, averaged over neighbours (zero beyond the ends)."""
         assert self.keys is not None and self.values is not None
         window, pool, n = self.record.window, self.record.pool, self._held
-        _, sums = attend_scored(call, call.q[:, :, -window:], self.keys[:, :, :n], self.values[:, :, :n])
+        done = scored_attention(
+            call.q[:, :, -window:],
+            self.keys[:, :, :n],
+            self.values[:, :, :n],
+            scale=call.scale,
+            softcap=call.softcap,
+            backend=call.backend,
+        )
+        assert done.scores is not None
         # Those of the window are no neighbours.
-        return torch.nn.functional.avg_pool1d(sums[:, :, : n - window], pool, stride=1, padding=pool // 2)
+        return torch.nn.functional.avg_pool1d(done.scores[:, :, : n - window], pool, stride=1, padding=pool // 2)

@@ -1,0 +1,119 @@
+"""What caches that keep tokens by scores need: attention of any length that adds them up, and dropping the lowest.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, R rows of a cache, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import kernels.dispatch as dispatch
+from kernels.decode import MAX_QUERIES, Decoded, decode_attention
+from kernels.scored import cpu
+
+__all__ = ["drop_lowest", "ranks", "scored_attention"]
+
+
+def scored_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Decoded:
+    """Causal attention of queries, the last Q of K, with the sum of each key's probabilities from the same pass.
+
+    That is decode_attention(scores="sum") of any number of queries: H2O's scores of a prompt (H2O, section 4). Rows of
+    attention exist for 64 queries of a head at a time, one such tile a thread.
+
+    Args:
+        q: (B, H, Q, D) queries.
+        k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
+        v: (B, G, K, E) values.
+        scale: factor on the logits; D ** -0.5 if None.
+        softcap: logits become softcap * tanh(logits / softcap).
+        backend: see kernels.decode.decode_attention.
+
+    Returns:
+        out (B, H, Q, E) in q's dtype, lse (B, H, Q) fp32, scores (B, G, K) fp32.
+
+    Raises:
+        ValueError: as decode_attention does; more queries than keys.
+    """
+    q_len, k_len = q.shape[2], k.shape[2]
+    if q_len > k_len:
+        raise ValueError(f"queries are the last of the keys: got {q_len} queries and {k_len} keys")
+    if q_len <= MAX_QUERIES:
+        return decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
+    # Checks what all calls share, too.
+    first = decode_attention(
+        q[:, :, :1], k[:, :, :1], v[:, :, :1], scale=scale, softcap=softcap, scores="sum", backend=backend
+    )
+    if dispatch.choose(backend, q, k, v, op="decode").__name__ == "kernels.decode.cpu":
+        how = q.shape[3] ** -0.5 if scale is None else float(scale)
+        return Decoded(*cpu.scored_attention(q, k, v, scale=how, softcap=softcap))
+    assert first.scores is not None
+    out = first.out.new_empty(q.shape[0], q_len, q.shape[1], v.shape[3]).transpose(1, 2)
+    lse, sums = first.lse.new_empty(q.shape[:3]), first.scores.new_zeros(k.shape[:3])
+    for begin in range(0, q_len, MAX_QUERIES):
+        end = min(begin + MAX_QUERIES, q_len)
+        seen = k_len - q_len + end
+        some = decode_attention(
+            q[:, :, begin:end],
+            k[:, :, :seen],
+            v[:, :, :seen],
+            scale=scale,
+            softcap=softcap,
+            scores="sum",
+            backend=backend,
+        )
+        assert some.scores is not None
+        out[:, :, begin:end], lse[:, :, begin:end] = some.out, some.lse
+        sums[:, :, :seen] += some.scores
+    return Decoded(out, lse, sums)
+
+
+def drop_lowest(
+    keys: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    *,
+    rows: int,
+    latest: int,
+    queries: int | None = None,
+    backend: str = "auto",
+) -> None:
+    """Drop one of the first `rows` tokens of each KV head: the lowest of those before the latest.
+
+    The last of them takes its row; nothing else moves (H2O, Algorithm 1, where a token is evicted).
+
+    Args:
+        keys: (B, G, R, D), contiguous, as are all.
+        values: (B, G, R, E).
+        scores: (B, G, R) fp32.
+        positions: (B, G, R) int32, in the text.
+        rows: how many rows hold tokens; rows - 1 do afterwards.
+        latest: tokens from this position on are not dropped; there must be others.
+        queries: tokens are ranked by their score over (queries - position), how many queries saw them; by the score if
+            None.
+        backend: "auto" and "cpu" take native code for tensors on the CPU, others torch.
+    """
+    if backend in ("auto", "cpu") and cpu.serves(keys):
+        cpu.drop_lowest(keys, values, scores, positions, rows=rows, latest=latest, queries=queries)
+        return
+    ranked = ranks(scores[:, :, :rows], positions[:, :, :rows], latest=latest, queries=queries)
+    victims = ranked.argmin(dim=2, keepdim=True)
+    for tensor in (keys, values, scores, positions):
+        last = tensor[:, :, rows - 1 : rows]
+        tensor.scatter_(2, victims if tensor.dim() == 3 else victims[..., None].expand_as(last), last.clone())
+
+
+def ranks(scores: Tensor, positions: Tensor, *, latest: int, queries: int | None = None) -> Tensor:
+    """(B, G, R): what drop_lowest goes by, infinite for the latest."""
+    if queries is not None:
+        scores = scores / (queries - positions)
+    return scores.masked_fill(positions >= latest, torch.inf)
