@@ -22,21 +22,21 @@ def _f(type: str, meaning: str, since: int = 1) -> FieldDoc:
 
 
 _COVERAGE = _f("share above 0, or null", "take only as much as holds this share, at most the sizes; null: the sizes", 2)
-_IMPORTED = _f("mapping or null", "where the section comes from, if it was taken over from another tool's file", 2)
+_IMPORTED = _f("mapping or null", "where the section comes from, if it was taken over from another tool's file", 3)
 
 # Of each model: where its fields lie in the file, and the fields.
 DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
     "Artifact": (
         "the file",
         {
-            "schema_version": _f("2", "the layout of this file"),
+            "schema_version": _f("3", "the layout of this file"),
             "created_at": _f("text", "when it was written, UTC, `2025-01-31T12:00:00Z`"),
             "model": _f("mapping", "which model it is for"),
             "search": _f("mapping or null", "how the patterns were found; null: none was searched here"),
             "patterns": _f("name: pattern", "the patterns in use; an unused one is an error"),
             "prefill": _f("mapping", "which query head gets which pattern"),
             "decode": _f("mapping or null", "which layers choose the tokens that others attend to in decode", 2),
-            "kv_cache": _f("mapping or null", "what each layer and KV head keeps of its keys and values", 2),
+            "kv_cache": _f("mapping or null", "what each layer and KV head keeps of its keys and values", 3),
             "evidence": _f("list", "measurements against a baseline"),
             "sidecar": _f("mapping or null", "the file with the arrays"),
             "content_sha256": _f("64 hex digits", "hash of the content, see [Hashes](#hashes)"),
@@ -187,11 +187,11 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
     "Imported": (
         "prefill.imported, kv_cache.imported",
         {
-            "format": _f("`minference`, `sparse_attention_config` or `duo_attention`", "the file's format", 2),
-            "file": _f("text", "the file's bare name", 2),
-            "sha256": _f("64 hex digits", "of the file's bytes", 2),
+            "format": _f("`minference`, `sparse_attention_config` or `duo_attention`", "the file's format", 3),
+            "file": _f("text", "the file's bare name", 3),
+            "sha256": _f("64 hex digits", "of the file's bytes", 3),
             "scores": _f(
-                "`recall`, `other` or null", "what the file's scores are: shares of attention kept, others, none", 2
+                "`recall`, `other` or null", "what the file's scores are: shares of attention kept, others, none", 3
             ),
         },
     ),
@@ -246,53 +246,53 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
     "KVCache": (
         "kv_cache",
         {
-            "policies": _f("name: policy", "the policies in use; an unused one is an error", 2),
+            "policies": _f("name: policy", "the policies in use; an unused one is an error", 3),
             "layers": _f(
                 "one row a layer",
                 "a policy's name for all KV heads of the layer, or a list with one for each; `null`: the layer slides "
                 "over a window of the model's own",
-                2,
+                3,
             ),
             "imported": _IMPORTED,
         },
     ),
-    "Full": ("kv_cache.policies, kind full", {"kind": _f("`full`", "everything is kept", 2)}),
+    "Full": ("kv_cache.policies, kind full", {"kind": _f("`full`", "everything is kept", 3)}),
     "Streaming": (
         "kv_cache.policies, kind streaming",
         {
-            "kind": _f("`streaming`", "the first tokens and the last (StreamingLLM)", 2),
-            "sinks": _f("int, tokens", "first tokens that are kept", 2),
-            "window": _f("int, tokens", "last tokens that are kept, the newest included", 2),
+            "kind": _f("`streaming`", "the first tokens and the last (StreamingLLM)", 3),
+            "sinks": _f("int, tokens", "first tokens that are kept", 3),
+            "window": _f("int, tokens", "last tokens that are kept, the newest included", 3),
             "positions": _f(
                 "`cache` or `original`",
                 "a token's position is counted in the cache, so that a stream never ends, or is that in the text",
-                2,
+                3,
             ),
         },
     ),
     "H2O": (
         "kv_cache.policies, kind h2o",
         {
-            "kind": _f("`h2o`", "the tokens that were attended to most, and the latest (H2O)", 2),
+            "kind": _f("`h2o`", "the tokens that were attended to most, and the latest (H2O)", 3),
             "heavy": _f(
-                "int, tokens, or share", "how many of the most attended tokens are kept, of those seen so far", 2
+                "int, tokens, or share", "how many of the most attended tokens are kept, of those seen so far", 3
             ),
-            "recent": _f("int, tokens, or share", "how many of the latest tokens are kept", 2),
-            "normalised": _f("true or false", "scores are divided by how many queries could see a token", 2),
+            "recent": _f("int, tokens, or share", "how many of the latest tokens are kept", 3),
+            "normalised": _f("true or false", "scores are divided by how many queries could see a token", 3),
             "eviction": _f(
                 "`top_k` or `greedy`",
                 "keep the best of each call's whole cache, or evict one token after each query",
-                2,
+                3,
             ),
         },
     ),
     "SnapKV": (
         "kv_cache.policies, kind snapkv",
         {
-            "kind": _f("`snapkv`", "of each prompt what its last queries attend to; all that is generated (SnapKV)", 2),
-            "budget": _f("int, tokens, or share", "tokens kept of a prompt, the window included", 2),
-            "window": _f("int, tokens", "the prompt's last queries, which vote and are kept", 2),
-            "pool": _f("odd int, tokens", "votes are averaged over so many neighbours", 2),
+            "kind": _f("`snapkv`", "of each prompt what its last queries attend to; all that is generated (SnapKV)", 3),
+            "budget": _f("int, tokens, or share", "tokens kept of a prompt, the window included", 3),
+            "window": _f("int, tokens", "the prompt's last queries, which vote and are kept", 3),
+            "pool": _f("odd int, tokens", "votes are averaged over so many neighbours", 3),
         },
     ),
     "Measurement": (

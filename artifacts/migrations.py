@@ -17,23 +17,22 @@ Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _to_2(fields: dict[str, Any]) -> dict[str, Any]:
-    """Vertical-slash and block-sparse patterns may have a coverage; decode and the KV cache have sections.
-
-    Patterns may be imported.
-    """
+    """Vertical-slash and block-sparse patterns may have a coverage, and decode a section of its own."""
     none = {"vertical_slash": {"coverage": None}, "block_sparse": {"coverage": None}}
     patterns = {name: pattern | none.get(pattern["kind"], {}) for name, pattern in fields["patterns"].items()}
-    prefill = fields["prefill"] | {"imported": None}
-    return fields | {
-        "schema_version": 2,
-        "patterns": patterns,
-        "prefill": prefill,
-        "decode": None,
-        "kv_cache": None,
-    }
+    return fields | {"schema_version": 2, "patterns": patterns, "decode": None}
 
 
-MIGRATIONS: dict[int, Step] = {1: _to_2}
+def _to_3(fields: dict[str, Any]) -> dict[str, Any]:
+    """The KV cache has a section, and patterns may be imported.
+
+    For some hours files of version 2 were written that have both.
+    """
+    prefill = {**fields["prefill"], "imported": fields["prefill"].get("imported")}
+    return fields | {"schema_version": 3, "prefill": prefill, "kv_cache": fields.get("kv_cache")}
+
+
+MIGRATIONS: dict[int, Step] = {1: _to_2, 2: _to_3}
 """MIGRATIONS[n] makes version n + 1 of version n and sets its schema_version."""
 
 

@@ -1,4 +1,4 @@
-"""Version 2 of the artifact: what Headwise found for one model, as immutable data.
+"""Version 3 of the artifact: what Headwise found for one model, as immutable data.
 
 docs/artifact.md explains each field.
 """
@@ -18,7 +18,7 @@ from artifacts.imported import Imported, Sha256, Text
 from artifacts.kv_cache import KVCache
 from artifacts.patterns import KINDS, Pattern, Record, matching
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 def _share(value: float) -> float:
@@ -186,7 +186,7 @@ class Artifact(Record):
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     created_at: Timestamp = Field(default_factory=now)
     model: ModelInfo
     search: SearchInfo | None

@@ -62,7 +62,7 @@ def yaml_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _example() -> Path:
-    return Path(__file__).parent / "golden" / "v2.yaml"
+    return Path(__file__).parent / "golden" / "v3.yaml"
 
 
 def artifact_files() -> Iterator[tuple[str, bytes]]:

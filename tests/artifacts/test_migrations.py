@@ -12,6 +12,7 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, migrations, strict_yaml
 from artifacts.hashing import content_sha256
+from artifacts.kv_cache import POLICY_KINDS
 from artifacts.patterns import KINDS
 from artifacts.schema import SCHEMA_VERSION
 
@@ -36,13 +37,40 @@ def test_golden_v1(make, arrays):
         np.testing.assert_array_equal(back[name], array)
 
 
-def test_golden_v2(tmp_path, every_kind):
-    """Every kind of pattern, and what save() writes today, byte for byte."""
+def test_golden_v2():
+    """Every kind of pattern, and decode; the sections of later versions are empty."""
+    artifact = artifacts.load(GOLDEN / "v2.yaml")
+    written = strict_yaml.parse((GOLDEN / "v2.yaml").read_bytes())
+    fields = artifact.model_dump(mode="json")
+    assert fields.pop("kv_cache") is None and fields["prefill"].pop("imported") is None
+    assert fields.pop("schema_version") == SCHEMA_VERSION and written.pop("schema_version") == 2
+    assert fields.pop("content_sha256") != written.pop("content_sha256")
+    assert fields == written and {pattern.kind for pattern in artifact.patterns.values()} == set(KINDS)
+    assert artifact.content_sha256 == content_sha256(artifact.model_dump(mode="json"))
+    assert artifacts.load_arrays(GOLDEN / "v2.yaml").keys() == {
+        "chosen.recall",
+        "static.mean.columns",
+        "static.mean.diagonals",
+    }
+
+
+def test_version_2_of_the_day_that_brought_version_3(tmp_path, every_kind):
+    """It had the new sections already: nothing of them is lost."""
+    saved = artifacts.save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
+    fields = strict_yaml.parse((tmp_path / "cfg.yaml").read_bytes()) | {"schema_version": 2}
+    fields["content_sha256"] = content_sha256(fields)
+    (tmp_path / "cfg.yaml").write_text(strict_yaml.dump(fields))
+    assert artifacts.load(tmp_path / "cfg.yaml") == saved
+
+
+def test_golden_v3(tmp_path, every_kind):
+    """Every kind of pattern and policy, and what save() writes today, byte for byte."""
     artifact, arrays = every_kind
-    saved = artifacts.save(artifact, tmp_path / "v2.yaml", arrays)
-    assert artifacts.load(GOLDEN / "v2.yaml") == saved
+    saved = artifacts.save(artifact, tmp_path / "v3.yaml", arrays)
+    assert artifacts.load(GOLDEN / "v3.yaml") == saved
     assert {pattern.kind for pattern in saved.patterns.values()} == set(KINDS)
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in GOLDEN.glob("v2.*"))
+    assert {policy.kind for policy in saved.kv_cache.policies.values()} == set(POLICY_KINDS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in GOLDEN.glob("v3.*"))
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (GOLDEN / path.name).read_bytes()
 
