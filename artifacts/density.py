@@ -3,11 +3,13 @@
 Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompts at once. Exact for every pattern that
 is the same on all prompts, and for block-sparse without a coverage. Where the prompt chooses, the count is of the
 plainest choice: a vertical-slash head's columns are taken to be the first and its diagonals the nearest, and a coverage
-to need all that the sizes allow. A real prompt scatters columns and diagonals over more tiles.
+to need all that the sizes allow. A real prompt's columns and diagonals lie apart, which takes more tiles, and further
+on, where fewer queries see them, which takes less: it is an estimate either way.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 TILE = 64
 CHOOSING = ("vertical_slash", "block_sparse")
+# Longer than any model's prompts; a file may claim any length, and counting takes time and memory for each tile.
+LONGEST = 2**24
 
 
 def num_tiles(length: int) -> int:
@@ -43,10 +47,12 @@ def density(
 
     Args:
         pattern: whose sizes are counted.
-        length: of the prompt, in tokens.
+        length: of the prompt, in tokens; the density is None above LONGEST.
         dense_tail: last queries that see every key, whatever the pattern.
         arrays: the sidecar's, for the entries of a static pattern; its density is None without them.
     """
+    if length > LONGEST:
+        return None
     tiles = num_tiles(length)
     causal = tiles * (tiles + 1) // 2
     tail = max(dense_tail, pattern.last if isinstance(pattern, TriShape) else 0)
@@ -132,10 +138,20 @@ def _tiles(offsets: Iterable[int], groups: Iterable[set[int]], rows: int) -> int
     t of a mask is row t.
     """
     held = [offset for offset in offsets if offset < rows]
-    every = (1 << rows) - 1
-    free = every & ~sum(1 << offset for offset in {0, *held})
     count = sum(rows - offset for offset in held)
+    own = sorted({0, *held})
+    together = []
     for tiles in groups:
+        if len(tiles) == 1:
+            behind = max(rows - min(tiles), 0)
+            count += behind - bisect_left(own, behind)
+        else:
+            together.append(tiles)
+    if not together:
+        return count
+    every = (1 << rows) - 1
+    free = every & ~sum(1 << offset for offset in own)
+    for tiles in together:
         needed = 0
         for tile in tiles:
             needed |= free << tile

@@ -27,7 +27,7 @@ Each finding is one line: severity, code, where; what is odd, why it matters, wh
 
 The exit status is 1 if there is a finding of --level or above (warning), 2 if FILE is no artifact at all.
 Patterns that a prompt chooses are counted from their sizes: columns as if they were the first, diagonals
-as if they were the nearest. A real prompt scatters them, and costs more.
+as if they were the nearest: an estimate.
 
 examples:
   python -m artifacts lint cfg.yaml

@@ -98,7 +98,7 @@ def _remedy(case: Case, length: int) -> str:
 
 
 def sizes(case: Case) -> Iterator[Finding]:
-    """Sizes that no prompt can fill, that are less than a tile, or that two patterns share; names that say others."""
+    """Sizes that no prompt can fill, or that two patterns share; names that say others."""
     artifact = case.artifact
     most = artifact.model.max_positions
     effective: dict[AnyPattern, str] = {}
@@ -116,15 +116,6 @@ def sizes(case: Case) -> Iterator[Finding]:
                 "dense on that side; is the artifact for a model of longer context?",
             )
         rounded = _at_least_a_tile(pattern)
-        if isinstance(pattern, VerticalSlash) and rounded != pattern:
-            counted = f"{max(pattern.vertical, TILE)} and {max(pattern.slash, TILE)}"
-            yield Finding(
-                code="below-tile",
-                severity="note",
-                where=where,
-                message=f"{pattern.vertical} columns and {pattern.slash} diagonals count as {counted}: the first "
-                f"{TILE} columns and nearest {TILE} diagonals are always computed",
-            )
         if rounded in effective:
             yield Finding(
                 code="twins",
@@ -140,6 +131,22 @@ def sizes(case: Case) -> Iterator[Finding]:
                 where=where,
                 message=f"is called as {name} would be, but is {pattern_name(pattern)}: rename it",
             )
+
+
+def small(case: Case) -> Iterator[Finding]:
+    """Sizes below a tile, which count as one."""
+    artifact = case.artifact
+    names = [name for name, pattern in artifact.patterns.items() if _at_least_a_tile(pattern) != pattern]
+    if names:
+        count = sum(name in names for row in artifact.prefill.layers for name in row or ())
+        yield Finding(
+            code="below-tile",
+            severity="note",
+            where="patterns",
+            message=f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}, on {heads(count)}: sizes below "
+            f"{TILE} count as {TILE}, because the first {TILE} columns and nearest {TILE} diagonals are always "
+            "computed",
+        )
 
 
 def _at_least_a_tile(pattern: AnyPattern) -> AnyPattern:

@@ -11,6 +11,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     patterns.uniform,
     patterns.near_dense,
     patterns.sizes,
+    patterns.small,
     patterns.question,
     patterns.budget,
     scores.sidecar,
