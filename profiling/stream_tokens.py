@@ -18,9 +18,9 @@ from profiling.words import words
 # StreamingLLM, section 4.3: after so many lines a question about the line so far before.
 EVERY, BACK = 10, 20
 _BATCH = 50
-_HEAD = "Below is a list of facts, one a line. Now and then somebody asks for one of them.\n\n"
+_HEAD = "Below is a list of facts, one a line. Now and then one of them is asked for again.\n\n"
 _FACT = "The value of {} is {}.\n"
-_ASKED = "\nQuestion: What is the value of {0}?\nAnswer: The value of {0} is"
+_ASKED = "\nThe value of {} is"
 _END = ".\n\n"
 
 
