@@ -69,6 +69,24 @@ class Kind:
 _DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
 _BEGINS = "the answer begins with the right one"
 
+_RULER = "RULER, Hsieh et al. 2024"
+_SHARE = "the share of the answers that are named"
+
+
+def _needles(variant: str, asks: str) -> Kind:
+    """One of RULER's eight, whose haystack is the user's text where it is a text at all."""
+    return Kind(
+        name=variant,
+        maker="profiling.needles:needles",
+        takes_file="no" if variant in ("niah_single_1", "niah_multikey_2", "niah_multikey_3") else "may",
+        parameters=(_DEPTH,) if "single" in variant else (),
+        fixed={"variant": variant},
+        asks=asks,
+        scored=_SHARE,
+        source=_RULER,
+    )
+
+
 _KINDS = (
     Kind(
         name="kv_retrieval",
@@ -125,6 +143,45 @@ _KINDS = (
         asks="somebody's relation's relation, step by step",
         scored="both are named in turn",
         source="OmniKV, section 3",
+    ),
+    _needles("niah_single_1", "the number of a word, in a haystack of one line over and over"),
+    _needles("niah_single_2", "the number of a word, in a text"),
+    _needles("niah_single_3", "the UUID of a word, in a text"),
+    _needles("niah_multikey_1", "the number of one of four words, in a text"),
+    _needles("niah_multikey_2", "the number of one word, in nothing but numbers of words"),
+    _needles("niah_multikey_3", "the UUID of one UUID, in nothing but such"),
+    _needles("niah_multivalue", "all four numbers of a word, in a text"),
+    _needles("niah_multiquery", "the numbers of four words, in a text"),
+    Kind(
+        name="vt",
+        maker="profiling.variables:variable_tracking",
+        parameters=(
+            Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
+            Parameter("hops", int, "how many variables take a value from the one before (4)", 1, 1000),
+        ),
+        asks="all variables that have a value, by way of one another",
+        scored=_SHARE,
+        source=_RULER,
+    ),
+    Kind(
+        name="cwe",
+        maker="profiling.frequencies:common_words",
+        parameters=(
+            Parameter("words", int, "how many words are common (10)", 1, 1000),
+            Parameter("common", int, "how often these come up (30; 6 below 4096 tokens)", 2),
+            Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
+        ),
+        asks="the ten most common words of a list",
+        scored=_SHARE,
+        source=_RULER,
+    ),
+    Kind(
+        name="fwe",
+        maker="profiling.frequencies:frequent_words",
+        parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
+        asks="the three most frequent code words of a text",
+        scored=_SHARE,
+        source=_RULER,
     ),
     Kind(
         name="text",

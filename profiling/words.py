@@ -32,6 +32,16 @@ def words(rng: random.Random) -> Iterator[str]:
         yield from (f"{pair}-{turn}" for pair in pairs)
 
 
+def compounds(rng: random.Random) -> Iterator[str]:
+    """Words such as `pearlmisty` without end, none twice: short for a tokenizer, and as many as a list may need."""
+    parts = [*_ADJECTIVES.split(), *_NOUNS.split()]
+    pairs = list(dict.fromkeys(one + other for one in parts for other in parts if one != other))
+    rng.shuffle(pairs)
+    yield from pairs
+    for turn in itertools.count(2):
+        yield from (f"{pair}{turn}" for pair in pairs)
+
+
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
     """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in any case."""
     taken, found = apart_from.lower(), dict[str, None]()
