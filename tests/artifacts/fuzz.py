@@ -213,7 +213,11 @@ def judge(folder: Path, text: bytes, data: bytes | None) -> str:
     # Another writer's sidecar may be laid out in another way.
     by_place = {"sidecar", "content_sha256"}
     assert again.model_dump(exclude=by_place) == artifact.model_dump(exclude=by_place)
-    command(["show", str(path)])
+    for words in (["show", str(path)], ["lint", str(path)], ["diff", str(path), str(folder / "again.yaml")]):
+        try:
+            command(words)
+        except artifacts.HeadwiseError as error:
+            assert str(error).isprintable(), words
     return "loaded"
 
 

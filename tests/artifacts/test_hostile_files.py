@@ -11,7 +11,9 @@ from hashlib import sha256
 import pytest
 
 from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_yaml
+from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
+from artifacts.validation import to_artifact
 from tests.artifacts.hostile import MIB, SECONDS
 
 # What ends well: these files are large and right.
@@ -121,3 +123,19 @@ def test_nothing_in_a_file_is_executed(saved, monkeypatch, tmp_path):
         with pytest.raises(ArtifactError, match=r"line 1: tag .* is not allowed"):
             load(saved)
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("size", [2**24 + 1, 2**63, 10**39])
+def test_sizes_that_no_model_has_break_no_verb(tmp_path, every_kind, size, capsys):
+    artifact, arrays = every_kind
+    fields = artifact.model_dump(mode="json")
+    fields["model"]["max_positions"] = size
+    fields["search"]["calibration"]["lengths"] = [size]
+    for pattern in fields["patterns"].values():
+        pattern.update({name: size for name in ("sink", "window", "vertical", "slash", "blocks") if name in pattern})
+    for name in ("odd", "same"):
+        save(to_artifact(fields), tmp_path / f"{name}.yaml", arrays)
+    odd, same = str(tmp_path / "odd.yaml"), str(tmp_path / "same.yaml")
+    for words in (["show", odd], ["validate", odd], ["lint", odd], ["diff", odd, same], ["lint", odd, "--json"]):
+        assert main(words) in (0, 1), words
+        assert capsys.readouterr().out
