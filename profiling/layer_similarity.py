@@ -20,6 +20,7 @@ from profiling.decode_capture import capture_decode
 from profiling.mass import ability, agreement
 from profiling.models import LoadedModel
 from profiling.prompts import TASKS, Find, Prompt, Task, digest, make_prompts, parse_task
+from profiling.residual import ResidualStream
 from profiling.similarity_meter import FROZEN, TAIL, Meter
 from profiling.similarity_profile import FORMAT, Profile, file_name
 from profiling.tokens import Encoder
@@ -120,7 +121,9 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, progr
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
     continuation = [token for token, _ in expected] + list(prompt.input_ids[config.length :])
     finds = [find for _, find in expected[: config.steps]]
-    meter = Meter(length=config.length, top_k=config.top_k, finds=finds + [None] * (config.steps - len(finds)))
+    finds += [None] * (config.steps - len(finds))
+    stream = ResidualStream(loaded.model)
+    meter = Meter(length=config.length, top_k=config.top_k, finds=finds, stream=stream)
 
     def done(step: int) -> None:
         meter.done(step)
@@ -128,16 +131,17 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, progr
 
     ids = torch.tensor([prompt.input_ids[: config.length]], device=loaded.model.device)
     ends = loaded.model.generation_config.eos_token_id if loaded.model.generation_config else None
-    capture_decode(
-        loaded.model,
-        ids,
-        meter.visit,
-        done,
-        steps=config.steps,
-        tail=TAIL,
-        continuation=() if config.greedy else continuation,
-        avoid=ends if isinstance(ends, list) else [] if ends is None else [ends],
-    )
+    with stream:
+        capture_decode(
+            loaded.model,
+            ids,
+            meter.visit,
+            done,
+            steps=config.steps,
+            tail=TAIL,
+            continuation=() if config.greedy else continuation,
+            avoid=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        )
     if not meter.layers:
         raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
     return meter
@@ -168,6 +172,7 @@ def _arrays(task: str, meters: Sequence[Meter], num_layers: int, steps: int) -> 
     for by in ("max", "mean"):
         mass = mean([meter.mass[by] / steps for meter in meters])
         made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
+    made[f"error.{task}"] = spread(mean([meter.error / steps for meter in meters]), num_layers, num_layers)
     for reach in (8, 16):
         made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(np.float32)
     missed = mean([torch.stack(meter.missed, dim=1) for meter in meters])

@@ -1,6 +1,6 @@
 """How much of a layer's attention lies on the tokens that another layer ranks first: OmniKV's layer similarity.
 
-Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks.
+Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks, H query heads, G KV heads, E value dim.
 """
 
 from __future__ import annotations
@@ -19,6 +19,19 @@ def kept(means: Tensor, chosen: Tensor) -> Tensor:
     """
     # Row by row: all at once would gather N x N x k.
     return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
+
+
+def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+    """A query's output from all keys, or from the chosen ones (k) alone as decode attends to them: (H, E) fp32.
+
+    probabilities: (H, K), of which a row sums to less than 1 beside attention sinks; v: (G, K, E).
+    """
+    weights = probabilities
+    if keys is not None:
+        weights, v = probabilities[:, keys], v[:, keys]
+        # What was left out gives its weight to the others, sinks included.
+        weights = weights / (1 - probabilities.sum(1) + weights.sum(1)).clamp_min(1e-12)[:, None]
+    return torch.bmm(weights.unflatten(0, (v.shape[0], -1)), v.float()).flatten(0, 1)
 
 
 def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import argparse
 import shlex
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +38,21 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
     Raises:
         HeadwiseError: anything that the user has to put right; no file is written then.
     """
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HeadwiseError(f"cannot make the folder {out}: {(error.strerror or str(error)).lower()}") from None
-    check_writable(out / FILE)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
-    profile = measure(config, loaded)
-    save_profile(profile, out)
+    try:
+        check_writable(out / FILE)
+        loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        profile = measure(config, loaded)
+        save_profile(profile, out)
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
     return profile
 
 

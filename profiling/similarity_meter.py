@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from profiling.decode_capture import StepInputs
-from profiling.mass import covered, kept
+from profiling.mass import attended, covered, kept
 from profiling.prompts import Find
+from profiling.residual import ResidualStream
 
 # The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's selector looks at.
 TAIL = 16
@@ -28,20 +29,23 @@ class Meter:
     """The figures of one prompt, as sums over its steps; pass `visit` and `done` to capture_decode.
 
     length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from the prompt, None where
-    that is not known.
+    that is not known; stream: of the model that decodes.
 
     layers, sliding: the layers measured and those left out, in order.
-    mass: S by "max" and by "mean", summed over the steps, (N, N) fp64. hit: mean share of the finds' blocks in the
-    choices, (N) fp64, None without finds. missed: for each step the attention on old tokens that were not frozen, (N).
+    mass: S by "max" and by "mean", summed over the steps, (N, N) fp64. error: how far layer j's output is off when it
+    sees the choice by "max" of layer i <= j alone, as ResidualStream.relative, summed over the steps, (N, N) fp32, NaN
+    for i > j. hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds. missed: for each step
+    the attention on old tokens that were not frozen, (N).
     """
 
-    def __init__(self, *, length: int, top_k: int, finds: Sequence[Find | None]) -> None:
+    def __init__(self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream) -> None:
         self.layers: list[int] = []
         self.sliding: list[int] = []
         self.mass: dict[str, Tensor] = {}
         self._hits: list[Tensor] = []
         self.missed: list[Tensor] = []
-        self._top_k, self._finds = top_k, finds
+        self._top_k, self._finds, self._stream = top_k, finds, stream
+        self._errors: dict[int, Tensor] = {}
         # Positions from here on are recent: whatever evicts keeps them.
         self._old = length - 1 - TAIL
         self._before: dict[int, Tensor] = {}
@@ -52,6 +56,13 @@ class Meter:
     @property
     def hit(self) -> Tensor | None:
         return torch.stack(self._hits).mean(0) if self._hits else None
+
+    @property
+    def error(self) -> Tensor:
+        columns = [self._errors[layer] for layer in self.layers]
+        size = len(columns)
+        pad = torch.nn.functional.pad
+        return torch.stack([pad(column, (0, size - len(column)), value=math.nan) for column in columns], dim=1)
 
     def visit(self, step: int, inputs: StepInputs) -> None:
         """One layer of one step."""
@@ -73,6 +84,11 @@ class Meter:
         self._means.append(mean)
         for by, ranked in (("max", largest), ("mean", mean)):
             self._chosen[by].append(ranked.topk(self._top_k).indices)
+        # One choice at a time: the values of all would be more than a layer of the cache.
+        whole, v = attended(probabilities, inputs.v[0]), inputs.v[0]
+        changes = [(attended(probabilities, v, keys) - whole).flatten() for keys in self._chosen["max"]]
+        error = self._stream.relative(inputs.layer, torch.stack(changes))
+        self._errors[inputs.layer] = self._errors.get(inputs.layer, torch.zeros_like(error)) + error
 
     def done(self, step: int) -> None:
         """The step's last layer is through."""

@@ -3,6 +3,8 @@
 Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. T tasks, N steps.
 
     mass.<task>.max, mass.<task>.mean        (L, L)  share of layer j's attention on layer i's top-k tokens
+    error.<task>                             (L, L)  what layer j's output changes by when it sees layer i's top-k
+                                                     tokens alone, squared and relative to the residual stream; i <= j
     ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers after it
     hit.<task>                               (L)     share of the block with the answer that the choice holds
     variability.<task>                       (L, N)  attention missed when the prompt's top quarter is frozen
@@ -25,7 +27,7 @@ from artifacts.files import atomic_write
 from profiling.tables import csv_text
 
 FILE = "similarity.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,9 +60,11 @@ class Profile:
 
     def mass(self, task: str | None = None, by: Literal["max", "mean"] = "max") -> np.ndarray:
         """(L, L) similarity of one task, or its mean over all tasks."""
-        names = self.tasks if task is None else [task]
-        mean: np.ndarray = np.mean([self.arrays[f"mass.{name}.{by}"] for name in names], axis=0)
-        return mean
+        return self._mean([f"mass.{name}.{by}" for name in (self.tasks if task is None else [task])])
+
+    def error(self, task: str | None = None) -> np.ndarray:
+        """(L, L) errors of one task, or their mean over all tasks; NaN for i after j."""
+        return self._mean([f"error.{name}" for name in (self.tasks if task is None else [task])])
 
     def ability(self, task: str, reach: Literal[8, 16] = 8) -> np.ndarray:
         """(L) filtering ability over the next 8 or 16 layers."""
@@ -73,6 +77,10 @@ class Profile:
     def variability(self, task: str) -> np.ndarray:
         """(L, N) attention missed."""
         return self.arrays[f"variability.{task}"]
+
+    def _mean(self, names: list[str]) -> np.ndarray:
+        mean: np.ndarray = np.mean([self.arrays[name] for name in names], axis=0)
+        return mean
 
 
 def save_profile(profile: Profile, folder: Path) -> list[Path]:
@@ -98,6 +106,7 @@ def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
     kind = name.partition(".")[0]
     columns = {
         "mass": [f"layer {at}" for at in range(profile.num_layers)],
+        "error": [f"layer {at}" for at in range(profile.num_layers)],
         "variability": [f"step {at}" for at in range(array.shape[-1])],
         "agreement": profile.tasks,
     }.get(kind, [name])
@@ -141,6 +150,7 @@ def _check(profile: Profile, shown: str) -> None:
     shapes: dict[str, tuple[int, ...]] = {"agreement": (len(tasks), len(tasks))}
     for task in tasks:
         shapes |= {f"mass.{task}.{by}": (n, n) for by in ("max", "mean")}
+        shapes[f"error.{task}"] = (n, n)
         shapes |= {f"ability.{task}.next{reach}": (n,) for reach in (8, 16)}
         shapes[f"variability.{task}"] = (n, int(profile.about["steps"]))
     for name, shape in shapes.items():

@@ -1,15 +1,16 @@
-"""Which layers filter in decode: exact dynamic programming over a similarity profile (OmniKV, section 4.1).
+"""Which layers filter in decode and which stay dense: exact dynamic programming over a profile (OmniKV, section 4.1).
 
-S[i, j] is the attention mass in layer j on the tokens that layer i ranks highest. The first filter layer comes right
-after the shallow layers that stay dense, and a sparse layer is served by the nearest filter layer before it. So a
-choice keeps the sum of S over its runs, and the best choice of m filters whose last is i depends only on the best
-choice of m - 1 filters before i.
+cost[i, j] is what it costs that layer j sees only the tokens that layer i ranks highest. A sparse layer is served by
+the nearest filter layer before it, and costs add up. So of the layers between two filters those that stay dense are the
+costliest, and the best choice of m filters whose last is i depends only on the best of m - 1 filters before i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
 
 import numpy as np
 
@@ -18,133 +19,188 @@ from artifacts import HeadwiseError
 
 @dataclass(frozen=True)
 class Choice:
-    """Filter layers, layers that stay dense beside them, and the mean mass kept over all full-attention layers."""
+    """Filter layers, and full-attention layers that stay dense beside them."""
 
     filter_layers: tuple[int, ...]
     dense_layers: tuple[int, ...]
-    kept: float
+
+    @property
+    def full(self) -> int:
+        """How many layers attend to everything."""
+        return len(self.filter_layers) + len(self.dense_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """What a choice must hold to.
 
-    dense_first: the first so many full-attention layers are dense, since they attend to everything alike; the next one
-        is the first filter. Later, it would leave more layers dense: all mass kept, and nothing saved.
-    most: at most so many filter layers, the first included.
-    adjacent: the layer after each filter is dense too, so that an offloaded fetch has something to hide behind.
+    sparse: at least this share of the full-attention layers is sparse.
+    most: at most so many filter layers.
+    dense_first: at least so many full-attention layers before the first filter.
+    adjacent: the layer after each filter is dense, so that an offloaded fetch has something to hide behind.
     """
 
-    dense_first: int = 2
+    sparse: float = 0.6
     most: int = 3
+    dense_first: int = 0
     adjacent: bool = False
 
+    def full(self, layers: int) -> int:
+        """How many of so many full-attention layers may attend to everything."""
+        return layers - ceil(self.sparse * layers - 1e-9)
 
-def best_filters(mass: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice:
-    """The filter layers that keep the most mass; of equal ones the fewest, then the first.
+
+def total(cost: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
+    """What a choice costs in all: nothing in layers that attend to everything."""
+    dense = {*choice.filter_layers, *choice.dense_layers}
+    served = ((max(f for f in choice.filter_layers if f < j), j) for j in layers if j not in dense)
+    return float(sum(cost[filter_layer, layer] for filter_layer, layer in served))
+
+
+def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
+    """The mean mass kept over all full-attention layers; mass: (L, L)."""
+    return 1 - total(1 - mass, layers, choice) / len(layers)
+
+
+def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice:
+    """The choice that costs least; of equal ones that with the fewest layers that attend to everything.
 
     Args:
-        mass: (L, L), S[i, j]; only rows and columns of `layers` are read, above the diagonal.
+        cost: (L, L); only rows and columns of `layers` are read, above the diagonal.
         layers: the full-attention layers, ascending.
         rules: what the choice must hold to.
 
     Raises:
-        HeadwiseError: no layer is left to filter or to be sparse.
+        HeadwiseError: the rules leave no layer to filter or to be sparse.
     """
-    return max(_by_count(mass, layers, rules), key=lambda choice: (choice.kept, -len(choice.filter_layers)))
+    return min(_by_full(cost, layers, rules), key=lambda choice: total(cost, layers, choice))
 
 
-def fewest_filters(mass: np.ndarray, layers: Sequence[int], rules: Rules, floor: float) -> Choice:
-    """The fewest filter layers that keep at least `floor`: the least memory and latency, since each attends to all.
+def cheapest(cost: np.ndarray, layers: Sequence[int], rules: Rules, limit: float) -> Choice | None:
+    """The fewest layers that attend to everything, since memory and latency grow with them, that cost at most `limit`.
 
-    Raises:
-        HeadwiseError: none keep so much; the line says what is the most.
+    None where the rules leave no such choice.
     """
-    choices = _by_count(mass, layers, rules)
-    for choice in choices:
-        if choice.kept >= floor:
-            return choice
-    most = max(choices, key=lambda choice: choice.kept)
-    raise HeadwiseError(
-        f"no {rules.most} filter layers keep {floor:.3f} of the attention mass: the most is {most.kept:.3f} with "
-        f"{', '.join(map(str, most.filter_layers))}; allow more filter layers, a larger budget or a lower floor"
-    )
+    choices = _by_full(cost, layers, rules)
+    return next((choice for choice in choices if total(cost, layers, choice) <= limit + 1e-9), None)
 
 
-def evenly_spaced(mass: np.ndarray, layers: Sequence[int], rules: Rules, count: int) -> Choice:
-    """`count` filter layers at even distances from the first one on: the choice by eye to compare with."""
-    room = len(layers) - rules.dense_first
-    at = [rules.dense_first + round(i * room / count) for i in range(count)]
-    return chosen(mass, layers, rules, [layers[i] for i in at])
+def evenly_spaced(layers: Sequence[int], count: int, dense: Collection[int]) -> Choice:
+    """`count` filter layers at even distances among those that are not dense: the choice by eye to compare with."""
+    room = [layer for layer in layers if layer not in dense]
+    return Choice(tuple(room[round(i * len(room) / count)] for i in range(count)), tuple(sorted(dense)))
 
 
 def random_choices(
-    mass: np.ndarray, layers: Sequence[int], rules: Rules, count: int, *, samples: int, seed: int
+    layers: Sequence[int], count: int, dense: Collection[int], *, samples: int, seed: int
 ) -> list[Choice]:
-    """`samples` choices of the first filter layer and `count` - 1 others behind it, drawn alike."""
+    """`samples` choices of the first layer that is not dense and `count` - 1 others behind it, drawn alike."""
     generator = np.random.default_rng(seed)
-    first, *others = layers[rules.dense_first :]
+    first, *others = (layer for layer in layers if layer not in dense)
     drawn = [sorted(generator.choice(others, size=count - 1, replace=False).tolist()) for _ in range(samples)]
-    return [chosen(mass, layers, rules, [first, *filters]) for filters in drawn]
+    return [Choice((first, *filters), tuple(sorted(dense))) for filters in drawn]
 
 
-def chosen(mass: np.ndarray, layers: Sequence[int], rules: Rules, filters: Sequence[int]) -> Choice:
-    """The choice of exactly these filter layers.
+def by_hand(layers: Sequence[int], rules: Rules, filters: Sequence[int], dense: Sequence[int] = ()) -> Choice:
+    """The choice of exactly these filter layers; dense are those named, those before the first, and adjacent ones.
 
     Raises:
-        HeadwiseError: one of them is no full-attention layer, is among the dense first ones, or is named twice.
+        HeadwiseError: one of them is no full-attention layer, or is named twice.
     """
     layers = list(layers)
-    for layer in filters:
-        if layer not in layers:
-            raise HeadwiseError(f"filter layer {layer} is no full-attention layer: those are {_listed(layers)}")
-    if len(set(filters)) < len(filters) or not filters:
-        raise HeadwiseError(f"filter layers must be different layers, at least one, got {_listed(filters)}")
-    places = sorted(layers.index(layer) for layer in filters)
-    ends = [*places[1:], len(layers)]
-    kept = places[0] + sum(_run(mass, layers, rules, a, b) for a, b in zip(places, ends, strict=True))
-    dense = layers[: places[0]]
-    if rules.adjacent:
-        dense += [layers[a + 1] for a, b in zip(places, ends, strict=True) if a + 1 < b]
-    return Choice(tuple(layers[i] for i in places), tuple(sorted(dense)), kept / len(layers))
-
-
-def _run(mass: np.ndarray, layers: Sequence[int], rules: Rules, filter_at: int, end: int) -> float:
-    """Mass kept by a filter and the layers it serves, up to the one before `end` (places in `layers`)."""
-    served = range(filter_at + 1, end)
-    first = 1 if rules.adjacent else 0
-    spared = min(first, len(served))
-    return 1 + spared + float(sum(mass[layers[filter_at], layers[j]] for j in served[spared:]))
-
-
-def _by_count(mass: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choice]:
-    """The best choice of exactly 1, 2, ... filters."""
-    n, first = len(layers), rules.dense_first
-    if rules.most < 1 or first + 1 >= n:
+    for what, named in (("filter", filters), ("dense", dense)):
+        for layer in named:
+            if layer not in layers:
+                raise HeadwiseError(f"{what} layer {layer} is no full-attention layer: those are {_listed(layers)}")
+    if len({*filters, *dense}) < len(filters) + len(dense) or not filters:
         raise HeadwiseError(
-            f"{n} full-attention layers leave none to be sparse behind {first} dense ones and a filter layer"
+            f"filter and dense layers must be different layers, and at least one filters: got {_listed(filters)} "
+            f"and {_listed(dense)}"
         )
-    if np.isnan(mass[np.ix_(layers, layers)][np.triu_indices(n, 1)]).any():
+    full = {*dense, *(layer for layer in layers if layer < min(filters))}
+    if rules.adjacent:
+        full |= {b for a, b in pairwise(layers) if a in filters and b not in filters}
+    return Choice(tuple(sorted(filters)), tuple(sorted(full)))
+
+
+def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choice]:
+    """For each number of layers that attend to everything, the fewest first, the choice that costs least."""
+    n, full = len(layers), rules.full(len(layers))
+    if full >= n or full < rules.dense_first + 1 + rules.adjacent:
+        raise HeadwiseError(
+            f"{n} full-attention layers of which {full} may attend to everything do not leave {rules.dense_first} dense"
+            f" first ones, a filter layer{' with the dense one after it' if rules.adjacent else ''} and a sparse one: "
+            "change the share of sparse layers"
+        )
+    places = np.ix_(layers, layers)
+    if np.isnan(cost[places][np.triu_indices(n, 1)]).any():
         raise HeadwiseError("the similarity profile lacks values of full-attention layers: measure it again")
-    run = [[_run(mass, layers, rules, a, b) for b in range(n + 1)] for a in range(n)]
-    # best[c][a]: mass kept by the layers before place a, which is filter number c + 1.
-    best = [[float(a) if a == first else -np.inf for a in range(n)]]
-    before: list[list[int]] = [[-1] * n]
-    for _ in range(1, min(rules.most, n - first)):
-        former = best[-1]
-        options = [[former[f] + run[f][a] for f in range(a)] or [-np.inf] for a in range(n)]
-        before.append([int(np.argmax(o)) for o in options])
-        best.append([max(o) for o in options])
-    choices = []
-    for count, row in enumerate(best):
-        at = int(np.argmax([row[a] + run[a][n] for a in range(n)]))
-        if row[at] == -np.inf:
-            continue
-        places = [at]
-        for c in range(count, 0, -1):
-            places.append(before[c][places[-1]])
-        choices.append(chosen(mass, layers, rules, [layers[p] for p in places]))
+    run = _runs(cost[places], full, rules.adjacent)
+    # best[c][u, b]: the cost of all before place b, which is filter number c + 1, if u of those attend to everything.
+    first = np.full((full, n), np.inf)
+    for place in range(rules.dense_first, full):
+        first[place, place] = 0
+    best = [first]
+    before: list[dict[tuple[int, int], tuple[int, int, int]]] = [{}]
+    for _ in range(1, min(rules.most, full)):
+        table, origin = np.full((full, n), np.inf), {}
+        for u, a in np.argwhere(np.isfinite(best[-1])):
+            # One more for the filter at a, and d dense ones up to the next.
+            for d in range(full - u - 1):
+                values = best[-1][u, a] + run[d, a, :n]
+                for b in np.flatnonzero(values < table[u + 1 + d]):
+                    table[u + 1 + d, b] = values[b]
+                    origin[int(u) + 1 + d, int(b)] = int(u), int(a), d
+        best.append(table)
+        before.append(origin)
+    choices: list[Choice] = []
+    for count in range(1, full + 1):
+        options = [
+            (table[u, a] + run[count - u - 1, a, n], c, u, int(a))
+            for c, table in enumerate(best)
+            for u in range(count)
+            for a in np.flatnonzero(np.isfinite(table[u]))
+        ]
+        if options and np.isfinite((least := min(options))[0]):
+            _, c, u, a = least
+            choices.append(_traced(cost[places], layers, before, (c, u, a, count - u - 1), rules.adjacent))
     return choices
+
+
+def _runs(cost: np.ndarray, full: int, adjacent: bool) -> np.ndarray:
+    """[d, a, b]: the cost of the layers from filter a up to the one before b, if the best d of them are dense."""
+    n = len(cost)
+    runs = np.full((full, n, n + 1), np.inf)
+    for a in range(n):
+        for b in range(a + 1, n + 1):
+            spared = int(adjacent and a + 1 < b)
+            served = np.sort(cost[a, a + 1 + spared : b])
+            sums = np.concatenate([[0.0], np.cumsum(served)])[::-1]
+            width = min(len(sums), full - spared)
+            runs[spared : spared + width, a, b] = sums[:width]
+    return runs
+
+
+def _traced(
+    cost: np.ndarray,
+    layers: Sequence[int],
+    before: Sequence[dict[tuple[int, int], tuple[int, int, int]]],
+    last: tuple[int, int, int, int],
+    adjacent: bool,
+) -> Choice:
+    """The choice whose last filter, number c + 1, is at place a behind u layers that see everything and before d."""
+    (c, u, a, d), end = last, len(layers)
+    filters, dense = [a], []
+    while True:
+        spared = int(adjacent and a + 1 < end)
+        served = sorted(range(a + 1 + spared, end), key=lambda j: -cost[a, j])
+        dense += [*range(a + 1, a + 1 + spared), *served[: d - spared]]
+        if c == 0:
+            break
+        end, (u, a, d), c = a, before[c][u, a], c - 1
+        filters.append(a)
+    dense += range(a)
+    return Choice(tuple(layers[p] for p in sorted(filters)), tuple(layers[p] for p in sorted(dense)))
 
 
 def _listed(layers: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""python -m search.filters: choose the layers that filter in decode, and write them into an artifact.
+"""python -m search.filters: choose the layers that filter in decode and those that stay dense, for an artifact.
 
-The similarity of layers is measured on a few prompts (or read with --profile), the filter layers that keep the most
-attention mass are found exactly, and the choice is compared with evenly spaced and with random ones on other prompts.
-The artifact's other sections stay as they are.
+The similarity of layers is measured on a few prompts (or read with --profile), the filter and dense layers that change
+what the sparse layers add to the residual stream least are found exactly, and the choice is compared with evenly spaced
+and with random filter layers on other prompts. The artifact's other sections stay as they are.
 
 python -m search.filters --model smollm2 --config cfg.yaml --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from pathlib import Path
@@ -31,11 +31,13 @@ from runtime.fingerprint import check
 from search.filter_layers import (
     Choice,
     Rules,
-    best_filters,
-    chosen,
+    best_choice,
+    by_hand,
+    cheapest,
     evenly_spaced,
-    fewest_filters,
+    kept,
     random_choices,
+    total,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ _OTHER_SEED = 7919
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSearch:
-    """What to choose by. `profile` is measured if None; `layers` takes these filter layers instead of the best."""
+    """What to choose by. `profile` is measured if None; `layers` and `dense` are taken instead of the best."""
 
     model: str
     config: Path
@@ -57,7 +59,9 @@ class FilterSearch:
     profile: Path | None = None
     rules: Rules = field(default_factory=Rules)
     layers: tuple[int, ...] | None = None
+    dense: tuple[int, ...] = ()
     min_kept: float | None = None
+    max_error: float | None = None
     budget: int | float = 2048
     selector: str = "last"
     window: int = 16
@@ -65,18 +69,35 @@ class FilterSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The choice on the prompts it was made by, and it and others as many on held-out ones."""
+class Score:
+    """A choice on some prompts: mean attention mass kept, and summed errors."""
 
     choice: Choice
-    held_out: Choice
-    even: Choice
-    random: tuple[Choice, ...]
+    kept: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The choice on the prompts it was made by, and it and others like it on held-out ones."""
+
+    made_by: Score
+    held_out: Score
+    even: Score
+    random: tuple[Score, ...]
     profile: Profile
 
     @property
-    def random_mean(self) -> float:
-        return float(np.mean([choice.kept for choice in self.random]))
+    def choice(self) -> Choice:
+        return self.made_by.choice
+
+    @property
+    def random_kept(self) -> float:
+        return float(np.mean([score.kept for score in self.random]))
+
+    @property
+    def random_error(self) -> float:
+        return float(np.mean([score.error for score in self.random]))
 
 
 def run(config: FilterSearch) -> tuple[Artifact, Found]:
@@ -96,28 +117,50 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
     choice = choose(config, former)
     again = replace(config.measured, seed=config.measured.seed + _OTHER_SEED, top_k=former.about["top_k"])
-    found = compare(choice, former, measure(again, loaded), config.rules)
+    found = compare(choice, former, measure(again, loaded))
     return save(with_filters(artifact, config, found), config.out, _arrays(arrays, found)), found
 
 
 def choose(config: FilterSearch, profile: Profile) -> Choice:
     """The choice that the configuration asks for, by the mean over all tasks."""
-    mass, layers = profile.mass(), profile.layers
+    layers, rules = profile.layers, config.rules
     if config.layers is not None:
-        return chosen(mass, layers, config.rules, config.layers)
-    if config.min_kept is not None:
-        return fewest_filters(mass, layers, config.rules, config.min_kept)
-    return best_filters(mass, layers, config.rules)
+        return by_hand(layers, rules, config.layers, config.dense)
+    if config.min_kept is None and config.max_error is None:
+        return best_choice(profile.error(), layers, rules)
+    if config.max_error is not None:
+        cost, limit = profile.error(), config.max_error
+    else:
+        assert config.min_kept is not None
+        cost, limit = 1 - profile.mass(), (1 - config.min_kept) * len(layers)
+    choice = cheapest(cost, layers, rules, limit)
+    if choice is None:
+        best = score(best_choice(cost, layers, rules), profile)
+        wanted = "--max-error" if config.max_error is not None else "--min-kept"
+        raise HeadwiseError(
+            f"no {rules.most} filter layers and {rules.full(len(layers))} layers in all that attend to everything meet "
+            f"{wanted}: {_named(best.choice.filter_layers)} with {_named(best.choice.dense_layers)} dense keep "
+            f"{best.kept:.3f} of the mass at an error of {best.error:.4f}; allow more filter layers, a lower --sparse "
+            "or a larger budget"
+        )
+    return choice
 
 
-def compare(choice: Choice, profile: Profile, held_out: Profile, rules: Rules) -> Found:
-    """The choice on held-out prompts beside evenly spaced and random choices of as many layers."""
-    mass, layers, count = held_out.mass(), held_out.layers, len(choice.filter_layers)
+def score(choice: Choice, profile: Profile) -> Score:
+    """What a choice keeps and changes on the prompts of a profile."""
+    layers = profile.layers
+    return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=total(profile.error(), layers, choice))
+
+
+def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
+    """The choice on held-out prompts beside evenly spaced and random filter layers: as many, with as many dense."""
+    layers, count, dense = held_out.layers, len(choice.filter_layers), choice.dense_layers
+    drawn = random_choices(layers, count, dense, samples=RANDOM_CHOICES, seed=0)
     return Found(
-        choice=choice,
-        held_out=chosen(mass, layers, rules, choice.filter_layers),
-        even=evenly_spaced(mass, layers, rules, count),
-        random=tuple(random_choices(mass, layers, rules, count, samples=RANDOM_CHOICES, seed=0)),
+        made_by=score(choice, profile),
+        held_out=score(choice, held_out),
+        even=score(evenly_spaced(layers, count, dense), held_out),
+        random=tuple(score(other, held_out) for other in drawn),
         profile=profile,
     )
 
@@ -134,7 +177,7 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
         similarity=Similarity(
             kept=found.held_out.kept,
             evenly_spaced=found.even.kept,
-            random=found.random_mean,
+            random=found.random_kept,
             random_samples=len(found.random),
             top_k=found.profile.about["top_k"],
             tasks=tuple(found.profile.tasks),
@@ -144,29 +187,39 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
 
 
 def _arrays(arrays: Mapping[str, Array], found: Found) -> dict[str, Array]:
-    return {**arrays, "similarity.mass": found.profile.mass().astype(np.float32)}
+    measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()}
+    return {**arrays, **{name: array.astype(np.float32) for name, array in measured.items()}}
 
 
 def report(found: Found) -> str:
-    """What was chosen and how much attention mass it keeps, beside what it is compared with."""
-    n = len(found.profile.layers)
-    full = len(found.choice.filter_layers) + len(found.choice.dense_layers)
+    """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
+    choice, n = found.choice, len(found.profile.layers)
 
-    def named(choice: Choice) -> str:
-        return ", ".join(map(str, choice.filter_layers))
+    def line(what: str, mass: float, error: float, note: str = "") -> str:
+        return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
 
-    return "\n".join(
-        [
-            f"filter layers {named(found.choice)}; dense {', '.join(map(str, found.choice.dense_layers)) or 'none'}; "
-            f"{n - full} of {n} full-attention layers are sparse",
-            f"attention mass kept by the top {found.profile.about['top_k']} tokens, mean over these layers:",
-            f"  chosen on                {found.choice.kept:.4f}",
-            f"  held-out prompts         {found.held_out.kept:.4f}",
-            f"  evenly spaced            {found.even.kept:.4f}  ({named(found.even)})",
-            f"  {len(found.random)} random choices        {found.random_mean:.4f}  (mean; best "
-            f"{max(choice.kept for choice in found.random):.4f})",
-        ]
-    )
+    lines = [
+        f"filter layers {_named(choice.filter_layers)}; dense {_named(choice.dense_layers)}; "
+        f"{n - choice.full} of {n} full-attention layers are sparse",
+        f"with the top {found.profile.about['top_k']} tokens",
+        f"{'':<27}kept       error",
+        line("chosen on", found.made_by.kept, found.made_by.error),
+        line("held-out prompts", found.held_out.kept, found.held_out.error),
+        line("evenly spaced", found.even.kept, found.even.error, f"({_named(found.even.choice.filter_layers)})"),
+        line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
+        line(
+            "best of these",
+            max(other.kept for other in found.random),
+            min(other.error for other in found.random),
+        ),
+        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
+        "the residual stream, summed",
+    ]
+    return "\n".join(lines)
+
+
+def _named(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,10 +230,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, type=Path, help="artifact to write; may be the same file")
     p.add_argument("--profile", type=Path, help="folder of python -m profiling.similarity, instead of measuring")
     p.add_argument("--filters", type=int, default=Rules.most, help="at most so many filter layers (default 3)")
-    p.add_argument("--dense-first", type=int, default=Rules.dense_first, help="shallow layers kept dense (default 2)")
+    p.add_argument("--sparse", type=float, default=Rules.sparse, help="least share of sparse layers (default 0.6)")
+    p.add_argument("--dense-first", type=int, default=Rules.dense_first, help="first layers that are dense (default 0)")
     p.add_argument("--adjacent", action="store_true", help="keep the layer after each filter dense, to hide fetches")
-    p.add_argument("--min-kept", type=float, help="the fewest filter layers that keep this share, not the best")
+    p.add_argument("--min-kept", type=float, help="the fewest full layers that keep this share, not the best")
+    p.add_argument("--max-error", type=float, help="the fewest full layers within this error, not the best")
     p.add_argument("--layers", help="filter layers by hand, such as 2,8,18")
+    p.add_argument("--dense-layers", help="with --layers: layers that stay dense besides those before the first")
     p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
     p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
     p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
@@ -204,8 +260,16 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
     budget = _budget(options.budget)
     if options.min_kept is not None and not 0 < options.min_kept <= 1:
         raise HeadwiseError(f"--min-kept must be above 0 and at most 1, got {options.min_kept}")
-    if options.layers is not None and options.min_kept is not None:
-        raise HeadwiseError("--layers and --min-kept exclude each other: the layers are given or searched")
+    if (limit := options.max_error) is not None and not 0 <= limit < inf:
+        raise HeadwiseError(f"--max-error must not be negative, got {limit}")
+    given = [name for name in ("layers", "min_kept", "max_error") if getattr(options, name) is not None]
+    if len(given) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
+        raise HeadwiseError(f"{first} and {second} exclude each other: choose by one of them")
+    if options.dense_layers is not None and options.layers is None:
+        raise HeadwiseError("--dense-layers goes with --layers: else the search chooses both")
+    if not 0 < options.sparse < 1:
+        raise HeadwiseError(f"--sparse must be between 0 and 1, got {options.sparse}")
     for name in ("filters", "window"):
         if getattr(options, name) < 1:
             raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -232,9 +296,13 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         out=options.out,
         measured=measured,
         profile=options.profile,
-        rules=Rules(dense_first=options.dense_first, most=options.filters, adjacent=options.adjacent),
-        layers=None if options.layers is None else _layers(options.layers),
+        rules=Rules(
+            sparse=options.sparse, most=options.filters, dense_first=options.dense_first, adjacent=options.adjacent
+        ),
+        layers=None if options.layers is None else _layers("--layers", options.layers),
+        dense=() if options.dense_layers is None else _layers("--dense-layers", options.dense_layers),
         min_kept=options.min_kept,
+        max_error=options.max_error,
         budget=budget,
         selector=options.selector,
         window=options.window,
@@ -252,10 +320,10 @@ def _budget(text: str) -> int | float:
     return budget
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(option: str, text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() for part in parts):
-        raise HeadwiseError(f"--layers must be layer numbers with commas between, such as 2,8,18, got {text!r}")
+        raise HeadwiseError(f"{option} must be layer numbers with commas between, such as 2,8,18, got {text!r}")
     return tuple(int(part) for part in parts)
 
 

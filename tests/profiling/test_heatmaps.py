@@ -56,12 +56,12 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
         mass = random.random((layers, layers))
         mass[left_out] = mass[:, left_out] = np.nan
         arrays |= {f"mass.{task}.max": mass, f"mass.{task}.mean": mass}
-        arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
+        arrays |= {f"error.{task}": mass, **{f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}}
         arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
         arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, random.random((layers, 20)))
     settings = {"length": 4096, "samples": 2, "steps": 20, "top_k": 512, "dtype": "bfloat16", "device": "cpu"}
     about = {
-        **{"format": 1, "model": "some-model", "num_layers": layers, "command": "python -m profiling.similarity --x"},
+        **{"format": 2, "model": "some-model", "num_layers": layers, "command": "python -m profiling.similarity --x"},
         **{"layers": np.flatnonzero(~left_out).tolist(), "sliding_layers": np.flatnonzero(left_out).tolist()},
         **{"tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks], "weights_sha256": "f" * 64},
     }

@@ -72,12 +72,14 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     ids = torch.tensor([[*prompt.input_ids, *continuation[: STEPS - 1]]])
     loaded.model.set_attn_implementation("eager")
     with torch.no_grad():
-        weights = loaded.model(ids, output_attentions=True).attentions
+        output = loaded.model(ids, output_attentions=True, output_hidden_states=True, use_cache=True)
+    weights, streams, cache = output.attentions, output.hidden_states, output.past_key_values
     loaded.model.set_attn_implementation("sdpa")
     n, old = len(weights), LENGTH - 1 - TAIL
     rows = np.stack([w[0].double().numpy() for w in weights])[:, :, -STEPS - TAIL :]
     mass = {"max": np.zeros((n, n)), "mean": np.zeros((n, n))}
-    hit, missed = [], np.zeros((n, STEPS))
+    hit, missed, error = [], np.zeros((n, STEPS)), np.full((n, n), np.nan)
+    error[np.triu_indices(n)] = 0
     for step in range(STEPS):
         row = rows[:, :, TAIL + step, : LENGTH + step]
         for by, ranked in (("max", row.max(1)), ("mean", row.mean(1))):
@@ -87,6 +89,15 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
             if by == "max" and blocks[step] is not None:
                 start, end = blocks[step]
                 hit.append([np.mean([key in top[i] for key in range(start, end)]) for i in range(n)])
+        for i, j in zip(*np.triu_indices(n), strict=True):
+            seen = np.zeros(LENGTH + step)
+            seen[np.argsort(-row[i].max(0))[:TOP]] = 1
+            values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step].repeat(3, 0)
+            sparse = row[j] * seen / (row[j] * seen).sum(1, keepdims=True)
+            change = np.einsum("hk,hke->he", sparse - row[j], values).ravel()
+            written = loaded.model.model.layers[j].self_attn.o_proj.weight.detach().double().numpy() @ change
+            stream = streams[j][0, LENGTH - 1 + step].double().numpy()
+            error[i, j] += (written @ written) / (stream @ stream) / STEPS
         for i in range(n):
             ranked = rows[i, :, :TAIL, :old].max(0).sum(0)
             frozen = np.argsort(-ranked)[: math.ceil(FROZEN * LENGTH)]
@@ -95,6 +106,7 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
         **{f"mass.{task}.{by}": values for by, values in mass.items()},
         f"hit.{task}": np.mean(hit, axis=0),
         f"variability.{task}": missed,
+        f"error.{task}": error,
     }
 
 
@@ -176,7 +188,7 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
         ({"top_k": 0}, "--top-k must be at least 1, got 0"),
         ({"top_k": 980}, "--top-k 980 chooses every token of 980: give fewer than --length"),
         ({"length": 1020}, "--length 1020 and 20 steps are more than the 1024 positions of tiny; choose a shorter one"),
-        ({"tasks": ("needle",)}, "unknown task 'needle'"),
+        ({"tasks": ("riddle",)}, "unknown task 'riddle'"),
         ({"tasks": ()}, "no task given; known: kv_retrieval"),
         ({"tasks": ("passkey", "passkey")}, "two tasks are called 'passkey': give each a name of its own"),
     ],
@@ -191,7 +203,7 @@ def test_a_model_that_only_slides(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
     with pytest.raises(HeadwiseError, match="every layer of mistral slides over a window: none sees the whole prompt"):
         run(SimilarityConfig(model=str(place), tasks=("passkey",), samples=1, **SETTINGS), tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -203,9 +215,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def small() -> Profile:
     task = "passkey"
     arrays = {f"mass.{task}.{by}": np.full((2, 2), 0.5) for by in ("max", "mean")}
+    arrays[f"error.{task}"] = np.full((2, 2), 0.1)
     arrays |= {f"ability.{task}.next{reach}": np.array([0.5, np.nan]) for reach in (8, 16)}
     arrays |= {f"variability.{task}": np.zeros((2, 3)), "agreement": np.ones((1, 1))}
-    about = {"format": 1, "num_layers": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
+    about = {"format": 2, "num_layers": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
     return Profile(arrays=arrays, about={**about, "tasks": [{"name": task, "sha256": "0" * 64}]})
 
 

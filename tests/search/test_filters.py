@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,12 +57,14 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     section = after.decode.omnikv
     assert (section.selector, section.window, section.budget, section.prefill_ratio) == ("uniform", 4, 0.25, 0.5)
     mass = more.pop("similarity.mass")
+    error = more.pop("similarity.error")
+    assert np.isfinite(error[np.triu_indices(3)]).all() and np.isnan(error[2, 0])
     assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
     assert section.filter_layers == (0,) and section.dense_layers == ()
     assert section.similarity is not None and section.similarity.tasks == ("passkey", "kv_retrieval")
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
     printed = capsys.readouterr().out
-    assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random choices" in printed
+    assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random, mean" in printed
     artifacts.load(found)
 
 
@@ -100,9 +103,17 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
         (["--layers", "9"], "filter layer 9 is no full-attention layer"),
         (["--min-kept", "2"], "--min-kept must be above 0 and at most 1, got 2.0"),
         (["--min-kept", "0.5", "--layers", "1"], "--layers and --min-kept exclude each other"),
+        (["--min-kept", "0.5", "--max-error", "1"], "--min-kept and --max-error exclude each other"),
+        (["--max-error", "-1"], "--max-error must not be negative, got -1.0"),
+        (["--max-error", "0"], "1 layers in all that attend to everything meet --max-error: 0 with none dense keep"),
+        (["--sparse", "1"], "--sparse must be between 0 and 1, got 1.0"),
+        (["--dense-layers", "1"], "--dense-layers goes with --layers"),
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--prefill-ratio", "0"], "--prefill-ratio must be a positive number, got 0.0"),
-        (["--dense-first", "3"], "3 full-attention layers leave none to be sparse behind 3 dense ones"),
+        (
+            ["--dense-first", "3"],
+            "3 full-attention layers of which 1 may attend to everything do not leave 3 dense",
+        ),
         (["--profile", "nowhere"], "there is no similarity profile"),
         (["--task", "riddle"], "unknown task"),
     ],
