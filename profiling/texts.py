@@ -88,14 +88,7 @@ def _records(file: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def _record(line: str, place: str) -> tuple[str, str | None]:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise HeadwiseError(f"{place}: not JSON: {error.msg.lower()} at column {error.colno}") from error
-    except RecursionError as error:
-        raise HeadwiseError(f"{place}: not usable JSON: nested too deeply") from error
-    if not isinstance(record, dict):
-        raise HeadwiseError(f"{place}: not a JSON object: {shorten(record)}")
+    record = json_object(line, place)
     named = [field for field in _FIELDS if field in record]
     if len(named) != 1:
         raise HeadwiseError(f"{place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}")
@@ -104,3 +97,22 @@ def _record(line: str, place: str) -> tuple[str, str | None]:
         if not isinstance(value, str) and not (name == "answer" and value is None):
             raise HeadwiseError(f"{place}: {name} must be a string, got {shorten(value)}")
     return text, answer
+
+
+def json_object(line: str, place: str) -> dict[str, Any]:
+    """One line of a JSON lines file; HeadwiseError, which names the place, where it is cut off or no object."""
+    record = json_value(line, place)
+    if not isinstance(record, dict):
+        raise HeadwiseError(f"{place}: not a JSON object: {shorten(record)}")
+    return record
+
+
+def json_value(text: str, place: str) -> Any:
+    """What a text of JSON says; HeadwiseError, which names the place, where it says nothing."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise HeadwiseError(f"{place}: not JSON: {error.msg.lower()} at {where}") from error
+    except RecursionError as error:
+        raise HeadwiseError(f"{place}: not usable JSON: nested too deeply") from error
