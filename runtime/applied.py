@@ -18,6 +18,7 @@ from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.patterns import kernel_patterns
 from runtime.policies.rows import check_rows
+from runtime.sharding import Shard, shard_of
 from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def attach(
     modules = attention_layers(model)
     model = _servable(model, modules)
     check(artifact.model, model, weights=check_weights)
+    size = artifact.model.num_heads, artifact.model.num_kv_heads
+    shards = {number: shard_of(model, module, *size) for number, module in modules.items()}
+    group = next(iter(shards.values())).group
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
     settings = Settings(
@@ -81,10 +85,10 @@ def attach(
         dense="eager" if text_config(model)._attn_implementation == "eager" else "sdpa",
         strict=strict,
         backend=backend,
-        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend),
+        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
         evicts=artifact.kv_cache is not None,
     )
-    layers = _plan(artifact, arrays, modules, settings)
+    layers = _plan(artifact, arrays, modules, shards, settings)
     register()
     return Applied(model, layers, settings)
 
@@ -97,14 +101,16 @@ def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
         raise HeadwiseError(
             f"this {name} shares its configuration object with a model that has an artifact applied: give it a copy"
         )
-    if (size := getattr(model, "tp_size", None) or 1) > 1:
-        raise HeadwiseError(f"this {name} is tensor-parallel over {size} processes, which is not supported")
     result: PreTrainedModel = model
     return result
 
 
 def _plan(
-    artifact: Artifact, arrays: Mapping[str, Array] | None, modules: dict[int, nn.Module], settings: Settings
+    artifact: Artifact,
+    arrays: Mapping[str, Array] | None,
+    modules: dict[int, nn.Module],
+    shards: dict[int, Shard],
+    settings: Settings,
 ) -> dict[nn.Module, Layer]:
     patterns = kernel_patterns(artifact, arrays)
     layers = {}
@@ -113,10 +119,11 @@ def _plan(
             raise HeadwiseError(f"the artifact has patterns for layer {number}, which has no attention here")
         if number in modules:
             plan = None
+            shard = shards[number]
             if row is not None:
                 plan = LayerPlan(
-                    [patterns[name] for name in row],
-                    artifact.model.num_kv_heads,
+                    [patterns[name] for name in row[shard.heads]],
+                    shard.num_kv_heads,
                     dense_tail=artifact.prefill.dense_tail,
                 )
             decode = settings.decode
@@ -126,7 +133,9 @@ def _plan(
     return layers
 
 
-def _decode(section: artifacts.OmniKV, model: PreTrainedModel, modules: dict[int, nn.Module], backend: str) -> OmniKV:
+def _decode(
+    section: artifacts.OmniKV, model: PreTrainedModel, modules: dict[int, nn.Module], backend: str, group: Any
+) -> OmniKV:
     sliding = sliding_layers(modules)
     free = [layer for layer in modules if layer not in sliding]
     for layer in section.filter_layers:
@@ -143,6 +152,7 @@ def _decode(section: artifacts.OmniKV, model: PreTrainedModel, modules: dict[int
         window=section.window,
         backend=backend,
         prefill_ratio=section.prefill_ratio,
+        group=group,
     )
 
 

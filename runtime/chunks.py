@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from kernels.patterns.choose import best_places
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from runtime.offload import OffloadedTensor
+from runtime.sharding import agreed
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +55,19 @@ def choose_past(
     scale: float | None,
     softcap: float | None,
     backend: str,
+    group: Any = None,
 ) -> Past:
     """The tokens of the past that the last `window` queries of a chunk, at most 16, attend to most, over all heads.
 
     q (B, H, Q, D), k (B, G, K, D); sequence b starts at key firsts[b], which `starts` says on the device.
+    group: processes that share the layer's heads and choose alike.
     """
     q_len, k_len = q.shape[2], k.shape[2]
     past, most = k_len - q_len, ceil(ratio * q_len)
     queries = q[:, :, -min(window, MAX_QUERIES, q_len) :]
     seen = decode_attention(queries, k, k, starts=starts, scale=scale, softcap=softcap, scores="max", backend=backend)
     assert seen.scores is not None
-    scores = seen.scores.amax(1)[:, :past].contiguous()
+    scores = agreed(seen.scores.amax(1)[:, :past].contiguous(), group)
     if starts is not None:
         scores.masked_fill_(torch.arange(past, device=scores.device) < starts[:, None], float("-inf"))
     tokens = best_places(scores[:, None], [most], [None], forced=0)[:, 0].long()

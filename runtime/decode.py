@@ -20,6 +20,7 @@ from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.patterns.choose import best_places
 from runtime.chunks import Past, attend_past, choose_past, gains
 from runtime.offload import OffloadedTensor, on_device
+from runtime.sharding import agreed
 
 if TYPE_CHECKING:
     from runtime.cache_layers import FilterLayer
@@ -51,6 +52,7 @@ class OmniKV:
     budget: tokens that a sparse layer attends to, or their share of the context.
     selector: what chooses them: the "last" query's scores, or "uniform" or "exponential" means over `window` queries.
     prefill_ratio: tokens of the past that a chunk of a prompt sees in sparse layers, for each of its own; None: all.
+    group: the processes that share the heads of a layer, which choose alike: by the largest score of all of them.
     """
 
     filter_layers: tuple[int, ...]
@@ -60,6 +62,7 @@ class OmniKV:
     window: int
     backend: str
     prefill_ratio: float | None = None
+    group: Any = None
     _step: threading.local = field(default_factory=threading.local, repr=False)
 
     def role(self, layer: int) -> Role:
@@ -116,7 +119,7 @@ class OmniKV:
         )
         if role.filters:
             assert done.scores is not None
-            chosen = self._choose(done.scores.amax(1), q.shape[2], starts, k)
+            chosen = self._choose(agreed(done.scores.amax(1), self.group), q.shape[2], starts, k)
             self._chosen()[layer] = (k_len, chosen)
             if (cache := _filter_cache(k)) is not None:
                 cache.chose(chosen, k_len - q.shape[2])
@@ -144,7 +147,9 @@ class OmniKV:
             return None
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": self.backend}
         if role.filters:
-            chosen = choose_past(q, on_device(k), firsts, starts, ratio=ratio, window=self.window, **how)
+            chosen = choose_past(
+                q, on_device(k), firsts, starts, ratio=ratio, window=self.window, group=self.group, **how
+            )
             self._pasts()[layer] = chosen
         past = None if role.filter is None else self._pasts().get(role.filter)
         if past is None or (past.q_len, past.k_len) != (q_len, k_len):
@@ -173,7 +178,7 @@ class OmniKV:
                 query, k, k, starts=starts, ends=ends, scale=scale, softcap=softcap, scores="max", backend=self.backend
             )
             assert seen.scores is not None
-            cache.remember(seen.scores.amax(1))
+            cache.remember(agreed(seen.scores.amax(1), self.group))
 
     def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
         """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.hashing import canonical_json
 from runtime.layers import text_config
+from runtime.sharding import is_sharded, local_elements
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +67,7 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
     """What the artifact records of a model.
 
     Raises:
-        HeadwiseError: a weight is not there to be read (offloaded, or sharded over processes).
+        HeadwiseError: a weight is not there to be read (offloaded).
     """
     return _info(model, name=name, revision=revision, weights_sha256=weights_sha256(model))
 
@@ -97,16 +98,18 @@ def weights_sha256(model: PreTrainedModel) -> str:
     """Hash of every parameter's name, shape and a sample of its elements, see the top of this file."""
     digest = hashlib.sha256()
     samples: list[Tensor] = []
+    groups: list[Any] = []
     for name, weight in sorted(model.named_parameters(), key=lambda pair: pair[0]):
-        if weight.is_meta or type(weight.data) is not Tensor:
+        if weight.is_meta or not (type(weight.data) is Tensor or is_sharded(weight)):
             raise HeadwiseError(
-                f"the weights cannot be fingerprinted: {name} is offloaded, sharded or quantized; "
+                f"the weights cannot be fingerprinted: {name} is offloaded or quantized; "
                 "load the whole model, or apply with check_weights=False"
             )
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         if weight.numel():
             samples.append(_sample(weight.detach()))
-    for sample in _to_cpu(samples):
+            groups.append(weight.device_mesh if is_sharded(weight) else None)
+    for sample in _gathered(_to_cpu(samples), groups):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
 
@@ -114,9 +117,29 @@ def weights_sha256(model: PreTrainedModel) -> str:
 def _sample(weight: Tensor) -> Tensor:
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
-    values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
+    if is_sharded(weight):
+        # What others answer for stays zero until all are added up.
+        own, which = local_elements(weight, torch.unravel_index(at, weight.shape))
+        values = torch.zeros(count, dtype=own.dtype, device=own.device)
+        values[which] = own
+    else:
+        values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
     rounded = values.to(torch.bfloat16)
     return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(torch.int16)
+
+
+def _gathered(samples: list[Tensor], meshes: list[Any]) -> list[Tensor]:
+    """Samples of sharded parameters put together from all processes, with one exchange a mesh."""
+    result = list(samples)
+    for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
+        members = [i for i, other in enumerate(meshes) if other == mesh]
+        joined = torch.cat([samples[i] for i in members]).to(torch.int32).to(mesh.device_type)
+        for axis in range(mesh.ndim):
+            torch.distributed.all_reduce(joined, group=mesh.get_group(axis))
+        parts = torch.split(joined.cpu().to(torch.int16), [samples[i].numel() for i in members])
+        for i, part in zip(members, parts, strict=True):
+            result[i] = part
+    return result
 
 
 def _to_cpu(samples: list[Tensor]) -> list[Tensor]:

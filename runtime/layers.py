@@ -18,6 +18,13 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def heads_of(model: Any) -> tuple[int, int]:
+    """Query and KV heads of a model, in all processes together."""
+    config = text_config(model)
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+
+
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The causal self-attention modules of a model's language part by layer number, in order.
 

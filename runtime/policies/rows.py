@@ -13,8 +13,9 @@ from torch import nn
 
 import artifacts
 from artifacts import HeadwiseError, KVCache
-from runtime.layers import sliding_layers, window_of
+from runtime.layers import heads_of, sliding_layers, window_of
 from runtime.policies.base import Policy
+from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import CacheLayerMixin
@@ -56,6 +57,8 @@ def policy_layers(section: KVCache, model: nn.Module, modules: dict[int, nn.Modu
             continue
         row = section.layers[number]
         names = (row,) if isinstance(row, str) else row or ()
+        if len(names) > 1:
+            names = names[shard_of(model, module, *heads_of(model)).kv_heads]
         if all(section.policies[name].kind == "full" for name in names):
             continue
         groups = []

@@ -1,0 +1,49 @@
+"""One of the processes of test_parallel.py: serves a tiny model that is sharded over all of them.
+
+torchrun --nproc-per-node 2 parallel.py FOLDER: for each cfg file in FOLDER the greedy tokens, by the first process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from artifacts import HeadwiseError
+from runtime import load
+
+
+def main() -> None:
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", distributed_config=DistributedConfig(tp_size=size), dtype=torch.float32
+    )
+    prompt = torch.tensor(json.loads((folder / "prompt.json").read_text()))
+    answers: dict[str, object] = {}
+    for config in sorted(folder.glob("*.yaml")):
+        try:
+            with torch.no_grad(), load(config).apply(model) as handle:
+                out = model.generate(
+                    prompt,
+                    past_key_values=handle.new_cache(),
+                    max_new_tokens=12,
+                    do_sample=False,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                )
+                answers[config.stem] = {"tokens": out[:, prompt.shape[1] :].tolist(), "stats": handle.stats()}
+        except HeadwiseError as error:
+            answers[config.stem] = {"error": str(error)}
+    if dist.get_rank() == 0:
+        (folder / "answers.json").write_text(json.dumps(answers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Tensor parallelism: two processes give the tokens that one gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import artifacts
+from runtime import Headwise
+from tests.runtime.omnikv import DECODE
+
+_ROOT = Path(__file__).parents[2]
+
+
+def _run(folder: Path, size: int) -> dict[str, Any]:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
+            *(str(_ROOT / "tests/runtime/parallel.py"), str(folder), str(size)),
+        ],
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
+    return answers
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids: Any, tmp_path: Path) -> None:
+    model, prompt = build("Llama", num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4), ids(200, batch=2)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt.tolist()))
+    sparse = artifact_for(model)
+    streaming = artifacts.Streaming(sinks=4, window=60)
+    mixed = artifacts.KVCache(
+        policies={"full": artifacts.Full(), "stream": streaming, "h2o": artifacts.H2O(heavy=30, recent=30)},
+        layers=(("full", "stream", "h2o", "stream"),) * 6,
+    )
+    configs = {
+        "sparse": sparse,
+        "omnikv": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=DECODE)}),
+        "kept": sparse.model_copy(update={"kv_cache": mixed}),
+    }
+    expected = {}
+    for name, artifact in configs.items():
+        saved = artifacts.save(artifact, tmp_path / f"{name}.yaml")
+        with Headwise(saved).apply(model) as handle:
+            out = model.generate(
+                prompt,
+                past_key_values=handle.new_cache(),
+                max_new_tokens=12,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            expected[name] = {"tokens": out[:, 200:].tolist(), "stats": handle.stats()}
+    assert expected["sparse"]["stats"]["sparse"] == 6 and expected["omnikv"]["stats"]["decode"] > 0
+    assert _run(tmp_path, 2) == expected
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_heads_that_do_not_divide_are_refused(build: Any, artifact_for: Any, tmp_path: Path) -> None:
+    # transformers itself shards such projections unevenly and fails in the forward.
+    model = build("Llama", num_attention_heads=2, num_key_value_heads=1, hidden_size=128)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "prompt.json").write_text(json.dumps([[3] * 8]))
+    artifacts.save(artifact_for(model), tmp_path / "cfg.yaml")
+    error = _run(tmp_path, 2)["cfg"]["error"]
+    assert "2 query and 1 KV heads do not divide among 2 processes: use a number that divides both" in error
