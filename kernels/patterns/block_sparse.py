@@ -52,7 +52,9 @@ class BlockSparse(Pattern):
             _pool(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
             _pool(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
         )
-        return lambda patterns: select(*means, patterns, q_len=q.shape[2], k_len=k.shape[2], scale=scale, window=window)
+        # The function holds the means, not queries and keys.
+        q_len, k_len = q.shape[2], k.shape[2]
+        return lambda patterns: select(*means, patterns, q_len=q_len, k_len=k_len, scale=scale, window=window)
 
 
 def select(

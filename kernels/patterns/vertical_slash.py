@@ -49,7 +49,9 @@ class VerticalSlash(Pattern):
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare."""
         masses = estimate(q, k, heads, [p.last_q for p in largest], scale=scale, window=window)
-        return lambda patterns: select(*masses, patterns, q_len=q.shape[2])
+        # The function holds what was found, not the queries.
+        q_len = q.shape[2]
+        return lambda patterns: select(*masses, patterns, q_len=q_len)
 
 
 def select(vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *, q_len: int) -> SparseIndex:
