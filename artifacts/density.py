@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 TILE = 64
-CHOOSING = ("vertical_slash", "block_sparse")
 # Longer than any model's prompts; a file may claim any length, and counting takes time and memory for each tile.
 LONGEST = 2**24
 

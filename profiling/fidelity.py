@@ -235,7 +235,7 @@ def report(result: Result) -> str:
         heads, ours, theirs = result.changed
         lost = result.mean["recall"] - result.against["recall"]
         lines.append(
-            f"the second file loses {lost:.4f} of recall, mean of all heads; "
+            f"the second file {'loses' if lost >= 0 else 'gains'} {abs(lost):.4f} of recall, mean of all heads; "
             + (
                 f"{heads} heads have another pattern: {ours:.4f} -> {theirs:.4f}"
                 if heads

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 import artifacts
-from artifacts.density import densities, density, mean_density
+from artifacts.density import LONGEST, densities, density, mean_density
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.vertical_slash import VerticalSlash, select
 from tests.artifacts.conftest import build, build_every_kind
@@ -69,6 +69,20 @@ def test_a_million_tokens() -> None:
     n = (1 << 20) // 64
     window, sink = sum(n - offset for offset in range(65)), sum(n - 65 - group for group in range(16))
     assert density(artifacts.AShape(sink=1024, window=4096), 1 << 20) == (window + sink) / (n * (n + 1) // 2)
+
+
+def test_sizes_beyond_all_measure() -> None:
+    """Whatever a file says, counting ends: in no time, and within memory."""
+    for pattern in (
+        artifacts.AShape(sink=10**30, window=10**30),
+        artifacts.Strided(sink=1, window=1, stride=10**30),
+        artifacts.VerticalSlash(vertical=10**12, slash=10**12),
+        artifacts.TriShape(sink=1, window=1, last=10**30),
+        artifacts.BlockSparse(blocks=10**30),
+    ):
+        assert 0 < (density(pattern, 1 << 20) or 0) <= 1
+        assert density(pattern, 1 << 20, dense_tail=10**30) == 1
+        assert density(pattern, LONGEST + 1) is None
 
 
 def test_rows_of_an_artifact() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, one_line, shorten
 from artifacts.imported import Imported
-from artifacts.interop.files import parse_json, parse_text, read_bytes
+from artifacts.interop.files import MOST, parse_json, parse_text, read_bytes
 from artifacts.interop.head_import import Conversion
 from artifacts.interop.report import Notes, Report
 from artifacts.interop.shape import Given, model_shape
@@ -154,6 +154,8 @@ def _read(path: Path, text: str) -> list[list[float]]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
+        if len(table) == MOST or line.count("\t") >= MOST:
+            raise ArtifactError(f"{shown}: line {number}: more than {MOST} layers or heads make no sense")
         try:
             row = [float(cell) for cell in line.split("\t")]
         except ValueError:

@@ -8,14 +8,16 @@ from typing import Any
 
 from artifacts.errors import ArtifactError, one_line, shorten
 
-MAX_BYTES = 16 * 2**20
+# A hundred layers of a hundred heads, a value a line, come to 1.5 MiB.
+MAX_BYTES = 4 * 2**20
+MOST = 4096
 
 
 def read_bytes(path: Path) -> bytes:
     """The file's bytes.
 
     Raises:
-        ArtifactError: there is no such file, it cannot be read, is no regular file or has more than 16 MiB.
+        ArtifactError: there is no such file, it cannot be read, is no regular file or has more than 4 MiB.
     """
     shown = one_line(str(path))
     if not path.exists():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.interop.files import parse_json
+from artifacts.interop.files import MOST, parse_json
 from artifacts.patterns import AnyPattern, AShape, BlockSparse, VerticalSlash
 
 NAMES = ("vertical_and_slash", "stream_llm", "block_sparse", "flex_vertical_and_slash")
@@ -79,6 +79,8 @@ def read(path: Path, data: bytes, format: str) -> list[dict[int, Entry]]:
     shown = one_line(str(path))
     if not isinstance(layers, list) or not layers:
         raise ArtifactError(f"{shown}: must be a list with a mapping for each layer, got {shorten(layers)}")
+    if len(layers) > MOST:
+        raise ArtifactError(f"{shown}: has {len(layers)} layers, the most that make sense are {MOST}")
     return [dict(_layer(layer, row, format, shown)) for layer, row in enumerate(layers)]
 
 
@@ -86,7 +88,7 @@ def _layer(layer: int, row: Any, format: str, shown: str) -> Iterator[tuple[int,
     if not isinstance(row, dict):
         raise ArtifactError(f"{shown}: layer {layer}: must be a mapping from heads to patterns, got {shorten(row)}")
     for key, entry in row.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 6 and str(int(key)) == key):
+        if not (key.isascii() and key.isdigit() and len(key) < 6 and str(int(key)) == key and int(key) < MOST):
             raise ArtifactError(f"{shown}: layer {layer}: a head must be a number from 0 on, got {shorten(key)}")
         try:
             yield int(key), _entry(entry, format)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.interop.files import parse_json, read_bytes
+from artifacts.interop.files import MOST, parse_json, read_bytes
 from artifacts.schema import ModelInfo
 
 # Of each size: its names in config.json, its flag, what it is.
@@ -108,8 +108,9 @@ def _size(name: str, given: Given, path: Path | None, config: Mapping[str, Any],
     if not found:
         raise ArtifactError(f"the file does not say how many {what} the model has: give --config config.json or {flag}")
     for where, size in found:
-        if size < 1:
-            raise ArtifactError(f"{where}: must be at least 1, got {size}")
+        most = 2**31 - 1 if name in ("max_positions", "head_dim") else MOST
+        if not 1 <= size <= most:
+            raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
         if size != found[0][1]:
             raise ArtifactError(f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?")
     if name == "num_layers" and found[0][1] < of_file.get(name, 0):

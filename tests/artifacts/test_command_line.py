@@ -181,3 +181,33 @@ def test_a_terminal_without_the_letters(tmp_path, make):
     save(artifact.model_copy(update={"model": model}), tmp_path / "a.yaml")
     done = run("show", tmp_path / "a.yaml", env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and "mod\\xe8le" in done.stdout
+
+
+def test_exit_statuses_of_verbs(saved, tmp_path, make):
+    """0 fine, 1 findings or differences, 2 bad input: one line on stderr, nothing on stdout, no file."""
+    save(make(evidence=()), tmp_path / "other.yaml")
+    heads = tmp_path / "heads.json"
+    heads.write_text('[{"0": ["stream_llm", 64, 512, 0.5]}]')
+    out = tmp_path / "out.yaml"
+    shape = ("--heads", 1, "--kv-heads", 1, "--head-dim", 64, "--max-positions", 8192)
+    for status, args in (
+        (1, ("lint", tmp_path / "other.yaml")),
+        (0, ("diff", saved, saved)),
+        (1, ("diff", saved, tmp_path / "other.yaml")),
+        (0, ("convert", heads, *shape, "--out", out)),
+        (0, ("migrate", saved)),
+        (0, ("schema",)),
+        (2, ("lint", heads)),
+        (2, ("diff", saved, tmp_path / "none.yaml")),
+        (2, ("convert", heads, "--out", tmp_path / "x.yaml")),
+        (2, ("convert", heads, "--sinks", "four", "--out", tmp_path / "x.yaml")),
+        (2, ("merge", saved, "--decode", heads, "--out", tmp_path / "x.yaml")),
+        (2, ("migrate", heads)),
+    ):
+        done = run(*args)
+        assert done.returncode == status, done.stderr
+        assert bool(done.stdout) == (status < 2) and done.stderr.count("\n") == (status == 2)
+    assert not (tmp_path / "x.yaml").exists()
+    assert load(out).prefill.imported.file == "heads.json"
+    text = run("show", out).stdout
+    assert "imported     heads.json, minference, " in text and "not compared with any weights" in " ".join(text.split())

@@ -228,6 +228,9 @@ def test_an_artifact_without_the_section(tmp_path, make):
         ('[{"0": ["flex_vertical_and_slash", [2, 1], [0.5, 1], 0]}]', "a share must be above 0 and at most 1"),
         ('[{"9": ["stream_llm", 1, 1, 0.5]}]', "names head 9, the model has 4 query heads"),
         ("[" * 100_000, "nested too deep"),
+        ("[" + "{}," * 5000 + "{}]", "has 5001 layers, the most that make sense are 4096"),
+        ('[{"5000": ["stream_llm", 1, 1, 0.5]}]', "a head must be a number"),
+        ("[" + " " * 5 * 2**20 + "]", "has more than 4194304 bytes"),
         ('[{"0": ["stream_llm", 1, 1, ' + "9" * 10_000 + "]}]", "too many digits"),
     ],
 )
@@ -248,6 +251,8 @@ def test_files_that_are_refused(tmp_path, text, said):
         ("0.5\t0.5\n0.5\n", "line 2: has 1 values, the lines before have 2"),
         ("0.5\tnan\n", "line 1: must be finite numbers"),
         ("0.5\t0.5\n", "has 1 layers, the model has 2"),
+        ("0\t" * 5000 + "0\n", "line 1: more than 4096 layers or heads"),
+        ("0\n" * 5000, "line 4097: more than 4096 layers or heads"),
     ],
 )
 def test_tables_that_are_refused(tmp_path, text, said):
@@ -268,7 +273,12 @@ def test_tables_that_are_refused(tmp_path, text, said):
         ({"config": FILES / "none"}, "none: no such file"),
         ({"config": FILES / "error_counts.json"}, "must be a model's config.json"),
         ({"kv_heads": 3, "head_dim": 8, "max_positions": 64}, "the KV heads must divide the 4 query heads, got 3"),
-        ({"kv_heads": 0, "head_dim": 8, "max_positions": 64}, "--kv-heads: must be at least 1, got 0"),
+        ({"kv_heads": 0, "head_dim": 8, "max_positions": 64}, "--kv-heads: must be from 1 to 4096, got 0"),
+        (
+            {"config": MODEL, "max_positions": 10**12},
+            "--max-positions: must be from 1 to 2147483647, got 1000000000000",
+        ),
+        ({"kv_heads": 2, "head_dim": 8, "max_positions": 64, "layers": 5000}, "--layers: must be from 1 to 4096"),
         ({"config": MODEL, "sinks": 4}, "--sinks means nothing for minference"),
         ({"config": MODEL, "dense_below": -1}, "--dense-below must be at least 0, got -1"),
         ({"source": "minference", "target": "minference"}, "give --from for an import or --to for an export"),
@@ -303,3 +313,11 @@ def test_flags_alone_say_the_shape(tmp_path):
 def test_numbers_that_were_chosen_are_kept(tmp_path):
     artifact, _, _ = imported(tmp_path, "head_patterns.json", dense_below=0, dense_tail=64)
     assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (0, 64)
+
+
+def test_a_config_that_claims_too_much(tmp_path):
+    """The model's config.json comes from somewhere, too."""
+    for field, value in (("num_hidden_layers", 10**9), ("max_position_embeddings", 10**30), ("head_dim", -1)):
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | {field: value}))
+        with pytest.raises(ArtifactError, match=f"{field}: must be from 1 to"):
+            convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", config=tmp_path)

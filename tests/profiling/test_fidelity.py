@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import artifacts
+import runtime
 from artifacts import HeadwiseError
 from artifacts.commands.convert import Config as Convert
 from artifacts.commands.convert import run as convert
@@ -106,3 +108,19 @@ def test_what_is_refused(imported: Path, tiny: Path, tmp_path: Path) -> None:
     convert(Convert(file=tmp_path / "duo.tsv", config=tiny, out=tmp_path / "kv.yaml"))
     with pytest.raises(HeadwiseError, match="has no patterns"):
         run(measured(tmp_path / "kv.yaml", tiny))
+
+
+def test_imports_are_served(imported: Path, tiny: Path, tmp_path: Path) -> None:
+    """What an import leaves open of the model is not compared; layers without patterns stay as they are."""
+    model = load_model(str(tiny), dtype="float32").model
+    ids = torch.randint(0, 256, (1, 1024))
+    (tmp_path / "duo.tsv").write_text("0.9\t0.1\n" * 3)
+    convert(Convert(file=tmp_path / "duo.tsv", config=tiny, out=tmp_path / "kv.yaml"))
+    with torch.no_grad():
+        dense = model(ids).logits
+        with runtime.load(tmp_path / "kv.yaml").apply(model):
+            assert torch.equal(model(ids).logits, dense)
+        with runtime.load(imported).apply(model, strict=True, backend="reference") as handle:
+            sparse = model(ids).logits
+            assert handle.stats()["sparse"] == 3
+    assert not torch.allclose(sparse, dense, atol=1e-3)
