@@ -39,7 +39,7 @@ def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sideca
         artifact: what to show.
         file: the YAML file's name, for the first line.
         arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads),
-            give a mean for each layer.
+            give a mean for each layer; where there are none, imported recalls do.
         sidecar: one line on the sidecar's state.
         width: columns that sentences may take.
     """
@@ -153,6 +153,9 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         for name in _MEANS
         if (array := arrays.get(f"chosen.{name}")) is not None and array.shape == (artifact.model.num_layers, heads)
     }
+    scores, imported = arrays.get("imported.score"), artifact.prefill.imported
+    if not means and scores is not None and imported is not None and imported.scores == "recall":
+        means = {"recall": scores} if scores.shape == (artifact.model.num_layers, heads) else {}
     lines = [f"map: {', '.join(filter(None, (legend, f'{LEFT_ALONE} slides already')))}"]
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):

@@ -210,4 +210,5 @@ def test_exit_statuses_of_verbs(saved, tmp_path, make):
     assert not (tmp_path / "x.yaml").exists()
     assert load(out).prefill.imported.file == "heads.json"
     text = run("show", out).stdout
+    assert "recall\n      0  A             0.5000\n" in text
     assert "imported     heads.json, minference, " in text and "not compared with any weights" in " ".join(text.split())
