@@ -67,6 +67,7 @@ class Kind:
 
 
 _DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
+_TASK = Parameter("task", str, "which of the suite's tasks it is, where the file does not say")
 _BEGINS = "the answer begins with the right one"
 
 _RULER = "RULER, Hsieh et al. 2024"
@@ -217,6 +218,36 @@ _KINDS = (
         scored=_BEGINS,
         source="your file",
     ),
+    Kind(
+        name="infinitebench",
+        maker="profiling.infinitebench:infinitebench",
+        takes_file="must",
+        parameters=(_TASK,),
+        exact=False,
+        asks="what the records of one of InfiniteBench's files ask",
+        scored="as InfiniteBench scores the task",
+        source="InfiniteBench, Zhang et al. 2024",
+    ),
+    Kind(
+        name="longbench",
+        maker="profiling.longbench:longbench",
+        takes_file="must",
+        parameters=(_TASK,),
+        exact=False,
+        asks="what the records of one of LongBench's files ask",
+        scored="as LongBench scores the dataset",
+        source="LongBench, Bai et al. 2024",
+    ),
+    Kind(
+        name="ruler",
+        maker="profiling.ruler_files:ruler",
+        takes_file="must",
+        parameters=(_TASK,),
+        exact=False,
+        asks="what the records of one of RULER's own files ask",
+        scored="all references named; any for qa",
+        source=_RULER,
+    ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
-TASKS = ", ".join(kind.usage for kind in _KINDS)
+TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"

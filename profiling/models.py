@@ -75,6 +75,17 @@ def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revis
     return LoadedModel(model, tokenizer, source.name, source.revision or _commit(model))
 
 
+def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
+    """Load the tokenizer of a model alone; arguments and errors as load_model has them."""
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        source = _find(spec, DTYPES["bf16"], revision)
+        options = _options(source)
+        with _one_line_of(source, options):
+            return AutoTokenizer.from_pretrained(source.place, **options)
+
+
 def _find(spec: str, dtype: str, revision: str | None) -> _Source:
     path = Path(spec).expanduser()
     local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
@@ -110,9 +121,7 @@ def _check_folder(path: Path, spec: str) -> None:
 def _load(source: _Source, dtype: str) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    options: dict[str, Any] = {"trust_remote_code": False}
-    if source.on_hub:
-        options |= {"revision": source.revision, "local_files_only": not _hub_reachable()}
+    options = _options(source)
     with _one_line_of(source, options):
         config = AutoConfig.from_pretrained(source.place, **options)
     if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
@@ -121,6 +130,13 @@ def _load(source: _Source, dtype: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(source.place, **options)
         model = AutoModelForCausalLM.from_pretrained(source.place, dtype=getattr(torch, dtype), **options)
     return model, tokenizer
+
+
+def _options(source: _Source) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if source.on_hub:
+        options |= {"revision": source.revision, "local_files_only": not _hub_reachable()}
+    return options
 
 
 @contextlib.contextmanager

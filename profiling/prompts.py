@@ -18,9 +18,9 @@ from artifacts.errors import shorten
 from profiling.kinds import KINDS, TASKS, Kind
 from profiling.tokens import Encoder
 
-__all__ = ["TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+__all__ = ["SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
 # Subsets that RULER names its files by, in a folder that has the task's name.
-_SUBSETS = ("validation", "test")
+SUBSETS = ("validation", "test")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Prompt:
     metric: how an answer is scored, as profiling.metrics knows it; `begins` is with `answer`.
     references: what the metric compares an answer with, where that is not `answer`.
     choices: the classes or options that an answer chooses from.
-    new_tokens: how many tokens the task's authors let a model answer with; None: a few more than `answer` has.
+    new_tokens: how many tokens the task's authors let a model answer with; at least a few more than `answer` has.
     """
 
     input_ids: tuple[int, ...]
@@ -83,8 +83,8 @@ class Task:
         name = self.kind + (f"@{told}" if told else "")
         if self.file is None:
             return name
-        of_ruler = self.kind == "ruler" and self.file.stem in _SUBSETS
-        return f"{name}:{self.file.parent.name}/{self.file.name}" if of_ruler else f"{name}:{self.file.name}"
+        of_ruler = self.kind == "ruler" and self.file.stem in SUBSETS
+        return f"{name}:{self.file.parent.resolve().name}/{self.file.name}" if of_ruler else f"{name}:{self.file.name}"
 
 
 def parse_task(text: str) -> Task:

@@ -102,7 +102,7 @@ def answer(
     """
     ids = torch.tensor([prompt.input_ids], device=model.device)
     wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
-    limit = prompt.new_tokens or wanted + extra_tokens
+    limit = max(prompt.new_tokens or 0, wanted + extra_tokens)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

@@ -1,0 +1,78 @@
+"""python -m profiling.tasks: the tasks that prompts can be made of, and prompts of one of them to look at."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, run_command
+from profiling.kinds import KINDS, Kind
+from profiling.prompts import Prompt, make_prompts, parse_task
+
+_MARK = "\n... {} tokens ...\n"
+
+
+def listing() -> str:
+    """Every task: how it is written, what it asks, how answers are scored, where it is from, what it can be told."""
+    return "\n\n".join(_described(kind) for kind in KINDS.values())
+
+
+def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
+    """A prompt as text with what is known of its answer; of a long one only both ends and what is to be found."""
+    ids = prompt.input_ids
+    end = len(ids) if whole else min(200, len(ids) // 2)
+    text = tokenizer.decode(ids[:end])
+    if end < len(ids):
+        text += _MARK.format(len(ids) - 2 * end) + tokenizer.decode(ids[-end:])
+    lines = [text, "", f"tokens: {len(ids)}", f"answer: {'unknown' if prompt.answer is None else prompt.answer}"]
+    if prompt.answer is not None:
+        lines.append(f"metric: {prompt.metric}")
+    if prompt.references[1:]:
+        lines.append(f"references: {' | '.join(prompt.references)}")
+    for find in prompt.finds:
+        start, stop = find.span
+        block = tokenizer.decode(ids[start:stop]).strip()
+        lines.append(f"found at: {start} to {stop}, depth {start / len(ids):.2f}: {block}")
+    return "\n".join(lines)
+
+
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.tasks."""
+    p = ArgumentParser(prog="python -m profiling.tasks", description=__doc__)
+    p.add_argument("--show", metavar="TASK", help="make prompts of this task, such as needle@depth=0.5")
+    p.add_argument("--model", default="smollm2", help="whose tokenizer to use (default smollm2)")
+    p.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default 1024)")
+    p.add_argument("--samples", type=int, default=1, help="how many prompts (default 1)")
+    p.add_argument("--seed", type=int, default=0, help="(default 0)")
+    p.add_argument("--ends", action="store_true", help="show the start and the end of a prompt only")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = parser().parse_args(argv)
+    if options.show is None:
+        if argv or (argv is None and sys.argv[1:]):
+            raise HeadwiseError("say which task to show: --show TASK")
+        print(listing())
+        return 0
+    task = parse_task(options.show)
+    from profiling.models import load_tokenizer
+
+    tokenizer = load_tokenizer(options.model)
+    prompts = make_prompts(
+        task, tokenizer, length=options.length, samples=options.samples, seed=options.seed, shorter=True
+    )
+    print("\n\n".join(shown(prompt, tokenizer, whole=not options.ends) for prompt in prompts))
+    return 0
+
+
+def _described(kind: Kind) -> str:
+    lines = [kind.usage, f"    asks: {kind.asks}", f"    scored: {kind.scored}", f"    from: {kind.source}"]
+    lines += [f"    {parameter.name}: {parameter.says}" for parameter in kind.parameters]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,109 @@
+"""The list of tasks, the prompts shown of them, and the page about them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from artifacts import HeadwiseError
+from profiling.kinds import KINDS
+from profiling.prompts import digest, make_prompts
+from profiling.tasks import main
+from tests.profiling.conftest import GROUPED
+from tests.profiling.tokenizers import byte_level
+
+ROOT = Path(__file__).parents[2]
+GENERATED = [name for name, kind in KINDS.items() if kind.takes_file != "must"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model's folder that holds no weights."""
+    path = tmp_path_factory.mktemp("model")
+    byte_level(bos=True).save_pretrained(path)
+    LlamaConfig(**GROUPED).save_pretrained(path)
+    return str(path)
+
+
+def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out.split("\n\n")
+    assert [entry.partition("\n")[0] for entry in listed] == [kind.usage for kind in KINDS.values()]
+    assert all(
+        f"    {p.name}: " in entry for entry, kind in zip(listed, KINDS.values(), strict=True) for p in kind.parameters
+    )
+    assert "needle[@depth=D][:FILE]" in listed[3]
+
+
+def test_the_page_has_every_task_and_its_parameters() -> None:
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|", page, flags=re.MULTILINE)
+    table = {name: (re.findall(r"`(\w+)`", told), file.strip()) for name, told, file in rows if name in KINDS}
+    assert list(table) == list(KINDS)
+    for name, (told, file) in table.items():
+        assert told == [parameter.name for parameter in KINDS[name].parameters]
+        assert bool(file) == (KINDS[name].takes_file != "no")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_task_has_its_maker(kind: object) -> None:
+    module, _, function = KINDS[kind.name].maker.partition(":")  # type: ignore[attr-defined]
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--show", "niah_multivalue", "--model", folder, "--length", "1500"]
+    assert main(arguments) == 0
+    whole = capsys.readouterr().out
+    (prompt,) = make_prompts("niah_multivalue", byte_level(bos=True), length=1500, samples=1, seed=0)
+    assert byte_level().decode(prompt.input_ids) in whole
+    assert f"tokens: 1500\nanswer: {prompt.answer}\nmetric: all\nreferences: {' | '.join(prompt.references)}\n" in whole
+    start, stop = prompt.finds[0].span
+    assert re.search(rf"found at: {start} to {stop}, depth 0\.\d\d: One of .* is {prompt.references[0]}\.", whole)
+    assert main([*arguments, "--ends", "--samples", "2"]) == 0
+    ends = capsys.readouterr().out
+    assert ends.count("\n... 1100 tokens ...\n") == 2 and len(ends) < len(whole)
+
+
+def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("word " * 500, encoding="utf-8")
+    main(["--show", f"text:{file}", "--model", folder, "--length", "100"])
+    assert "answer: unknown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--show", "riddle"], "unknown task 'riddle'; known: kv_retrieval, passkey, number, needle, line_retrieval"),
+        (["--show", "vt", "--length", "0"], "length must be at least 1, got 0"),
+        (["--length", "9"], "say which task to show: --show TASK"),
+    ],
+)
+def test_bad_use(folder: str, arguments: list[str], line: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(line)):
+        main(["--model", folder, *arguments] if "--show" in arguments else arguments)
+
+
+def test_other_processes_make_the_same_prompts() -> None:
+    code = (
+        "import sys; from profiling.prompts import *; from tests.profiling.tokenizers import byte_level;"
+        "print(*(digest(make_prompts(t, byte_level(), length=n, samples=2, seed=5))"
+        " for t in sys.argv[2:] for n in [int(sys.argv[1])]))"
+    )
+    length, tasks = "2600", [name if name != "cwe" else "cwe@words=3" for name in GENERATED]
+    found = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", code, length, *tasks]
+        found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT).split())
+    assert found[0] == found[1] and len(set(found[0])) == len(tasks) > 15
+    here = make_prompts(tasks[-1], byte_level(), length=int(length), samples=2, seed=5)
+    assert digest(here) == found[0][-1]
