@@ -77,6 +77,10 @@ class Streamed:
         for name, low in least.items():
             if (value := getattr(self, name)) is not None and value < low:
                 raise HeadwiseError(f"--{name} must be at least {low}, got {value}")
+        if self.timed and self.tokens < self.sinks + self.window:
+            raise HeadwiseError(
+                f"--timed needs a full cache: give at least {self.sinks + self.window} --tokens, got {self.tokens}"
+            )
         if self.task not in TASKS:
             raise HeadwiseError(f"unknown task {shorten(self.task)}; known: {', '.join(TASKS)}")
         if (self.task == "text") != (self.text is not None):
@@ -234,10 +238,11 @@ def _versions() -> dict[str, str]:
 def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
     again = f", begun again {stream.repeats} times" if stream.repeats else ""
     versions = ", ".join(f"{name} {value}" for name, value in _versions().items())
+    every = "at the answers" if config.task == "stream_eval" else f"at every {config.stride}th token"
     return (
         f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} tokens{again}; "
-        f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time; "
-        f"recomputed at every {config.stride}th token\n{versions}\ndrawn: {config.command}"
+        f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time"
+        f"{f'; recomputed {every}' if 'recomputed' in config.methods else ''}\n{versions}\ndrawn: {config.command}"
     )
 
 

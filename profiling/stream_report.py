@@ -155,10 +155,14 @@ def draw(folder: Path, series: Sequence[Series], stream: TokenStream, task: str,
 
 
 def _figure(series: Sequence[Series], means: Mapping[str, Any], stream: TokenStream, task: str, caption: str) -> Any:
+    from matplotlib.ticker import LogFormatter
+
     figure = new_figure(8.0, 5.6, caption)
     grid = figure.subplot_mosaic([["quality", "quality"], ["time", "memory"]], height_ratios=[1.5, 1])
     for at, one in enumerate(series):
-        mean, style = means[one.method], {**line_style(at), "linewidth": 1.2, "label": one.method}
+        # Wide below narrow: methods that do equally well are all to be seen.
+        width = max(1.0, 3.0 - 0.5 * at)
+        mean, style = means[one.method], {**line_style(at), "linewidth": width, "label": one.method}
         x = np.array(one.ends)
         if task == "stream_eval":
             places, right = np.array([end for _, end in stream.probes]), one.right(stream).astype(float)
@@ -173,6 +177,8 @@ def _figure(series: Sequence[Series], means: Mapping[str, Any], stream: TokenStr
     grid["quality"].legend(fontsize=7, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1))
     for name, label in (("time", "ms per token"), ("memory", "MiB of keys and values")):
         grid[name].set_yscale("log")
+        for which in (grid[name].yaxis.set_major_formatter, grid[name].yaxis.set_minor_formatter):
+            which(LogFormatter(minor_thresholds=(2, 0.5)))
         grid[name].set_ylabel(label)
     for axes in grid.values():
         axes.set_xlabel("tokens")

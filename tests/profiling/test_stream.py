@@ -267,6 +267,7 @@ def test_files_say_what_made_them(
     [
         ({"tokens": 1}, "--tokens must be at least 2, got 1"),
         ({"chunk": 0}, "--chunk must be at least 1, got 0"),
+        ({"timed": 1, "tokens": 20}, "--timed needs a full cache: give at least 24 --tokens, got 20"),
         ({"methods": ("h2o",)}, "unknown method 'h2o'; known: streaming, window-only"),
         ({"methods": ("streaming:x",)}, "unknown method 'streaming:x'"),
         ({"methods": ("streaming:24",)}, "streaming:24 leaves no window: sinks and window are 24 tokens"),
