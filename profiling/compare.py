@@ -22,7 +22,7 @@ import torch
 from artifacts import HeadwiseError, load, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.fidelity import fidelity
+from profiling.head_fidelity import fidelity
 from profiling.latency import interleaved, medians, prefill
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, make_prompts

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 from artifacts.commands import FOUND, Outcome, add_json, add_out
 from artifacts.errors import ArtifactError, one_line
 from artifacts.files import atomic_write, check_writable
-from artifacts.interop.duo import export_duo, import_duo, is_duo_config
+from artifacts.interop.duo import import_duo, is_duo_config
+from artifacts.interop.duo_export import export_duo
 from artifacts.interop.files import parse_json, read_bytes
 from artifacts.interop.head_export import export_heads
 from artifacts.interop.head_import import Conversion, import_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from artifacts.lint import patterns, scores, sections
+from artifacts.lint import imports, patterns, scores, sections
 from artifacts.lint.finding import SEVERITIES, Case, Finding
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
@@ -19,8 +19,8 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     scores.ranges,
     scores.summary,
     scores.low_recall,
-    scores.scales,
-    scores.precision,
+    imports.scales,
+    imports.precision,
     sections.origin,
     sections.evidence,
     sections.decode,

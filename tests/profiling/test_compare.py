@@ -12,7 +12,7 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from profiling.compare import Comparison, compare, main, table
-from profiling.fidelity import fidelity
+from profiling.head_fidelity import fidelity
 from profiling.latency import interleaved, medians
 from profiling.models import load_model
 from profiling.prompts import Prompt
