@@ -101,7 +101,11 @@ def drop_lowest(
         queries: tokens are ranked by their score over (queries - position), how many queries saw them; by the score if
             None.
         backend: "auto" and "cpu" take native code for tensors on the CPU, others torch.
+
+    Raises:
+        ValueError: tensors that do not go together or are not contiguous; fewer than two rows, or more than there are.
     """
+    _check(keys, values, scores, positions, rows)
     if backend in ("auto", "cpu") and cpu.serves(keys):
         cpu.drop_lowest(keys, values, scores, positions, rows=rows, latest=latest, queries=queries)
         return
@@ -117,3 +121,15 @@ def ranks(scores: Tensor, positions: Tensor, *, latest: int, queries: int | None
     if queries is not None:
         scores = scores / (queries - positions)
     return scores.masked_fill(positions >= latest, torch.inf)
+
+
+def _check(keys: Tensor, values: Tensor, scores: Tensor, positions: Tensor, rows: int) -> None:
+    if scores.dtype != torch.float32 or positions.dtype != torch.int32:
+        raise ValueError(f"scores must be float32 and positions int32, got {scores.dtype} and {positions.dtype}")
+    tensors = (keys, values, scores, positions)
+    if not keys.dim() == values.dim() == 4 or any(tensor.shape[:3] != scores.shape for tensor in tensors):
+        raise ValueError(f"shapes do not go together: {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("keys, values, scores and positions must be contiguous: they are written in place")
+    if not 1 < rows <= scores.shape[2]:
+        raise ValueError(f"rows must be 2 to {scores.shape[2]}, got {rows}")

@@ -131,6 +131,23 @@ def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
         assert held[3][0, 0, victim] == 9
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": torch.zeros(1, 2, 9).double()}, "scores must be float32 and positions int32, got torch.float64"),
+        ({"positions": torch.zeros(1, 2, 8, dtype=torch.int32)}, "shapes do not go together: .*\\(1, 2, 8\\)"),
+        ({"keys": torch.zeros(1, 9, 2, 8).transpose(1, 2)}, "must be contiguous"),
+        ({"rows": 10}, "rows must be 2 to 9, got 10"),
+        ({"rows": 1}, "rows must be 2 to 9, got 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, message):
+    held = {"keys": torch.zeros(1, 2, 9, 8), "values": torch.zeros(1, 2, 9, 4), "scores": torch.zeros(1, 2, 9)}
+    held["positions"] = torch.zeros(1, 2, 9, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        drop_lowest(**{**held, "rows": 5, "latest": 1, **changes})
+
+
 @needs_native
 def test_native_code_and_torch_drop_the_same():
     generator = torch.Generator().manual_seed(0)

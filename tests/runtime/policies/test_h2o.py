@@ -199,6 +199,26 @@ def test_kv_heads_of_unlike_policies_are_each_as_in_a_layer_of_their_own(build, 
     hook.remove()
 
 
+def test_layers_that_slide_roll_beside_layers_under_h2o(build, keeping, ids):
+    model, tokens = build("Gemma3"), ids(90)
+    with keeping(model, H2O(heavy=50, recent=50)).apply(model) as handle:
+        cache = handle.new_cache()
+        found = fed(model, tokens, (40, 30, 1), cache)
+    torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
+    assert [layer.kept for layer in memory_report(cache).layers] == [32, 90, 90]
+
+
+@pytest.mark.parametrize("policy", [H2O(heavy=8, recent=8), H2O(heavy=0.2, recent=0.2)], ids=str)
+def test_a_cache_of_inference_mode_goes_on_without(policy, build, keeping, ids):
+    model, tokens = build(), ids(60)
+    with keeping(model, policy).apply(model) as handle:
+        expected = fed(model, tokens, (40, 1), handle.new_cache())
+        cache = handle.new_cache()
+        with torch.inference_mode():
+            fed(model, tokens[:, :50], (40, 1), cache)
+        torch.testing.assert_close(fed(model, tokens[:, 50:], (1,), cache), expected[:, 50:], **CLOSE)
+
+
 def test_turns_go_on_where_the_cache_is(build, keeping, ids):
     policy, sizes = H2O(heavy=10, recent=10), (30, 1, 1, 1, 25, 1)
     model, tokens = build(), ids(70)
