@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, load_pair
+from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from artifacts.page import LETTERS
@@ -32,6 +32,7 @@ LETTERED = ("tri_shape", "dilated", "strided", "static")
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5
+_SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
 
 def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
@@ -43,8 +44,17 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
 
     Returns:
         The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall, error, density.
+
+    Raises:
+        HeadwiseError: the artifact has no scores of its heads, as one that was imported, or cannot be read.
     """
     artifact, arrays = load_pair(config)
+    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    if any(array not in arrays or arrays[array].shape != shape for array in _SCORES):
+        raise HeadwiseError(
+            f"{config} has no scores of its heads ({', '.join(_SCORES)}): "
+            "python -m profiling.fidelity --update measures those of an import"
+        )
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
     for path in paths:
         check_writable(path)
@@ -135,7 +145,7 @@ def _write_numbers(artifact: Artifact, arrays: dict[str, np.ndarray], path: Path
         writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
         for layer, row in enumerate(artifact.prefill.layers):
             for head, name in enumerate(row or ()):
-                measures = [f"{arrays[f'chosen.{m}'][layer, head]:.6g}" for m in ("recall", "error", "density")]
+                measures = [f"{arrays[array][layer, head]:.6g}" for array in _SCORES]
                 writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
     beside.replace(path)
 

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import artifacts
 from profiling.pattern_map import LETTERED, draw_pattern_map, figure
@@ -25,6 +26,16 @@ def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
         ("2", "dilated"),
         ("2", "strided"),
     ]
+
+
+def test_an_artifact_without_scores_is_refused_in_one_line(tmp_path: Path) -> None:
+    artifact, arrays = build_every_kind()
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    with pytest.raises(
+        artifacts.HeadwiseError, match=r"cfg.yaml has no scores of its heads .* profiling.fidelity --update"
+    ):
+        draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_kinds_that_shades_could_be_taken_for_carry_their_letter() -> None:
