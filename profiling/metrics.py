@@ -112,14 +112,14 @@ def _first_number(text: str, references: Sequence[str], choices: Sequence[str]) 
 def _last_integer(text: str, references: Sequence[str], choices: Sequence[str]) -> float:
     """Whether the text ends with the reference's value."""
     last = (re.sub(r"[\s.`'\":]+", " ", text).split() or [""])[-1]
-    return float(re.fullmatch(r"-?\d+", last) is not None and any(int(last) == int(r) for r in references))
+    return float(re.fullmatch(r"-?\d+", last) is not None and any(float(last) == float(r) for r in references))
 
 
 def _integers_in_turn(text: str, references: Sequence[str], choices: Sequence[str]) -> float:
     """The share of the references that come in turn before the first wrong number."""
     right = 0
     for given, wanted in zip(re.findall(r"\d+", text), references, strict=False):
-        if int(given) != int(wanted):
+        if float(given) != float(wanted):
             break
         right += 1
     return right / len(references)

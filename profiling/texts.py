@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from profiling.prompts import Prompt
 from profiling.tokens import Encoder, Ids
 
 _FIELDS = ("prompt", "text", "input")
+# JSON can say what no text can hold, and tokenizers fail on it.
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def windows(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
@@ -110,7 +113,12 @@ def json_object(line: str, place: str) -> dict[str, Any]:
 def json_value(text: str, place: str) -> Any:
     """What a text of JSON says; HeadwiseError, which names the place, where it says nothing."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise HeadwiseError(f"{place}: half of a surrogate pair, which is no character") from error
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise HeadwiseError(f"{place}: not JSON: {error.msg.lower()} at {where}") from error

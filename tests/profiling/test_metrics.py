@@ -57,6 +57,8 @@ def prompt(metric: str, *references: str, choices: tuple[str, ...] = ()) -> Prom
         ("first_number", ["3"], "none", 0),
         ("last_integer", ["-14"], "It returns 5, so: `-14`.", 1),
         ("last_integer", ["14"], "14 is the value", 0),
+        ("last_integer", ["3.0"], "So 3", 1),
+        ("last_integer", ["3"], "9" * 5000, 0),
         ("integers_in_turn", ["1", "4", "8", "9"], "[1, 4, 7, 9]", 2 / 4),
         ("letter", ["B", "the dog"], "B", 1),
         ("letter", ["B", "the dog"], "(B) the dog", 1),

@@ -268,6 +268,8 @@ def test_bad_tasks(task: str, line: str) -> None:
         ("jsonl", b'{"prompt": "x", "text": "y"}', "line 1: give one of prompt, text, input, found prompt, text"),
         ("jsonl", b'{"prompt": 3}', "bad.file, line 1: prompt must be a string, got 3"),
         ("jsonl", b'{"prompt": "x", "answer": 3}', "bad.file, line 1: answer must be a string, got 3"),
+        ("jsonl", b'{"prompt": "\\ud83d"}', "bad.file, line 1: half of a surrogate pair, which is no character"),
+        ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "bad.file has 0 prompts of at least 500 tokens"),
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
         (
             "jsonl",
