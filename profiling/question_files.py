@@ -128,12 +128,13 @@ def _answers(value: Any, place: str) -> tuple[str, ...]:
 
 def _contexts(record: dict[str, Any], place: str) -> list[str]:
     value = _field(record, ("context", "contexts"), place)
-    if isinstance(value, dict) and {"title", "sentences"} <= set(value):
-        value = list(zip(value["title"], value["sentences"], strict=False))
+    if isinstance(value, dict):
+        titles, sentences = _listed(value, "title", place), _listed(value, "sentences", place)
+        value = [[title, said] for title, said in zip(titles, sentences, strict=False)]
     items = value if isinstance(value, list) else [value]
     found = []
     for item in items:
-        if isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[1], list):
+        if isinstance(item, list) and len(item) == 2 and isinstance(item[1], list):
             item = f"{item[0]}\n{''.join(map(str, item[1]))}"
         if not isinstance(item, str) or not item.strip():
             raise HeadwiseError(f"{place}: the context must be text, got {shorten(item)}")

@@ -159,6 +159,7 @@ def test_the_seed_decides(asked: Path) -> None:
         ('{"context": "a", "question": "b", "answer": 4}', "line 1: an answer must be a string, got 4"),
         ('{"context": [], "question": "b", "answer": "c"}', "line 1: the context must be text, got []"),
         ('{"context": [["t", 3]], "question": "b", "answer": "c"}', "line 1: the context must be text, got ['t', 3]"),
+        ('{"context": {"title": 1, "sentences": []}, "question": "b", "answer": "c"}', "title must be an array, got 1"),
         ('{"context": "a", "question": "b", "answer": []}', "bad.file has no question with an answer"),
         ('{"data": [{"title": "x"}]}', "bad.file, article 1: no paragraphs"),
         ('{"data": [{"paragraphs": 1}]}', "bad.file, article 1: paragraphs must be an array, got 1"),
