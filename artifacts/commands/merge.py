@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from artifacts.commands import Outcome, add_json, add_out
 from artifacts.errors import ArtifactError, one_line
 from artifacts.files import check_writable
 from artifacts.merging import Part, merge
-from artifacts.store import load_pair, save
+from artifacts.schema import Artifact
+from artifacts.store import load_pair, save, update
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
 
 SHORT = "put the prefill of one artifact, the decode of another and the kv_cache of a third into one"
 EXAMPLES = """\
@@ -25,6 +31,7 @@ examples:
   python -m artifacts merge cfg.yaml --decode none --out prefill.yaml
 """
 _NONE = "none"
+_SECTIONS = ("decode", "kv_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +64,21 @@ def run(config: Config) -> Outcome:
             together; the output cannot be written.
     """
     check_writable(config.out)
-    base = _part(config.file)
-    prefill = base if config.prefill is None else _part(config.prefill)
-    decode = _section(config.decode, base, "decode")
-    kv_cache = _section(config.kv_cache, base, "kv_cache")
-    artifact, arrays = merge(base, prefill, decode, kv_cache)
-    saved = save(artifact, config.out, arrays)
+    named = [config.file, config.prefill, *(_file(getattr(config, name), name) for name in _SECTIONS)]
+    parts = {file.resolve(): _part(file) for file in named if file is not None}
+    out = config.out.resolve()
+    if out in parts:
+
+        def change(artifact: Artifact, arrays: dict[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+            # Another command may have written to it since it was read.
+            parts[out] = Part(file=config.out, artifact=artifact, arrays=arrays)
+            return merge(*_chosen(config, parts))
+
+        saved = update(config.out, change)
+    else:
+        artifact, arrays = merge(*_chosen(config, parts))
+        saved = save(artifact, config.out, arrays)
+    _, prefill, decode, kv_cache = _chosen(config, parts)
     origin = {
         "prefill": str(prefill.file),
         "decode": None if decode is None else str(decode.file),
@@ -77,14 +93,26 @@ def run(config: Config) -> Outcome:
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 
 
+def _file(given: str | None, name: str) -> Path | None:
+    if given == "":
+        raise ArtifactError(f"--{name.replace('_', '-')}: give an artifact's YAML file, or {_NONE}")
+    return None if given in (None, _NONE) else Path(str(given))
+
+
 def _part(file: Path) -> Part:
     artifact, arrays = load_pair(file)
     return Part(file=file, artifact=artifact, arrays=arrays)
 
 
-def _section(given: str | None, base: Part, name: str) -> Part | None:
-    if given is None:
-        return base if getattr(base.artifact, name) is not None else None
-    if not given:
-        raise ArtifactError(f"--{name.replace('_', '-')}: give an artifact's YAML file, or {_NONE}")
-    return None if given == _NONE else _part(Path(given))
+def _chosen(config: Config, parts: Mapping[Path, Part]) -> tuple[Part, Part, Part | None, Part | None]:
+    """The part that gives what is not named, and those of prefill, decode and kv_cache."""
+    base = parts[config.file.resolve()]
+    prefill = base if config.prefill is None else parts[config.prefill.resolve()]
+
+    def section(name: str) -> Part | None:
+        given = getattr(config, name)
+        if given is None:
+            return base if getattr(base.artifact, name) is not None else None
+        return None if given == _NONE else parts[Path(given).resolve()]
+
+    return base, prefill, section("decode"), section("kv_cache")

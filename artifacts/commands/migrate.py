@@ -13,7 +13,7 @@ from artifacts.errors import ArtifactError, one_line
 from artifacts.files import check_writable
 from artifacts.migrations import version_of
 from artifacts.schema import SCHEMA_VERSION
-from artifacts.store import load_pair, read_yaml, save
+from artifacts.store import load_pair, read_yaml, save, update
 
 SHORT = "write an artifact of an older schema version again in the current one"
 EXAMPLES = """\
@@ -55,7 +55,9 @@ def run(config: Config) -> Outcome:
     artifact, arrays = load_pair(config.file)
     version = _version(config.file)
     old = version < SCHEMA_VERSION
-    if config.out is not None:
+    if config.out is not None and config.out.resolve() == config.file.resolve():
+        update(config.out, lambda now, beside: (now, beside))
+    elif config.out is not None:
         save(artifact, config.out, arrays)
     status = FOUND if old and config.out is None else 0
     if config.as_json:

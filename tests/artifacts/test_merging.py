@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import ArtifactError, HeadwiseError, load_pair, save
+from artifacts import ArtifactError, HeadwiseError, load_pair, save, update
+from artifacts.commands import merge as verb
 from artifacts.commands.merge import Config, run
 from tests.artifacts.conftest import build, build_every_kind
 
@@ -58,6 +59,24 @@ def test_in_place(files):
     run(Config(file=files["a"], kv_cache=str(files["c"]), out=files["a"]))
     assert load_pair(files["a"])[0].kv_cache is not None
     assert sorted(path.suffix for path in files["a"].parent.glob("a.*")) == [".safetensors", ".yaml"]
+
+
+def test_in_place_what_another_wrote_meanwhile_is_kept(files, monkeypatch):
+    """After the file was read, and before the merge writes, another command adds a section."""
+    cache = artifacts.KVCache(policies={"f": artifacts.Full()}, layers=("f",) * 3)
+    save(build(kv_cache=cache), files["c"])
+    read = verb.load_pair
+
+    def slow(file):
+        pair = read(file)
+        if file == files["c"]:
+            update(files["a"], lambda artifact, arrays: (artifact.model_copy(update={"decode": omnikv()}), arrays))
+        return pair
+
+    monkeypatch.setattr(verb, "load_pair", slow)
+    run(Config(file=files["a"], kv_cache=str(files["c"]), out=files["a"]))
+    merged, _ = load_pair(files["a"])
+    assert merged.kv_cache == cache and merged.decode == omnikv()
 
 
 def unlike(tmp_path, file, **changes):
