@@ -27,6 +27,7 @@ HEAVY_ROOMS = {
     "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},
     "runtime/cache_layers.py": {"transformers"},
+    "runtime/policies/layer.py": {"transformers"},
 }
 
 

@@ -1,5 +1,7 @@
 """The cache layer that transformers sees: sequences of unlike lengths and KV heads of unlike policies, sorted out.
 
+Importing this imports transformers.
+
 Shapes: B batch, H query heads, G KV heads, Q new slots of a call, D head dim, E value dim.
 """
 
