@@ -4,7 +4,7 @@ python -m profiling.decode --model smollm2 --config cfg.yaml --context 8192 --te
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
 
-Shapes: B batch (1 here), G KV heads, K context, D head dim, S prompt length.
+Shapes: B batch (1 here), G KV heads, K context, D head dim, T texts, F forced tokens of each.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from torch import Tensor
 
 from artifacts import HeadwiseError, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
+from profiling.divergence import forced_log_probs
 from profiling.latency import interleaved
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, make_prompts
@@ -47,11 +48,13 @@ class Comparison:
     steps: int = 16
     repeats: int = 5
     text: str | None = None
+    texts: int = 1
     text_length: int = 4096
     forced: int = 512
     task: str = "passkey"
     task_length: int = 4096
     trials: int = 20
+    prefill_chunk: int | None = None
     seed: int = 1000
     offload: tuple[str, ...] = ("auto",)
     dtype: str = "bfloat16"
@@ -60,13 +63,18 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method's figures; None where they were not asked for. Bytes are those of the cache of the timed context."""
+    """One method's figures; None where they were not asked for. Bytes are those of the cache of the timed context.
+
+    loss_change, loss_change_error: of the loss against dense on the same tokens, in nats, and its standard error.
+    """
 
     method: str
     token_seconds: float | None
     device_bytes: int | None
     bank_bytes: int | None
     perplexity: float | None
+    loss_change: float | None
+    loss_change_error: float | None
     right: int | None
     answers: tuple[str, ...]
 
@@ -90,11 +98,23 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     if artifact.decode is None:
         raise HeadwiseError(f"{config.config} has no decode section: python -m search.filters writes one")
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    if config.prefill_chunk is not None:
+        # Each process loads a model of its own: nobody else generates with it.
+        loaded.model.generation_config.prefill_chunk_size = config.prefill_chunk
     methods = _methods(loaded, load_headwise(config.config), config.offload)
     seconds, held = _times(config, loaded, methods) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
-    texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, 1) if config.text else []
-    rows = [_row(config, loaded, method, seconds, held, prompts, texts) for method in methods]
+    texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
+    rows: list[Row] = []
+    dense: Tensor | None = None
+    for method in methods:
+        with method.apply():
+            given = answers(
+                loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
+            )
+            losses = forced_losses(loaded.model, method.cache, texts, config.forced) if texts else None
+        dense = losses if dense is None else dense
+        rows.append(_row(config, method.name, seconds, held, prompts, given, losses, dense))
     record = {
         "rows": [asdict(row) for row in rows],
         "all_seconds": seconds,
@@ -175,39 +195,35 @@ def _fill(model: Any, cache: Any, context: int, seed: int) -> None:
         cache.update(k, v, layer)
 
 
-@torch.no_grad()
-def forced_perplexity(model: Any, cache: Any, prompt: Prompt, forced: int) -> float:
-    """Perplexity of the prompt's last `forced` tokens, decoded one by one after a prefill of the others."""
-    ids = torch.tensor([prompt.input_ids], device=model.device)
-    start = ids.shape[1] - forced
-    logits = model(ids[:, :start], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+def forced_losses(model: Any, cache: Callable[[], Any], prompts: Sequence[Prompt], forced: int) -> Tensor:
+    """-log p of the last `forced` tokens of each prompt (T * F), decoded one by one after a prefill of the others."""
     losses = []
-    for at in tqdm(range(start, ids.shape[1]), desc="forced decode", disable=None, leave=False):
-        losses.append(torch.nn.functional.cross_entropy(logits[:, -1].float(), ids[:, at]))
-        logits = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits
-    return math.exp(torch.stack(losses).mean().item())
+    for prompt in prompts:
+        tokens = torch.tensor(prompt.input_ids[-forced:], device=model.device)[:, None]
+        losses.append(-forced_log_probs(model, cache(), prompt, forced).gather(1, tokens)[:, 0])
+    return torch.cat(losses)
 
 
 def _row(
     config: Comparison,
-    loaded: LoadedModel,
-    method: _Method,
+    name: str,
     seconds: dict[str, list[float]],
     held: dict[str, CacheBytes],
     prompts: Sequence[Prompt],
-    texts: Sequence[Prompt],
+    given: Sequence[str],
+    losses: Tensor | None,
+    dense: Tensor | None,
 ) -> Row:
-    model = loaded.model
-    with method.apply():
-        given = answers(model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache)
-        loss = forced_perplexity(model, method.cache(), texts[0], config.forced) if texts else None
-    timed = sorted(seconds.get(method.name, []))
+    timed = sorted(seconds.get(name, []))
+    change = None if losses is None or dense is None or losses is dense else (losses - dense).double()
     return Row(
-        method=method.name,
+        method=name,
         token_seconds=timed[len(timed) // 2] / config.steps if timed else None,
-        device_bytes=held[method.name].device if method.name in held else None,
-        bank_bytes=held[method.name].bank if method.name in held else None,
-        perplexity=loss,
+        device_bytes=held[name].device if name in held else None,
+        bank_bytes=held[name].bank if name in held else None,
+        perplexity=None if losses is None else math.exp(losses.mean().item()),
+        loss_change=None if change is None else change.mean().item(),
+        loss_change_error=None if change is None else (change.std() / math.sqrt(len(change))).item(),
         right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
         answers=tuple(given),
     )
@@ -219,7 +235,9 @@ def table(rows: Sequence[Row], trials: int) -> str:
     lines = [["", "ms/token", "tokens/s", "x dense", "cache MiB", "bank MiB", "perplexity", "right"]]
     for row in rows:
         t, loss = row.token_seconds, row.perplexity
-        change = f" ({100 * (loss / first.perplexity - 1):+.2f}%)" if loss and first.perplexity and row != first else ""
+        change = ""
+        if row.loss_change is not None and row.loss_change_error is not None:
+            change = f" ({100 * math.expm1(row.loss_change):+.2f} +- {100 * row.loss_change_error:.2f}%)"
         lines.append(
             [
                 row.method,
@@ -244,11 +262,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
     p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")
     p.add_argument("--text", help="long text for perplexity; without it there is none")
+    p.add_argument("--texts", type=int, default=Comparison.texts, help="windows of it (default 1)")
     p.add_argument("--text-length", type=int, default=Comparison.text_length, help="tokens of the text's window")
     p.add_argument("--forced", type=int, default=Comparison.forced, help="of these, decoded one by one at the end")
     p.add_argument("--task", default=Comparison.task, help="what is answered (default passkey)")
     p.add_argument("--task-length", type=int, default=Comparison.task_length, help="tokens of its prompts")
     p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
+    p.add_argument("--prefill-chunk", type=int, help="prefill them so many tokens at a time (default: at once)")
     p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
     p.add_argument("--seed", type=int, default=Comparison.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -264,9 +284,11 @@ def config_from(options: argparse.Namespace) -> Comparison:
         HeadwiseError: a size that leaves nothing to measure.
     """
     values = {name: value for name, value in vars(options).items() if name != "json"}
-    for name in ("context", "steps", "forced", "text_length", "task_length"):
+    for name in ("context", "steps", "forced", "texts", "text_length", "task_length"):
         if values[name] < 1:
             raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
+    if values["prefill_chunk"] is not None and values["prefill_chunk"] < 1:
+        raise HeadwiseError(f"--prefill-chunk must be at least 1, got {values['prefill_chunk']}")
     for name in ("repeats", "trials"):
         if values[name] < 0:
             raise HeadwiseError(f"--{name} must be at least 0, got {values[name]}")

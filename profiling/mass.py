@@ -28,9 +28,11 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
     """
     weights = probabilities
     if keys is not None:
-        weights, v = probabilities[:, keys], v[:, keys]
-        # What was left out gives its weight to the others, sinks included.
-        weights = weights / (1 - probabilities.sum(1) + weights.sum(1)).clamp_min(1e-12)[:, None]
+        weights, v = probabilities.index_select(1, keys), v.index_select(1, keys)
+        # What was left out gives its weight to the others and to sinks: what the row lacks, beyond rounding.
+        sinks = 1 - probabilities.sum(1)
+        sinks = torch.where(sinks > 1e-4, sinks, 0)
+        weights = weights / (sinks + weights.sum(1)).clamp_min(1e-30)[:, None]
     return torch.bmm(weights.unflatten(0, (v.shape[0], -1)), v.float()).flatten(0, 1)
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 class ResidualStream:
     """Watches a model while it runs, as a context manager: how large the stream is that each attention layer adds to.
 
-    The stream is what enters the block around an attention module, at the newest token. Where a block scales the
-    attention's output before it adds it, as Gemma's do, sizes are those before: right within a layer.
+    The stream is what enters the block around an attention module, at the newest token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -32,17 +32,33 @@ class ResidualStream:
             layer: model.get_submodule(names[id(module)].rpartition(".")[0]) for layer, module in self._modules.items()
         }
         self._sizes: dict[int, Tensor] = {}
+        self._written: dict[int, Tensor] = {}
+        self._gains: dict[int, Tensor] = {}
         self._hooks = ExitStack()
 
     def relative(self, layer: int, change: Tensor) -> Tensor:
-        """Squared size of changes (n, H * E) of an attention output once added to the stream, by the stream's: (n)."""
+        """Squared size of changes (n, H * E) of an attention output that is being made, by the stream's: (n).
+
+        What a change comes to once added is this times `gain` after the block.
+        """
         written = _project(self._modules[layer], change)
         return written.square().sum(-1) / self._sizes[layer]
 
+    def gain(self, layer: int) -> Tensor:
+        """What a norm between attention and stream, as Gemma has it, made of the output's squared size; else 1."""
+        return self._gains[layer]
+
     def __enter__(self) -> Self:
         for layer, block in self._blocks.items():
-            handle = block.register_forward_pre_hook(self._watch(layer), with_kwargs=True)
-            self._hooks.callback(handle.remove)
+            handles = [block.register_forward_pre_hook(self._enters(layer), with_kwargs=True)]
+            handles.append(self._modules[layer].register_forward_hook(self._attends(layer)))
+            handles += [
+                child.register_forward_hook(self._scales(layer))
+                for child in block.children()
+                if child is not self._modules[layer]
+            ]
+            for handle in handles:
+                self._hooks.callback(handle.remove)
         return self
 
     def __exit__(
@@ -50,12 +66,33 @@ class ResidualStream:
     ) -> None:
         self._hooks.close()
 
-    def _watch(self, layer: int) -> Any:
+    def _enters(self, layer: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             stream = args[0] if args else kwargs["hidden_states"]
-            self._sizes[layer] = stream[0, -1].float().square().sum()
+            self._sizes[layer] = _size(stream)
 
         return hook
+
+    def _attends(self, layer: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._written[layer] = output[0] if isinstance(output, tuple) else output
+            self._gains[layer] = torch.ones_like(self._sizes[layer])
+
+        return hook
+
+    def _scales(self, layer: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # Other norms of a block take sums, which are tensors of their own.
+            written = self._written.get(layer)
+            if args and written is not None and args[0] is written and isinstance(output, Tensor):
+                self._gains[layer] = _size(output) / _size(written).clamp_min(1e-30)
+
+        return hook
+
+
+def _size(states: Tensor) -> Tensor:
+    """The squared size of the newest token's states (1, S, M)."""
+    return states[0, -1].float().square().sum()
 
 
 def _project(module: nn.Module, change: Tensor) -> Tensor:

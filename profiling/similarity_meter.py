@@ -45,6 +45,7 @@ class Meter:
         self._hits: list[Tensor] = []
         self.missed: list[Tensor] = []
         self._top_k, self._finds, self._stream = top_k, finds, stream
+        self._changed: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
         # Positions from here on are recent: whatever evicts keeps them.
         self._old = length - 1 - TAIL
@@ -87,8 +88,7 @@ class Meter:
         # One choice at a time: the values of all would be more than a layer of the cache.
         whole, v = attended(probabilities, inputs.v[0]), inputs.v[0]
         changes = [(attended(probabilities, v, keys) - whole).flatten() for keys in self._chosen["max"]]
-        error = self._stream.relative(inputs.layer, torch.stack(changes))
-        self._errors[inputs.layer] = self._errors.get(inputs.layer, torch.zeros_like(error)) + error
+        self._changed[inputs.layer] = self._stream.relative(inputs.layer, torch.stack(changes))
 
     def done(self, step: int) -> None:
         """The step's last layer is through."""
@@ -97,6 +97,9 @@ class Meter:
         means = torch.stack(self._means)
         for by, sets in self._chosen.items():
             self.mass[by] = self.mass.get(by, 0) + kept(means, torch.stack(sets))
+        for layer, changed in self._changed.items():
+            error = changed * self._stream.gain(layer)
+            self._errors[layer] = self._errors.get(layer, torch.zeros_like(error)) + error
         find = self._finds[step]
         if find is not None:
             self._hits.append(covered(find.span, torch.stack(self._chosen["max"])))

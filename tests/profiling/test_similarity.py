@@ -19,6 +19,7 @@ from profiling.decode_capture import StepInputs
 from profiling.layer_similarity import SimilarityConfig, measure
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import make_prompts
+from profiling.residual import ResidualStream
 from profiling.similarity import Profile, load, main, run
 from profiling.similarity_meter import FROZEN, TAIL, Meter
 from profiling.similarity_profile import FILE, save_profile
@@ -132,6 +133,29 @@ def test_sliding_layers_are_marked_and_left_out(hybrid: LoadedModel) -> None:
     np.testing.assert_array_equal(np.isfinite(profile.variability(task)[:, 0]), measured.any(1))
     np.testing.assert_array_equal(np.isfinite(profile.ability(task)), [False, True, False, False, False])
     assert profile.ability(task)[1] == profile.mass(task)[1, 4]
+
+
+def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedModel) -> None:
+    """Gemma's blocks add not the attention's output but a norm of it, however large it is."""
+    block = hybrid.model.model.layers[1]
+    seen: dict[str, torch.Tensor] = {}
+    former = [
+        block.self_attn.register_forward_hook(lambda _, __, out: seen.update(attention=out[0][0, -1])),
+        block.post_attention_layernorm.register_forward_hook(lambda _, __, out: seen.update(added=out[0, -1])),
+    ]
+    ids = torch.randint(3, 90, (1, 40))
+    with torch.no_grad(), ResidualStream(hybrid.model) as stream:
+        hybrid.model(ids)
+    for handle in former:
+        handle.remove()
+    gain = seen["added"].square().sum() / seen["attention"].square().sum()
+    assert abs(gain - 1) > 0.1
+    torch.testing.assert_close(stream.gain(1), gain)
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in loaded.model.modules()]
+    with torch.no_grad(), ResidualStream(loaded.model) as plain:
+        loaded.model(ids)
+    assert [float(plain.gain(layer)) for layer in range(3)] == [1, 1, 1]
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in loaded.model.modules()] == hooks
 
 
 def test_several_prompts_are_averaged_and_a_seed_decides(loaded: LoadedModel) -> None:

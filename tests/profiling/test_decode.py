@@ -1,0 +1,95 @@
+"""python -m profiling.decode on a tiny model: what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
+from profiling import decode
+from profiling.decode import forced_losses
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import make_prompts
+from profiling.quality import negative_log_likelihood
+from runtime.fingerprint import fingerprint
+from tests.search.conftest import save_tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("decode") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(str(folder), dtype="float32")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "words.txt"
+    file.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
+    return file
+
+
+def config(loaded: LoadedModel, place: Path, budget: float) -> Path:
+    artifact = Artifact(
+        model=fingerprint(loaded.model, name="tiny"),
+        search=None,
+        patterns={},
+        prefill=Prefill(dense_below=4096, layers=(None, None, None)),
+        decode=Decode(omnikv=OmniKV(filter_layers=(0,), budget=budget)),
+    )
+    save(artifact, place, {})
+    return place
+
+
+def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, text: Path) -> None:
+    from transformers import DynamicCache
+
+    prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=2, seed=0)
+    losses = forced_losses(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30)
+    expected = torch.cat([negative_log_likelihood(loaded.model, prompt)[-30:] for prompt in prompts])
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_change_is_that_of_the_same_tokens(
+    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "figures.json"
+    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--texts", "2"]
+    options += ["--text-length", "200", "--forced", "20", "--trials", "2", "--task", "passkey", "--task-length", "400"]
+    options += ["--prefill-chunk", "150", "--json", str(out)]
+    for budget in (0.999, 0.05):
+        decode.main([*options, "--config", str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
+        dense, headwise = json.loads(out.read_text())["rows"]
+        assert dense["loss_change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
+        change = math.log(headwise["perplexity"] / dense["perplexity"])
+        assert headwise["loss_change"] == pytest.approx(change, abs=1e-5)
+        cuts = budget < 0.5
+        assert (abs(change) > 0.01) == (headwise["loss_change_error"] > 0) == cuts
+    assert " +- " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--texts", "0"], "--texts must be at least 1, got 0"),
+        (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1, got 0"),
+        (["--forced", "4096"], "--forced must be below --text-length"),
+        (["--trials", "-1"], "--trials must be at least 0, got -1"),
+    ],
+)
+def test_bad_sizes(options: list[str], message: str) -> None:
+    with pytest.raises(HeadwiseError, match=message):
+        decode.main(["--model", "nowhere", "--config", "nowhere.yaml", *options])
