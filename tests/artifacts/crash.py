@@ -1,8 +1,9 @@
 """python -m tests.artifacts.crash [KILLS]: kills writers of an artifact and looks at what they leave.
 
 First a writer dies at each call of the system on its way, one process for each, once more with half of what it was to
-write; then KILLS writers die at random instants. Whatever happens, the pair that is found is the old one or the new
-one, and the next writer leaves two files and nothing else.
+write; then KILLS writers die at random instants, the last tenth of them among others that write into the same file.
+Whatever happens, the pair that is found is the old one or the new one, nothing is lost that a writer was told is there,
+and the next writer leaves two files and nothing else.
 """
 
 from __future__ import annotations
@@ -121,12 +122,54 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
     return seen
 
 
+def among_others(folder: Path, kills: int) -> int:
+    """Three writers at a time add entries to one artifact, and are killed; how many entries they had been told of."""
+    path = folder / "cfg.yaml"
+    artifacts.save(content(0)[0], path, content(0)[1])
+    reading, writing = os.pipe()
+    chance = random.Random(1)
+
+    def start() -> int:
+        if child := os.fork():
+            return child
+        for turn in range(10**9):
+            name = f"{os.getpid()}.{turn}"
+            artifacts.update(path, lambda artifact, arrays, name=name: (with_entry(artifact, name), arrays))
+            os.write(writing, f"{name}\n".encode())
+        raise AssertionError("never comes here")
+
+    children = [start() for _ in range(3)]
+    for _ in range(kills):
+        time.sleep(chance.uniform(0, 0.2))
+        child = children.pop(chance.randrange(3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        children.append(start())
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    os.close(writing)
+    with open(reading, encoding="ascii") as stream:
+        told = stream.read().split()
+    kept = {entry.name for entry in artifacts.load_pair(path)[0].evidence}
+    assert kept >= set(told), f"lost: {sorted(set(told) - kept)}"
+    next_writer_clears(path)
+    return len(told)
+
+
+def with_entry(artifact: artifacts.Artifact, name: str) -> artifacts.Artifact:
+    """One more entry of evidence, of that name."""
+    entry = artifact.evidence[0].model_copy(update={"name": name})
+    return artifact.model_copy(update={"evidence": (*artifact.evidence, entry)})
+
+
 def main(kills: int) -> None:
     """Print one JSON object with the counts."""
     folder = Path(tempfile.mkdtemp())
     try:
-        report = {"before": at_each_call(folder, torn=False), "torn": at_each_call(folder, torn=True)}
-        print(json.dumps({**report, "random": at_random(folder, kills)}))
+        report: dict[str, Any] = {"before": at_each_call(folder, torn=False), "torn": at_each_call(folder, torn=True)}
+        report["random"] = at_random(folder, kills - kills // 10)
+        print(json.dumps({**report, "kept": among_others(folder, kills // 10)}))
     finally:
         shutil.rmtree(folder)
 

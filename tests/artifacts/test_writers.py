@@ -179,7 +179,7 @@ def test_a_copy_of_the_yaml_keeps_its_sidecar(saved, make, arrays):
 
 @pytest.mark.slow
 def test_killed_at_each_call_and_at_200_instants_a_whole_pair_is_there():
-    command = [sys.executable, "-m", "tests.artifacts.crash", "200"]
+    command = [sys.executable, "-m", "tests.artifacts.crash", "222"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -187,6 +187,7 @@ def test_killed_at_each_call_and_at_200_instants_a_whole_pair_is_there():
         assert report[kind].keys() == {"0", "1"} and report[kind]["0"] > 20
     # Were none killed within a write, there would be no leftovers.
     assert sum(report["random"].values()) == 200 and report["random"]["leftovers"] > 20
+    assert report["kept"] > 0
 
 
 def test_a_search_keeps_the_sections_of_others(saved, make):
