@@ -1,0 +1,224 @@
+"""python -m profiling.evaluate: quality and speed of an artifact beside dense attention and other methods, as one page.
+
+Every prompt under every method is one line of a journal in the report's folder: a killed run goes on where it was, and
+methods, tasks, lengths and samples can be added later without running again what is there.
+
+python -m profiling.evaluate --model smollm2 --config cfg.yaml --lengths 4096 8192 --text book.txt --out report/
+python -m profiling.evaluate --model smollm2 --config cfg.yaml --quick --out report/
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write, check_writable
+from profiling.evaluation import (
+    DEFAULT_TASKS,
+    DEPTHS,
+    Evaluation,
+    check_lengths,
+    evaluate,
+    open_journal,
+    tasks_of,
+)
+from profiling.evaluation_page import page
+from profiling.evaluation_record import as_json, attached, record_of, table
+from profiling.evaluation_times import Speed, measure
+from profiling.methods import Methods, method_names
+from profiling.models import load_model
+from profiling.prompts import TASKS
+from runtime.fingerprint import check
+
+DEFAULT_METHODS = ("dense", "headwise", "headwise_static", "vertical_slash", "a_shape", "dilated", "strided")
+_QUICK_METHODS, _QUICK_TASKS, _QUICK_LENGTH = (
+    ("dense", "headwise", "headwise_static", "a_shape"),
+    ("needle", "passkey"),
+    2048,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of the command; `speed` None leaves speed out."""
+
+    model: str
+    config: Path
+    out: Path
+    quality: Evaluation
+    speed: Speed | None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    revision: str | None = None
+    sparse_always: bool = False
+    fresh: bool = False
+    again: bool = False
+    attach: bool = False
+    set_dense_below: bool = False
+    command: str = ""
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Evaluate; write evaluation.json and index.html into the folder, and what was asked for into the artifact.
+
+    Returns:
+        What evaluation.json holds.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    artifact, arrays = load_pair(job.config)
+    if not job.sparse_always:
+        check_lengths(artifact, job.quality.lengths)
+    if job.set_dense_below and (job.speed is None or not job.speed.crossover):
+        raise HeadwiseError("--set-dense-below needs the crossover: leave --no-speed and --no-crossover away")
+    if job.attach or job.set_dense_below:
+        check_writable(job.config)
+    for name in job.quality.methods:
+        if name not in (known := method_names(artifact)):
+            raise HeadwiseError(f"unknown method {name!r}; known for this artifact: {', '.join(known)}")
+    loaded = load_model(job.model, dtype=job.dtype, device=job.device, revision=job.revision)
+    check(artifact.model, loaded.model)
+    journal = open_journal(job.out, fresh=job.fresh)
+    if len(journal):
+        print(f"going on with {journal.path}", file=sys.stderr)
+    methods = Methods(loaded, artifact, arrays, share=job.quality.share, memory=journal)
+    outcomes = evaluate(job.quality, loaded, methods, journal)
+    times = None
+    if job.speed is not None:
+        times = measure(job.speed, loaded, methods, journal, spec=job.model, revision=job.revision, again=job.again)
+    record = record_of(
+        artifact,
+        methods,
+        job.quality,
+        outcomes,
+        times,
+        command=job.command,
+        device=str(loaded.model.device),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+    )
+    atomic_write(job.out / "evaluation.json", as_json(record))
+    atomic_write(job.out / "index.html", page(record).encode())
+    if job.attach or job.set_dense_below:
+        _write_into(job, record)
+    return record
+
+
+def _write_into(job: Job, record: dict[str, Any]) -> None:
+    """The evidence, and dense_below where the crossover was found."""
+    entries = tuple(Measurement(**entry) for entry in attached(record)) if job.attach else ()
+    found = record["crossover"] and record["crossover"]["length"]
+    if job.set_dense_below and found is None:
+        print("dense_below stays as it is: no length was found from which Headwise is faster", file=sys.stderr)
+
+    def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
+        fields: dict[str, Any] = {}
+        if entries:
+            former = tuple(entry for entry in artifact.evidence if entry.command != job.command)
+            fields["evidence"] = (*former, *entries)
+        if job.set_dense_below and found is not None:
+            fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": found})
+        return artifact.model_copy(update=fields), arrays
+
+    update(job.config, change)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.evaluate."""
+    p = ArgumentParser(prog="python -m profiling.evaluate", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
+    p.add_argument(
+        "--out", required=True, type=Path, help="folder of the report: index.html, evaluation.json, the journal"
+    )
+    p.add_argument("--tasks", nargs="+", help=f"`all` (that need no file), or some of: {TASKS}")
+    p.add_argument("--text", help="long text: adds perplexity by position, and is the haystack of the needle")
+    p.add_argument("--lengths", nargs="+", type=int, help="prompt lengths (default: the model's positions)")
+    p.add_argument("--methods", nargs="+", help=f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})")
+    p.add_argument("--samples", type=int, help="prompts of each task, length and, for the needle, depth (default 10)")
+    p.add_argument("--depths", nargs="+", type=float, help="where the needle lies (default: 0 0.25 0.5 0.75 1)")
+    p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
+    p.add_argument("--seed", type=int, default=Evaluation.seed)
+    p.add_argument("--quick", action="store_true", help="few prompts, methods and rounds: a first look")
+    p.add_argument("--repeats", type=int, help="timed rounds, dense and the others in turn (default 5)")
+    p.add_argument("--steps", type=int, default=Speed.steps, help="decoded tokens of a timed round")
+    p.add_argument("--no-speed", dest="speed", action="store_false", help="quality only")
+    p.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory")
+    p.add_argument("--no-crossover", dest="crossover", action="store_false", help="do not look for the crossover")
+    p.add_argument(
+        "--time-again", dest="again", action="store_true", help="measure speed anew, whatever the journal has"
+    )
+    p.add_argument("--sparse-always", action="store_true", help="use the patterns below the artifact's dense_below too")
+    p.add_argument("--attach", action="store_true", help="write the summary into the artifact's evidence")
+    p.add_argument("--set-dense-below", action="store_true", help="write the crossover into the artifact")
+    p.add_argument("--fresh", action="store_true", help="discard the journal")
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--revision", help="revision of a hub model")
+    return p
+
+
+def job_from(options: argparse.Namespace, command: str) -> Job:
+    """What a command line asks for.
+
+    Raises:
+        HeadwiseError: a value that cannot be.
+    """
+    artifact, _ = load_pair(options.config)
+    quick = options.quick
+    least = max(artifact.prefill.dense_below, 0)
+    longest = artifact.model.max_positions
+    lengths = options.lengths or [min(max(_QUICK_LENGTH, least), longest) if quick else longest]
+    names = options.methods or (_QUICK_METHODS if quick else DEFAULT_METHODS)
+    known = method_names(artifact)
+    chosen = known if "all" in names else [name for name in names if options.methods or name in known]
+    tasks = list(options.tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS))
+    if options.text:
+        tasks = [f"{task}:{options.text}" if task == "needle" else task for task in tasks] + [f"text:{options.text}"]
+    quality = Evaluation(
+        tasks=tasks_of(tasks),
+        lengths=tuple(sorted(set(lengths))),
+        methods=tuple(dict.fromkeys(("dense", *chosen))),
+        samples=options.samples if options.samples is not None else 2 if quick else Evaluation.samples,
+        depths=tuple(options.depths or ((0.0, 0.5, 1.0) if quick else DEPTHS)),
+        share=options.share,
+        seed=options.seed,
+    )
+    speed = Speed(
+        lengths=quality.lengths,
+        methods=quality.methods,
+        repeats=options.repeats if options.repeats is not None else 2 if quick else Speed.repeats,
+        steps=options.steps,
+        memory=options.memory and not quick,
+        crossover=options.crossover and "headwise" in quality.methods and (not quick or options.set_dense_below),
+    )
+    same = ("dtype", "device", "revision", "sparse_always", "fresh", "again", "attach", "set_dense_below")
+    return Job(
+        model=options.model,
+        config=options.config,
+        out=options.out,
+        quality=quality,
+        speed=speed if options.speed else None,
+        command=command,
+        **{name: getattr(options, name) for name in same},
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parser().parse_args(argv)
+    record = run(job_from(options, "python -m profiling.evaluate " + shlex.join(argv)))
+    print(table(record))
+    print(f"\nwrote {options.out / 'index.html'} and {options.out / 'evaluation.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,188 @@
+"""The evaluation as a whole, on a tiny model: what it runs, what it does not run again, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling import evaluation
+from profiling.evaluate import main
+from profiling.evaluation_page import page
+from search.heads import HeadSearch, run
+from tests.search.conftest import save_tiny
+
+LENGTH = 900
+METHODS = ("headwise", "a_shape", "headwise+snapkv")
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    model = save_tiny(folder / "tiny")
+    (folder / "text.txt").write_text("It was a long way to the sea, and nobody had been there. " * 400)
+    run(
+        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8", dtype="float32", command="x")
+    )
+    return folder
+
+
+Command = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def command(searched: Path, tmp_path: Path) -> Command:
+    for file in searched.glob("cfg*"):
+        shutil.copy(file, tmp_path / file.name)
+
+    def call(*more: str, out: str = "report") -> dict[str, Any]:
+        base = ["--model", str(searched / "tiny"), "--config", str(tmp_path / "cfg.yaml"), "--out", str(tmp_path / out)]
+        main([*base, "--lengths", str(LENGTH), "--dtype", "float32", "--no-memory", *more])
+        found: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
+        return found
+
+    return call
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the methods of all trials that are really run."""
+    made: list[str] = []
+    real = evaluation.trial
+
+    def counted(model: Any, tokenizer: Any, prompt: Any, method: Any) -> Any:
+        made.append(method.name)
+        return real(model, tokenizer, prompt, method)
+
+    monkeypatch.setattr(evaluation, "trial", counted)
+    return made
+
+
+def test_one_run_gives_a_table_a_page_and_a_json(
+    command: Command, tmp_path: Path, searched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = command(
+        *("--tasks", "needle", "passkey", "--depths", "0", "1", "--samples", "2"),
+        *("--text", str(searched / "text.txt"), "--methods", *METHODS, "--repeats", "2", "--steps", "2", "--attach"),
+    )
+    methods = ("dense", *METHODS)
+    assert tuple(each["name"] for each in record["methods"]) == methods
+    keys = {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
+    for name in methods:
+        assert keys["needle:text.txt", name, "score"]["count"] == 4
+        assert keys["passkey", name, "nll of the answer"]["count"] == 2
+        assert keys["all tasks with answers", name, "score"]["count"] == 6
+        assert (("text:text.txt", name, "perplexity") in keys) == ("+" not in name)
+        assert keys["text:text.txt", name, "perplexity, last 128 tokens"]["value"] > 1
+        assert (keys["passkey", name, "score"]["difference"] is None) == (name == "dense")
+    assert {(cell["method"], cell["depth"]) for cell in record["grid"]} == {(n, d) for n in methods for d in (0, 1)}
+    assert {each["method"] for each in record["prefill"]} == set(methods)
+    assert {each["method"] for each in record["decode"]} == {"dense", "headwise", "headwise+snapkv"}
+    assert record["crossover"]["measured"][-1][0] == LENGTH
+    shown = capsys.readouterr().out
+    assert "headwise+snapkv" in shown and "index.html" in shown
+    html = (tmp_path / "report" / "index.html").read_text()
+    assert html == page(record)
+    assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
+    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence
+    entry = next(each for each in evidence if each.name == "score: passkey")
+    assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
+    assert any(each.name == "prefill" and each.unit == "s" for each in evidence)
+
+
+def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> None:
+    asked = ("--tasks", "passkey", "--no-speed", "--samples")
+    first = command(*asked, "2", "--methods", "headwise")
+    assert trials == ["dense"] * 2 + ["headwise"] * 2
+    trials.clear()
+    assert command(*asked, "2", "--methods", "headwise")["figures"] == first["figures"]
+    assert trials == []
+    command(*asked, "2", "--methods", "headwise", "a_shape", "headwise_static")
+    assert trials == ["a_shape"] * 2 + ["headwise_static"] * 2
+    trials.clear()
+    command("--tasks", "passkey", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
+    assert trials.count("dense") <= 2 and "a_shape" not in trials
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    command: Command, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--tasks", "passkey", "--no-speed", "--samples", "3", "--methods", "headwise")
+    counted = evaluation.trial
+
+    def killed(*given: Any) -> Any:
+        if len(trials) == 4:
+            raise KeyboardInterrupt
+        return counted(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "trial", killed)
+        with pytest.raises(KeyboardInterrupt):
+            command(*asked)
+    record = command(*asked)
+    assert len(trials) == 6
+    assert record["figures"] == command(*asked, out="other")["figures"]
+
+
+def test_the_crossover_becomes_dense_below_where_it_is_wanted(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from profiling.evaluation_speed import Timed
+
+    def pretended(loaded: Any, methods: Any, length: int, *, repeats: int) -> dict[str, Timed]:
+        seconds = {"headwise": length / 2 + 300.0}
+        return {m.name: Timed(seconds=(seconds.get(m.name, length),), dense=(length,)) for m in methods}
+
+    for place in ("profiling.evaluation_speed", "profiling.evaluation_times"):
+        monkeypatch.setattr(f"{place}.prefill_times", pretended)
+    monkeypatch.setattr("profiling.evaluation_times.decode_times", lambda *_, **__: {})
+    monkeypatch.setattr("profiling.evaluation_times._PLAIN", ())
+    asked = ("--tasks", "passkey", "--samples", "1", "--methods", "headwise")
+    record = command(*asked)
+    assert 600 < record["crossover"]["length"] <= 664
+    assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == LENGTH // 2
+    command(*asked, "--set-dense-below")
+    assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == record["crossover"]["length"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--samples", "0"), "--samples must be at least 1"),
+        (("--share", "0"), "--share must be above 0"),
+        (("--depths", "2"), "--depths must be from 0 to 1"),
+        (("--lengths", "256"), "below the artifact's dense_below of 450"),
+        (("--lengths", "5000"), "more than the 1024 positions"),
+        (("--methods", "a_shap"), "unknown method 'a_shap'"),
+        (("--tasks", "passkeys"), "unknown task"),
+        (("--repeats", "0"), "--repeats must be at least 1"),
+        (("--no-speed", "--set-dense-below"), "needs the crossover"),
+    ],
+)
+def test_what_cannot_be_is_one_line(command: Command, options: tuple[str, ...], says: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(says)):
+        command(*options)
+
+
+@pytest.mark.slow
+def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
+    from profiling.methods import Methods
+    from profiling.models import load_model
+    from profiling.peak_memory import peak_of
+
+    spec = str(searched / "tiny")
+    loaded = load_model(spec, dtype="float32")
+    methods = Methods(loaded, *artifacts.load_pair(searched / "cfg.yaml"))
+    found = {
+        name: peak_of(loaded, methods.make(name, LENGTH), LENGTH, spec=spec, revision=None)
+        for name in ("dense", "headwise_static")
+    }
+    # Keys and values alone: 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
+    assert all(value >= 3 * 2 * 16 * 4 * 2 * LENGTH // 2 for value in found.values()), found
