@@ -25,6 +25,7 @@ examples:
   python -m artifacts diff old.yaml new.yaml                 which heads changed, and what that does to density
   python -m artifacts merge cfg.yaml --decode f.yaml --out both.yaml
   python -m artifacts convert best_pattern.json --config config.json --out cfg.yaml
+  python -m artifacts verify cfg.yaml --key me.key.pub       is it from whom it should be?
   python -m artifacts VERB --help                            every verb has examples of its own
 """
 
