@@ -67,10 +67,11 @@ def _clear(path: Path, names: Iterable[str]) -> None:
 def _is_named(tail: bytes, path: Path) -> bool:
     """Whether a YAML file in the folder may name the sidecar: also a copy under another name, or an unreadable one."""
     try:
-        others = {file for file in path.parent.iterdir() if file.suffix.lower() in (".yaml", ".yml")}
+        others = [file for file in path.parent.iterdir() if file.suffix.lower() in (".yaml", ".yml")]
     except OSError:
         return True
-    for file in {path, *others}:
+    # The one that names a new sidecar comes first: the others need not be read for it.
+    for file in [path, *others]:
         try:
             with open_regular(file) as stream:
                 if tail in stream.read(MAX_BYTES):
