@@ -80,6 +80,8 @@ def artifact_files() -> Iterator[tuple[str, bytes]]:
             lambda f: f.update(patterns={f"{i:05}".translate(_LETTERS) * 12: {"kind": "dense"} for i in range(16_000)}),
         ),
         ("empty evidence", lambda f: f.update(evidence=[{}] * 4096)),
+        ("wrong cache rows", lambda f: f["kv_cache"].update(layers=[[5] * 4000] * 24)),
+        ("wrong policies", lambda f: f["kv_cache"].update(policies={f"p{i}": _POLICY for i in range(16_000)})),
         ("deep rope", lambda f: f["model"].update(rope={f"k{i}": [[[[[1e300] * 9] * 5]]] for i in range(1_500)})),
         ("long texts", lambda f: f["search"].update({f"t{i}": "\U0001f4a5" * 16_000 for i in range(160)})),
         ("huge numbers", lambda f: f["model"].update(num_layers=10**39, num_heads=10**39)),
@@ -91,6 +93,7 @@ def artifact_files() -> Iterator[tuple[str, bytes]]:
         yield name, json.dumps(fields, ensure_ascii=False).encode()
 
 
+_POLICY = {"kind": "h2o", "heavy": "x", "recent": "x", "normalised": 5}
 _LETTERS = str.maketrans("0123456789", "abcdefghij")
 
 
