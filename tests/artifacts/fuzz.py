@@ -12,6 +12,7 @@ import copy
 import faulthandler
 import hashlib
 import json
+import random
 import re
 import signal
 import struct
@@ -80,82 +81,93 @@ def bases() -> list[Base]:
     return found
 
 
-scalars = st.one_of(st.sampled_from(TEXTS), st.sampled_from(NUMBERS), st.none(), st.booleans(), st.text(max_size=8))
-values = st.one_of(scalars, scalars, st.lists(scalars, max_size=3), st.dictionaries(st.sampled_from(TEXTS), scalars))
-
-
 @st.composite
 def mutants(draw: Callable[[Any], Any], known: list[Base]) -> tuple[bytes, bytes | None]:
-    """The bytes of a YAML file named cfg.yaml, and those of the sidecar that it names; None: there is none."""
+    """The bytes of a YAML file named cfg.yaml, and those of the sidecar that it names; None: there is none.
+
+    Hypothesis draws, and shrinks, which artifact is changed how often and where; each change is made by a seed of its
+    own, as drawing all its parts would take longer than loading what comes of them.
+    """
     base = draw(st.sampled_from(known))
-    fields, data = json.loads(base.fields), base.data
     kinds = draw(st.lists(st.sampled_from(("field", "field", "field", "sidecar", "text")), min_size=1, max_size=4))
+    chance = random.Random(draw(st.integers(0, 2**64 - 1)))
+    fields, data = json.loads(base.fields), base.data
     for _ in range(kinds.count("field")):
-        _change_field(draw, fields)
+        _change_field(chance, fields)
     for _ in range(kinds.count("sidecar")):
-        data = _change_sidecar(draw, data)
+        data = _change_sidecar(chance, data)
     # Hashes are mostly made right, or nothing but hashes would ever be tested.
-    if isinstance(fields.get("sidecar"), dict) and draw(st.integers(0, 2)):
+    if isinstance(fields.get("sidecar"), dict) and chance.randrange(3):
         fields["sidecar"]["sha256"] = hashlib.sha256(data).hexdigest()
-    if draw(st.integers(0, 3)):
+    if chance.randrange(4):
         fields["content_sha256"] = _hash_or_none(fields)
-    text = _written(fields, as_json=draw(st.booleans()))
+    text = _written(fields, as_json=chance.random() < 0.5)
     for _ in range(kinds.count("text")):
-        text = _change_text(draw, text)
-    return text, None if draw(st.integers(0, 19)) == 0 else data
+        text = _change_text(chance, text)
+    return text, None if chance.randrange(20) == 0 else data
 
 
-def _change_field(draw: Callable[[Any], Any], fields: dict[str, Any]) -> None:
+def _value(chance: random.Random) -> Any:
+    kind = chance.randrange(10)
+    if kind < 3:
+        return chance.choice(TEXTS)
+    if kind < 6:
+        return chance.choice(NUMBERS)
+    if kind == 6:
+        return "".join(chr(chance.choice((32, 127, 255, 0x2FFF, 0x10FFFF)) - chance.randrange(30)) for _ in range(4))
+    if kind == 7:
+        return [_value(chance) for _ in range(chance.randrange(3))]
+    if kind == 8:
+        return {chance.choice(TEXTS): _value(chance) for _ in range(chance.randrange(3))}
+    return chance.choice((None, True, False))
+
+
+def _change_field(chance: random.Random, fields: dict[str, Any]) -> None:
     """Change one field somewhere, in place."""
     node: Any = fields
-    while True:
-        keys = sorted(node, key=str) if isinstance(node, dict) else range(len(node))
-        if not keys:
-            return
-        key = draw(st.sampled_from(keys))
+    while node:
+        key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
         child = node[key]
-        if isinstance(child, dict | list) and child and draw(st.integers(0, 4)):
-            node = child
-            continue
-        break
-    act = draw(st.integers(0, 9))
+        if not (isinstance(child, dict | list) and child and chance.randrange(5)):
+            break
+        node = child
+    else:
+        return
+    act = chance.randrange(10)
     if act <= 4:
-        node[key] = draw(values)
+        node[key] = _value(chance)
     elif act == 5:
         del node[key]
     elif act == 6:
-        node[key] = [child] if draw(st.booleans()) else {"kind": child}
+        node[key] = [child] if chance.random() < 0.5 else {"kind": child}
     elif act == 7 and isinstance(child, int | float):
-        node[key] = child + draw(st.sampled_from((-1, 1, 0.5, 10**6)))
+        node[key] = child + chance.choice((-1, 1, 0.5, 10**6))
     elif isinstance(node, dict):
-        node[draw(st.sampled_from((*TEXTS, *map(str, fields))))] = copy.deepcopy(child)
+        node[chance.choice((*TEXTS, *map(str, fields)))] = copy.deepcopy(child)
     else:
         node.insert(key, copy.deepcopy(child))
 
 
-def _change_sidecar(draw: Callable[[Any], Any], data: bytes) -> bytes:
-    act = draw(st.integers(0, 8))
+def _change_sidecar(chance: random.Random, data: bytes) -> bytes:
+    act = chance.randrange(9)
     if act == 0:
-        return data[: draw(st.integers(0, len(data)))]
+        return data[: chance.randint(0, len(data))]
     if act == 1:
-        return data + draw(st.binary(min_size=1, max_size=8))
+        return data + chance.randbytes(chance.randint(1, 8))
+    if act == 2:
+        return struct.pack("<Q", chance.choice((0, 1, 8, len(data), 2**31, 2**63, 2**64 - 1))) + data[8:]
     if 4 <= act <= 6 and data:
         # Mostly among the numbers, where no format notices.
-        place = draw(st.integers(0 if act == 6 else len(data) // 4 * 3, len(data) - 1))
-        return data[:place] + bytes([draw(st.integers(0, 255))]) + data[place + 1 :]
-    if act == 2:
-        return struct.pack("<Q", draw(st.sampled_from((0, 1, 8, len(data), 2**31, 2**63, 2**64 - 1)))) + data[8:]
+        place = chance.randrange(0 if act == 6 else len(data) // 4 * 3, len(data))
+        return data[:place] + chance.randbytes(1) + data[place + 1 :]
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
-        name = draw(st.sampled_from(sorted(header)))
-        entry = header[name] | draw(st.sampled_from(ENTRIES))
+        name = chance.choice(sorted(header))
+        entry = header[name] | chance.choice(ENTRIES)
     except (ValueError, TypeError, IndexError):
         return data
-    if draw(st.booleans()):
-        header[name] = entry
-    else:
-        header[draw(st.sampled_from(("__metadata__", "static.mean.columns", "", "x")))] = entry
+    header[name if chance.random() < 0.5 else chance.choice(("__metadata__", "static.mean.columns", "", "x"))] = entry
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data[8 + length :]
 
@@ -181,17 +193,17 @@ def _written(fields: dict[str, Any], *, as_json: bool) -> bytes:
     return _WORD.sub(r"\1", "\n".join(lines) + "\n").encode()
 
 
-def _change_text(draw: Callable[[Any], Any], text: bytes) -> bytes:
-    place = draw(st.integers(0, len(text)))
-    length = draw(st.sampled_from((0, 1, 1, 2, 20, 200, 10**6)))
-    act = draw(st.integers(0, 3))
+def _change_text(chance: random.Random, text: bytes) -> bytes:
+    place = chance.randint(0, len(text))
+    length = chance.choice((0, 1, 1, 2, 20, 200, 10**6))
+    act = chance.randrange(4)
     if act == 0:
         return text[:place] + text[place + max(1, length) :]
     if act == 1:
         return text[:place] + text[place : place + length] + text[place:]
     if act == 2:
-        return text[:place] + draw(st.binary(min_size=1, max_size=4)) + text[place + 1 :]
-    return text[:place] + draw(st.sampled_from(SNIPPETS)) + text[place:]
+        return text[:place] + chance.randbytes(chance.randint(1, 4)) + text[place + 1 :]
+    return text[:place] + chance.choice(SNIPPETS) + text[place:]
 
 
 def judge(folder: Path, text: bytes, data: bytes | None) -> str:
