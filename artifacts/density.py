@@ -19,6 +19,7 @@ from artifacts.patterns import (
     BlockSparse,
     Dense,
     Dilated,
+    MemoryUnits,
     Static,
     Strided,
     TriShape,
@@ -65,7 +66,8 @@ def density(
     if entries is None:
         return None
     offsets, groups = entries
-    return (whole + _tiles(offsets, groups, sparse_rows)) / causal
+    looked_up = _looked_up(pattern, sparse_rows, tiles) if isinstance(pattern, MemoryUnits) else 0
+    return (whole + _tiles(offsets, groups, sparse_rows) + looked_up) / causal
 
 
 def densities(
@@ -105,6 +107,8 @@ def _entries(
             return sorted({*range(near), *range(0, last + 1, stride)}), _first(sink, length)
         case VerticalSlash(vertical=vertical, slash=slash):
             return list(range(_reach(max(slash, TILE), last) + 1)), _first(vertical, length)
+        case MemoryUnits(sink=sink, window=window):
+            return list(range(_reach(window, last) + 1)), _first(num_tiles(sink) * TILE, length)
         case Static():
             return _frozen(pattern, length, arrays)
         case _:
@@ -113,6 +117,13 @@ def _entries(
 
 def _reach(window: int, last: int) -> int:
     return min(num_tiles(window - 1), last)
+
+
+def _looked_up(pattern: MemoryUnits, rows: int, tiles: int) -> int:
+    """Tiles between sinks and window that the first `rows` rows look up: all there are, up to `units` of them."""
+    most = max(rows - 1 - _reach(pattern.window, tiles - 1) - num_tiles(pattern.sink), 0)
+    units = min(pattern.units, most)
+    return units * (units + 1) // 2 + (most - units) * units
 
 
 def _first(columns: int, length: int) -> list[set[int]]:

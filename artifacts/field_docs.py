@@ -168,6 +168,16 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
             "coverage": _COVERAGE,
         },
     ),
+    "MemoryUnits": (
+        "patterns, kind memory_units",
+        {
+            "kind": _f("`memory_units`", "sinks, a window, and tiles of the past looked up; named `mu_128_4096_32`", 3),
+            "sink": _f("int, tokens", "the first keys, in whole tiles of 64", 3),
+            "window": _f("int, tokens", "the last keys before each query, itself included", 3),
+            "units": _f("int, tiles of 64 keys", "tiles between sinks and window that 64 queries look up", 3),
+            "representatives": _f("int, keys", "keys that stand for a tile: those that the queries after it want", 3),
+        },
+    ),
     "Prefill": (
         "prefill",
         {

@@ -22,6 +22,7 @@ LETTERS = {
     "dilated": "L",
     "strided": "S",
     "static": "F",
+    "memory_units": "M",
     "dense": "D",
 }
 LEFT_ALONE = "."

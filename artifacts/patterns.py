@@ -11,8 +11,19 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-KINDS = ("dense", "a_shape", "tri_shape", "dilated", "strided", "static", "vertical_slash", "block_sparse")
+KINDS = (
+    "dense",
+    "a_shape",
+    "tri_shape",
+    "dilated",
+    "strided",
+    "static",
+    "vertical_slash",
+    "block_sparse",
+    "memory_units",
+)
 DEFAULT_LAST_Q = 64
+DEFAULT_REPRESENTATIVES = 4
 
 
 class Record(BaseModel):
@@ -121,15 +132,28 @@ class BlockSparse(Record):
     coverage: Coverage | None = None
 
 
-AnyPattern = Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse
+class MemoryUnits(Record):
+    """The first `sink` tokens, the last `window`, and of the 64-token tiles between them the `units` looked up.
+
+    A tile is looked up by the `representatives` of its keys that the queries after it want most. InfLLM, section 3.
+    """
+
+    kind: Literal["memory_units"] = "memory_units"
+    sink: Size
+    window: Size
+    units: Size
+    representatives: Size = DEFAULT_REPRESENTATIVES
+
+
+AnyPattern = Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse | MemoryUnits
 Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
 
 
 def pattern_name(pattern: AnyPattern) -> str:
     """The short canonical name.
 
-    dense, a_1024_4096, tri_1024_4096_128, dil_1024_4096_2, str_1024_4096_8, static_NAME, vs_1000_6096 and bs_100, with
-    _q32 for a last_q of 32 and _c95 for a coverage of 0.95.
+    dense, a_1024_4096, tri_1024_4096_128, dil_1024_4096_2, str_1024_4096_8, static_NAME, vs_1000_6096, bs_100 and
+    mu_128_4096_32, with _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
     """
     match pattern:
         case AShape(sink=sink, window=window):
@@ -147,6 +171,9 @@ def pattern_name(pattern: AnyPattern) -> str:
             return f"vs_{vertical}_{slash}{asked}{_percent(pattern.coverage)}"
         case BlockSparse(blocks=blocks):
             return f"bs_{blocks}{_percent(pattern.coverage)}"
+        case MemoryUnits(sink=sink, window=window, units=units, representatives=count):
+            many = "" if count == DEFAULT_REPRESENTATIVES else f"_r{count}"
+            return f"mu_{sink}_{window}_{units}{many}"
         case Dense():
             return "dense"
 

@@ -14,7 +14,7 @@ import torch
 
 from artifacts import Artifact, HeadwiseError
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
-from kernels.patterns import KINDS, LayerPlan, Pattern, make
+from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, make
 from kernels.patterns.fixed import Fixed
 from profiling.capture import LayerInputs, capture
 from profiling.frozen import Frozen, frozen
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Prompts that sizes are fitted on and indices are frozen on: of no evaluation's seed.
 CALIBRATION_TASK, CALIBRATION_SEED = "passkey", 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
+# Sizes whose n counts tiles.
+_BY_TILES = ("block_sparse", "infllm")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ SIZES: dict[str, Sizes] = {
     "vertical": Sizes("vertical_slash", lambda n, _: {"vertical": n, "slash": 1}),
     "slash": Sizes("vertical_slash", lambda n, _: {"vertical": 1, "slash": n}),
     "block_sparse": Sizes("block_sparse", lambda n, _: {"blocks": n}),
+    # As many tokens looked up as in the window, and 128 sinks, as InfLLM has it.
+    "infllm": Sizes("memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}),
 }
 
 
@@ -108,7 +112,7 @@ class Meter:
 
     def density(self, pattern: Pattern, *, dense_tail: int) -> float:
         """Mean density where every head has this pattern."""
-        if isinstance(pattern, Fixed):
+        if isinstance(pattern, Fixed | MemoryUnits):
             return _fixed_density(pattern, self.length, dense_tail)
         means = [
             float(with_dense_tail(kinds[pattern.kind]([pattern] * self.heads), dense_tail).density().mean())
@@ -127,7 +131,7 @@ class Meter:
             return {"kind": line.kind, **line.at(n, target)}
 
         cost = partial(self.density, dense_tail=dense_tail)
-        low, high = 1, num_tiles(self.length) if name == "block_sparse" else self.length
+        low, high = 1, num_tiles(self.length) if name in _BY_TILES else self.length
         while low < high:
             middle = (low + high + 1) // 2
             if cost(make(**fields(middle))) <= target:
@@ -141,8 +145,8 @@ def _largest(kind: str, length: int) -> Pattern:
     return make(kind, blocks=num_tiles(length)) if kind == "block_sparse" else make(kind, vertical=length, slash=length)
 
 
-def _fixed_density(pattern: Fixed, length: int, dense_tail: int) -> float:
-    # Such a pattern reads the shapes of q and k alone.
-    tensor = torch.empty(1).expand(1, 1, length, 1)
-    index = type(pattern).build_index([pattern], [0], tensor, tensor, scale=1.0)
-    return float(with_dense_tail(index, dense_tail).density())
+def _fixed_density(pattern: Fixed | MemoryUnits, length: int, dense_tail: int) -> float:
+    # What these compute follows from shapes and sizes, whatever q and k hold.
+    tensor = torch.zeros(1, 1, length, 1)
+    index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
+    return float(index.density())

@@ -66,6 +66,11 @@ METHODS: dict[str, Kind] = {
     "strided": Kind(
         says="sinks, a window and every n-th diagonal", source="Sparse Transformers, Child 2019", sizes="strided"
     ),
+    "infllm": Kind(
+        says="sinks, a window, and tiles of the past looked up by a few of their keys; its decode is a full cache's",
+        source="InfLLM, Xiao et al. 2024",
+        sizes="infllm",
+    ),
 }
 
 CacheOf = Callable[[float, int], Policy]

@@ -27,8 +27,9 @@ COLOURS = {
     "dilated": "#F0E442",
     "strided": "#CC79A7",
     "static": "#000000",
+    "memory_units": "#999999",
 }
-LETTERED = ("tri_shape", "dilated", "strided", "static")
+LETTERED = ("tri_shape", "dilated", "strided", "static", "memory_units")
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5

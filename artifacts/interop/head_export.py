@@ -17,6 +17,7 @@ from artifacts.patterns import (
     BlockSparse,
     Dense,
     Dilated,
+    MemoryUnits,
     Static,
     Strided,
     TriShape,
@@ -115,6 +116,10 @@ def _for_minference(
         case Strided(sink=sink, window=window):
             return Entry(name="stream_llm", sizes=(sink, window)), [
                 ("keeps less", "a strided pattern is written as stream_llm: nothing beyond its window")
+            ]
+        case MemoryUnits(sink=sink, window=window):
+            return Entry(name="stream_llm", sizes=(sink, window)), [
+                ("keeps less", "memory units are written as stream_llm: what they look up is left out")
             ]
         case Static():
             columns, diagonals = (arrays.get(name) for name in pattern.arrays)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from artifacts.density import TILE, densities, density
 from artifacts.lint.finding import Case, Finding, heads, some
-from artifacts.patterns import AnyPattern, AShape, BlockSparse, Dilated, VerticalSlash, pattern_name
+from artifacts.patterns import AnyPattern, AShape, BlockSparse, Dilated, MemoryUnits, VerticalSlash, pattern_name
 
 # Sparse kernels cost more a tile than dense ones: from this share on nothing is left to win.
 NEAR_DENSE = 0.95
@@ -107,6 +107,8 @@ def sizes(case: Case) -> Iterator[Finding]:
         tokens = {field: value for field, value in pattern if field in ("sink", "window", "vertical", "slash", "last")}
         if isinstance(pattern, BlockSparse):
             tokens["blocks"] = pattern.blocks * TILE
+        if isinstance(pattern, MemoryUnits):
+            tokens["units"] = pattern.units * TILE
         if large := [field for field, value in tokens.items() if value > most]:
             yield Finding(
                 code="beyond-model",

@@ -18,6 +18,7 @@ from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense
 from kernels.patterns.dilated import Dilated
+from kernels.patterns.memory_units import MemoryUnits
 from kernels.patterns.static import Static, freeze
 from kernels.patterns.strided import Strided
 from kernels.patterns.tri_shape import TriShape
@@ -31,6 +32,7 @@ __all__ = [
     "Dense",
     "Dilated",
     "LayerPlan",
+    "MemoryUnits",
     "Pattern",
     "Static",
     "Strided",
@@ -41,7 +43,8 @@ __all__ = [
 ]
 
 KINDS: dict[str, type[Pattern]] = {
-    cls.kind: cls for cls in (Dense, AShape, TriShape, Dilated, Strided, Static, VerticalSlash, BlockSparse)
+    cls.kind: cls
+    for cls in (Dense, AShape, TriShape, Dilated, Strided, Static, VerticalSlash, BlockSparse, MemoryUnits)
 }
 
 

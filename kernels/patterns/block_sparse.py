@@ -49,8 +49,8 @@ class BlockSparse(Pattern):
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare."""
         means = (
-            _pool(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
-            _pool(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
+            mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
+            mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
         )
         # The function holds the means, not queries and keys.
         q_len, k_len = q.shape[2], k.shape[2]
@@ -123,7 +123,7 @@ def _best_tiles(
     return torch.where(best < PAD, best - 1, PAD)
 
 
-def _pool(x: Tensor, heads: Sequence[int], *, lead: int) -> Tensor:
+def mean_of_tiles(x: Tensor, heads: Sequence[int], *, lead: int) -> Tensor:
     """Mean over each tile of positions of some heads of x (B, heads, length, D), fp32 (B, h, tiles, D).
 
     `lead` positions of the first tile are missing.

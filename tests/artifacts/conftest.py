@@ -98,9 +98,10 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         artifacts.VerticalSlash(vertical=100, slash=1800, coverage=0.95),
         artifacts.BlockSparse(blocks=40, coverage=0.995),
         artifacts.Dense(),
+        artifacts.MemoryUnits(sink=128, window=1024, units=16, representatives=8),
     )
     names = [artifacts.pattern_name(pattern) for pattern in patterns]
-    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:]), (names[-1],) * 4)
+    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:12]), (*[names[11]] * 3, names[12]))
     artifact = build(
         model=small.model.model_copy(update={"num_layers": 5}),
         patterns=dict(zip(names, patterns, strict=True)),

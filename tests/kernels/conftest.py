@@ -23,6 +23,7 @@ LAYER = (
     make("block_sparse", blocks=9, coverage=0.7),
     make("vertical_slash", vertical=200, slash=300, coverage=0.8),
     make("a_shape", sink=1, window=1),
+    make("memory_units", sink=1, window=70, units=2),
 )
 
 

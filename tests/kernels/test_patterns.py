@@ -122,6 +122,7 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
         "static": [{"columns": (3, 99, 300), "diagonals": (0, 2)}, {"columns": (99,), "diagonals": ()}],
         "vertical_slash": [{"vertical": 300, "slash": 200}, {"vertical": 80, "slash": 150, "coverage": 0.9}],
         "block_sparse": [{"blocks": 6}, {"blocks": 5, "coverage": 0.9}],
+        "memory_units": [{"sink": 70, "window": 90, "units": 4}, {"sink": 1, "window": 30, "units": 2}],
     }
     assert sizes.keys() == KINDS.keys()
     for kind, (large, small) in sizes.items():

@@ -1,0 +1,121 @@
+"""Memory units: sinks, a local window, and blocks of the past looked up by a few representative keys (InfLLM).
+
+Shapes: B batch, Q query length, K key length, D head dim, h heads of this kind, R query tiles, U units: key tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
+from kernels.patterns.base import Pattern, on_device
+from kernels.patterns.block_sparse import mean_of_tiles
+from kernels.patterns.choose import best_places
+from kernels.patterns.fixed import counted, reach
+
+# Bytes of fp32 scores held at once.
+_SCRATCH_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUnits(Pattern):
+    """The first `sink` keys, the last `window` before each query, and `units` tiles of the past between them.
+
+    A unit is a tile of TILE keys, and stands for itself by `representatives` of them: those that the queries of the
+    window after them would attend to most, by the mean of the products (Xiao et al. 2024, InfLLM, section 3.2). Each
+    query tile looks up the units whose representatives have the largest products with its queries (section 3.3). sink
+    and window in tokens; the sinks are rounded up to whole tiles, the window as in an A-shape. Positions stay as they
+    are, where InfLLM gives all units one.
+    """
+
+    kind: ClassVar[str] = "memory_units"
+
+    sink: int
+    window: int
+    units: int
+    representatives: int = 4
+
+    @classmethod
+    def prepare(
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare. Units depend on the window: they are made with each index, head by head."""
+        q_len, k_len = q.shape[2], k.shape[2]
+        group = q.shape[1] // k.shape[1]
+        queries = mean_of_tiles(q, heads, lead=(k_len - q_len) % TILE)
+
+        def build(patterns: Sequence[Self]) -> SparseIndex:
+            made = [
+                representatives(q[:, head], k[:, head // group], p.window, p.representatives)
+                for head, p in zip(heads, patterns, strict=True)
+            ]
+            return select(queries, torch.stack(made, dim=1), patterns, q_len=q_len, k_len=k_len, window=window)
+
+        return build
+
+
+def select(
+    queries: Tensor, units: Tensor, patterns: Sequence[MemoryUnits], *, q_len: int, k_len: int, window: int | None
+) -> SparseIndex:
+    """The index of the best units of each row by mean queries (B, h, R, D) and representatives (B, h, U, D), fp32."""
+    (batch, heads, rows, _), n, device = queries.shape, units.shape[2], queries.device
+    first = (k_len - q_len) // TILE
+    width = min(max(p.units for p in patterns), n)
+    tiles = torch.full((batch, heads, num_rows(q_len, k_len), width), PAD, dtype=torch.int32, device=device)
+    back, sinks = (
+        [f(p) for p in patterns] for f in (lambda p: reach(p.window, k_len), lambda p: min(num_tiles(p.sink), n))
+    )
+    near, after = (on_device(tuple(each), device)[:, None, None] for each in (back, sinks))
+    seen = n if window is None else reach(window, k_len)
+    unit = torch.arange(n, device=device)
+    step = max(1, _SCRATCH_BYTES // (4 * batch * heads * n))
+    for start in range(0, rows, step):
+        some = slice(start, min(start + step, rows))
+        own = torch.arange(some.start, some.stop, device=device)[:, None] + first
+        scores = queries[:, :, some] @ units.transpose(2, 3)
+        scores.masked_fill_((unit < after) | (unit >= own - near) | (unit < own - seen), float("-inf"))
+        best = best_places(scores, [p.units for p in patterns], [None] * heads, forced=0)
+        tiles[:, :, some, : best.shape[-1]] = best
+    return SparseIndex(
+        q_len=q_len,
+        k_len=k_len,
+        diagonals=counted([b + 1 for b in back], [1] * heads, device).expand(batch, -1, -1).contiguous(),
+        tiles=tiles,
+        columns=counted([min(s * TILE, k_len) for s in sinks], [1] * heads, device).expand(batch, -1, -1).contiguous(),
+    )
+
+
+def representatives(q: Tensor, k: Tensor, window: int, count: int) -> Tensor:
+    """The mean of each unit's `count` best keys, (B, U, D) fp32, by the mean product with the queries after them.
+
+    q (B, Q, D) and k (B, K, D) of one head. Only queries of the call within `window` of a key count; keys that none
+    follows are all alike.
+    """
+    q_len, k_len = q.shape[1], k.shape[1]
+    window = min(window, k_len)
+    # Sums over windows are differences of running sums, which fp32 would round away.
+    sums = torch.nn.functional.pad(q.to(torch.float64).cumsum(1), (0, 0, 1, 0))
+    after = torch.arange(k_len, device=k.device) - (k_len - q_len) + 1
+    start, stop = after.clamp(0, q_len), (after + window).clamp(0, q_len)
+    local = (sums.index_select(1, stop) - sums.index_select(1, start)) / (stop - start).clamp_min(1)[:, None]
+    keys = k.float()
+    relevance = (local.float() * keys).sum(-1)
+    n, missing = num_tiles(k_len), -k_len % TILE
+    relevance = torch.nn.functional.pad(relevance, (0, missing), value=float("-inf")).unflatten(1, (n, TILE))
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, missing)).unflatten(1, (n, TILE))
+    best = relevance.topk(min(count, TILE), dim=-1)
+    held = (best.values > float("-inf")).float()[..., None]
+    chosen = keys.gather(2, best.indices[..., None].expand(*best.indices.shape, keys.shape[-1]))
+    return (chosen * held).sum(2) / held.sum(2)
