@@ -71,7 +71,7 @@ def intervals(bars: Sequence[Bar], *, title: str, low: float = 0.0, high: float 
 
 def lines(series: Sequence[Series], *, title: str, x_label: str, y_label: str, log: bool = False) -> str:
     """Lines over one x axis; `log` has both axes logarithmic. What each line is, `legend` says."""
-    left, top, bottom, right, height = 64, 12, 48, 16, 320
+    left, top, bottom, right, height = 78, 12, 48, 16, 320
     move = (lambda v: math.log2(max(v, 1e-12))) if log else (lambda v: v)
     xs = [move(v) for one in series for v in one.x]
     ys = [move(v) for one in series for v in one.y]
@@ -90,15 +90,17 @@ def lines(series: Sequence[Series], *, title: str, x_label: str, y_label: str, l
     for tick in _ticks(y_low, y_high) if not log else [y_low + i * (y_high - y_low) / 5 for i in range(6)]:
         at = y(back(tick))
         parts.append(f'<line class="grid" x1="{left}" x2="{_WIDTH - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{back(tick):.3g}</text>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{_told(back(tick))}</text>')
     for value in sorted({v for one in series for v in one.x} if log else {back(t) for t in _ticks(x_low, x_high)}):
-        parts.append(f'<text class="tick" x="{x(value):.1f}" y="{height - 28}" text-anchor="middle">{value:g}</text>')
+        parts.append(
+            f'<text class="tick" x="{x(value):.1f}" y="{height - 28}" text-anchor="middle">{_told(value)}</text>'
+        )
     parts.append(
         f'<text class="tick" x="{(_WIDTH + left) / 2}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>'
     )
     parts.append(
-        f'<text class="tick" x="14" y="{height / 2}" text-anchor="middle" '
-        f'transform="rotate(-90 14 {height / 2})">{escape(y_label)}</text>'
+        f'<text class="tick" x="12" y="{height / 2}" text-anchor="middle" '
+        f'transform="rotate(-90 12 {height / 2})">{escape(y_label)}</text>'
     )
     for one in series:
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(one.x, one.y, strict=True))
@@ -148,9 +150,13 @@ def heatmap(
 
 def _svg(height: float, title: str, parts: Sequence[str], *, width: float = _WIDTH) -> str:
     return (
-        f'<svg class="chart" role="img" viewBox="0 0 {width:g} {height:g}" style="max-width:{width:g}px">'
+        f'<svg class="chart" role="img" viewBox="0 0 {width:g} {height:g}" width="{width:g}">'
         f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
     )
+
+
+def _told(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _ticks(low: float, high: float) -> list[float]:

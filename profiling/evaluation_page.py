@@ -111,7 +111,9 @@ def _cell(found: dict[str, Any] | None) -> tuple[str, str]:
     if found is None:
         return "", "-"
     mark = {"better": " ▲", "worse": " ▼", "": ""}[found["verdict"]]
-    return found["verdict"], f"{found['value']:.3f}{mark}<small>{found['low']:.3f} to {found['high']:.3f}</small>"
+    return found[
+        "verdict"
+    ], f"{number(found['value'])}{mark}<small>{number(found['low'])} to {number(found['high'])}</small>"
 
 
 def _needle(record: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from profiling.evaluation import Evaluation, Outcome
 from profiling.evaluation_rows import ALL, BASELINE, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.evaluation_times import Times, machine
 from profiling.methods import Methods, says
+from profiling.page_parts import number
 
 FORMAT = 1
 
@@ -126,7 +127,7 @@ def shown(found: dict[str, Any] | None) -> str:
     """A figure in a few characters: its value, and + or - where it is better or worse than dense."""
     if found is None:
         return "-"
-    return f"{found['value']:.3f}" + {"better": "+", "worse": "-", "": " "}[found["verdict"]]
+    return number(found["value"]) + {"better": "+", "worse": "-", "": " "}[found["verdict"]]
 
 
 def table(record: dict[str, Any]) -> str:
@@ -143,7 +144,7 @@ def table(record: dict[str, Any]) -> str:
             if timed:
                 own = timed.get(name)
                 cells += [f"{own['seconds']:.3f}", f"{own['speedup']:.2f}x"] if own else ["-", "-"]
-            lines.append([name, _share(method["density"]), _share(method["kept"]), *cells])
+            lines.append([name, number(method["density"]), number(method["kept"]), *cells])
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         text = [
             "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
@@ -158,14 +159,11 @@ def table(record: dict[str, Any]) -> str:
 def told_crossover(record: dict[str, Any]) -> str:
     """The crossover in a sentence."""
     found = record["crossover"]
-    longest = max(length for length, _ in found["measured"])
+    lengths = [length for length, _ in found["measured"]]
     if found["length"] is None:
-        return f"prefill was slower than dense attention at every length that was timed, up to {longest} tokens"
-    return f"prefill is faster than dense attention from {found['length']} tokens on (--set-dense-below writes it)"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+        return f"prefill was slower than dense attention at every length that was timed, up to {max(lengths)} tokens"
+    already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
+    return f"prefill is faster than dense attention from {found['length']} tokens on{already}"
 
 
 def attached(record: dict[str, Any]) -> list[dict[str, Any]]:

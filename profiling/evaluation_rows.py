@@ -13,7 +13,7 @@ from profiling.evaluation import Outcome, groups
 from profiling.intervals import Interval, bootstrap, differs, mean_interval, paired_difference
 from profiling.trials import BLOCK, FORCED
 
-ALL = "all tasks with answers"
+ALL = "all answers"
 BASELINE = "dense"
 SCORE, ACCURACY, NLL = "score", "token accuracy", "nll of the answer"
 PERPLEXITY, DECODED = "perplexity", f"perplexity, last {FORCED} tokens"
@@ -21,6 +21,7 @@ PERPLEXITY, DECODED = "perplexity", f"perplexity, last {FORCED} tokens"
 MEASURES = {SCORE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False}
 _FIELDS = {SCORE: "score", ACCURACY: "token_accuracy", NLL: "nll", PERPLEXITY: "blocks", DECODED: "forced"}
 _PERPLEXITIES = (PERPLEXITY, DECODED)
+_SHOWN = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class Figure:
 
     difference, and its bounds: the mean of method - dense over the same prompts; of a perplexity, its ratio to dense's
     less 1. None for dense, and where dense was not run.
-    verdict: "better" or "worse" than dense where 0 is outside these bounds, "" otherwise.
+    verdict: "better" or "worse" than dense where 0 is outside these bounds and the difference shows in three decimals,
+        "" otherwise.
     """
 
     task: str
@@ -104,7 +106,8 @@ def _figure(
     if base is None:
         return made
     difference = paired_difference(own, base)
-    apart = differs(own, base)
+    # Sums in another order are another number, and always on the same side.
+    apart = differs(own, base) and abs(difference.value) >= _SHOWN
     if perplexity:
         difference = _through(difference, math.expm1)
     better = (difference.value > 0) == MEASURES[measure]

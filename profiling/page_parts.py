@@ -8,10 +8,10 @@ from typing import Any
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1c2024;--muted:#5b6570;--rule:#d8dde3;--soft:#f2f5f8;--band:#dce6f2;
---good:#00714f;--bad:#b3400a;--c0:#0072b2;--c1:#c24d00;--c2:#00795a;--c3:#a8467c;--c4:#8a6100;--c5:#2a7fb0;--c6:#333}
+--good:#00714f;--bad:#b3400a;--c0:#0072b2;--c1:#c24d00;--c2:#00795a;--c3:#a8467c;--c4:#8a6100;--c5:#6a4fb8;--c6:#333}
 @media(prefers-color-scheme:dark){:root{--paper:#15181c;--ink:#e7eaee;--muted:#9aa5b1;--rule:#343b44;--soft:#1e2329;
 --band:#26384d;--good:#4cc79f;--bad:#ff9d66;--c0:#5ab4ef;--c1:#ff9350;--c2:#45c99e;--c3:#e79bc6;--c4:#e5b544;
---c5:#9bd3f5;--c6:#d5d9de}}
+--c5:#b7a0f2;--c6:#d5d9de}}
 body{margin:0 auto;padding:1.5rem clamp(1rem,4vw,3rem) 4rem;max-width:76rem;background:var(--paper);color:var(--ink);
 font:16px/1.5 system-ui,sans-serif}
 h1{font-size:1.7rem;line-height:1.2;margin:.5rem 0}h2{font-size:1.25rem;margin:2.4rem 0 .4rem}
@@ -21,9 +21,11 @@ code{background:var(--soft);padding:.1em .3em;border-radius:3px;overflow-wrap:an
 caption{text-align:left;padding-bottom:.3rem}
 th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid var(--rule);
 white-space:nowrap}th{font-weight:600;vertical-align:bottom}thead th{white-space:normal;min-width:4.5rem}
-th:first-child,td.text{text-align:left}tbody tr:hover{background:var(--soft)}td small{display:block;color:var(--muted)}
+th:first-child,td.text{text-align:left}
+th:first-child,td:first-child{position:sticky;left:0;background:var(--paper)}
+tbody tr:hover td{background:var(--soft)}td small{display:block;color:var(--muted)}
 td.better{color:var(--good);font-weight:600}td.worse{color:var(--bad);font-weight:600}
-.chart{width:100%;height:auto;display:block;font:13px system-ui,sans-serif;fill:var(--ink)}.tick{font-size:12px}
+.chart{max-width:100%;height:auto;display:block;font:13px system-ui,sans-serif;fill:var(--ink)}.tick{font-size:12px}
 .grid{stroke:var(--rule)}.band{fill:var(--band)}.bar line{stroke:var(--muted);stroke-width:3}.bar circle{fill:var(--c0)}
 .bar.better circle{fill:var(--good)}.bar.worse circle{fill:var(--bad)}
 .line polyline{fill:none;stroke-width:2.2;stroke:var(--s)}.line circle{fill:var(--s)}
@@ -31,7 +33,7 @@ td.better{color:var(--good);font-weight:600}td.worse{color:var(--bad);font-weigh
 .s6{--s:var(--c6)}.d1 polyline{stroke-dasharray:8 4}.d2 polyline{stroke-dasharray:2 3}
 .d3 polyline{stroke-dasharray:9 3 2 3}
 .legend{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;font-size:.875rem}
-.maps{display:flex;flex-wrap:wrap;gap:1rem 1.6rem}.maps figure{margin:0;min-width:12rem;flex:0 1 20rem}
+.maps{display:flex;flex-wrap:wrap;gap:1rem 1.6rem}.maps figure{margin:0;max-width:100%}
 figure{margin:0}figcaption{font-size:.875rem;color:var(--muted)}
 details{margin:1rem 0}summary{cursor:pointer;font-weight:600}
 """
@@ -54,8 +56,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], captio
 
 
 def number(value: float | None) -> str:
-    """A share or a mean; a stroke where there is none."""
-    return "-" if value is None else f"{value:.3f}"
+    """A figure with the digits that matter; a stroke where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
 def plain(value: Any) -> str:

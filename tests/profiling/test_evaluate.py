@@ -78,7 +78,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     for name in methods:
         assert keys["needle:text.txt", name, "score"]["count"] == 4
         assert keys["passkey", name, "nll of the answer"]["count"] == 2
-        assert keys["all tasks with answers", name, "score"]["count"] == 6
+        assert keys["all answers", name, "score"]["count"] == 6
         assert (("text:text.txt", name, "perplexity") in keys) == ("+" not in name)
         assert keys["text:text.txt", name, "perplexity, last 128 tokens"]["value"] > 1
         assert (keys["passkey", name, "score"]["difference"] is None) == (name == "dense")

@@ -33,6 +33,8 @@ def test_a_difference_is_called_only_where_it_is_outside_the_interval() -> None:
     assert near.value == pytest.approx(11 / 12) and near.verdict == "" and near.difference_high >= 0
     assert far.value == 0 and far.verdict == "worse" and far.difference == -1 and far.difference_high < 0
     assert of(found, "far", NLL).verdict == "worse" and of(found, "far", NLL).difference == pytest.approx(1)
+    same = figures([outcome("dense", right), text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)])
+    assert of(same, "sum", PERPLEXITY, "text:a.txt").verdict == ""
     better = figures([outcome("dense", none), outcome("other", right)])
     assert of(better, "other", SCORE).verdict == "better"
     assert of(better, "dense", SCORE).difference is None
