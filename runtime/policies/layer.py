@@ -63,6 +63,8 @@ class PolicyLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[_Part, ...] = ()
         self._recorded: list[tuple[int, tuple[_Part, ...]]] = []
+        # What the first call came with, until the next: drafts may be at its end.
+        self._prompt: tuple[Tensor, Tensor, Tensor, Spans, Callable[..., Call]] | None = None
         self.is_initialized = False
 
     @property
@@ -82,9 +84,11 @@ class PolicyLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        rows = tuple(range(key_states.shape[0]))
-        self._parts = (_Part(rows, tuple(group.make() for group in self.groups)),)
+        self._parts = (self._empty(key_states.shape[0]),)
         self.is_initialized = True
+
+    def _empty(self, batch: int) -> _Part:
+        return _Part(tuple(range(batch)), tuple(group.make() for group in self.groups))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take (B, G, Q, D) and (B, G, Q, E) to the attention that follows; stand-ins of all keys and values."""
@@ -105,8 +109,11 @@ class PolicyLayer(CacheLayerMixin):
         (k, v), self._new = self._new, None
         q_len = q.shape[2]
         spans = [(0, q_len)] * q.shape[0] if spans is None else spans
-        if not self.record_past or q_len > _RECORDED:
+        self._prompt = None
+        if not self.record_past or self._slots == q_len or q_len > _RECORDED:
             self._recorded = []
+            if self.record_past and self._slots == q_len:
+                self._prompt = q, k, v, spans, call
             return self._attend(q, k, v, spans, call)
         outs = []
         for i in range(q_len):
@@ -204,6 +211,8 @@ class PolicyLayer(CacheLayerMixin):
             self._recorded = self._recorded[:at]
         elif left == 0:
             self._start()
+        elif self._prompt is not None:
+            self._prefill_again(left)
         elif len(self._parts) > 1 or self.policies[0].seen != self._slots:
             raise HeadwiseError(f"cannot take {-tokens_to_remove} slots back from a batch with padding")
         else:
@@ -215,6 +224,15 @@ class PolicyLayer(CacheLayerMixin):
                     "call activate_past_recording before the tokens that may be taken back"
                 )
         self._slots = left
+
+    def _prefill_again(self, left: int) -> None:
+        """Take in the first `left` slots of the first call, which may have ended in drafts, and no more."""
+        assert self._prompt is not None
+        q, k, v, spans, call = self._prompt
+        spans = [(min(begin, left), min(end, left)) for begin, end in spans]
+        self._prompt = q[:, :, :left], k[:, :, :left], v[:, :, :left], spans, call
+        self._parts = (self._empty(q.shape[0]),)
+        self._attend(*self._prompt)
 
     def reset(self) -> None:
         self._start()
@@ -258,7 +276,7 @@ class PolicyLayer(CacheLayerMixin):
         self._parts = tuple(
             _Part(tuple(rows), _selected(part.policies, taken)) for part, taken, rows in wanted.values()
         )
-        self._recorded = []
+        self._recorded, self._prompt = [], None
 
 
 def _selected(policies: Sequence[Policy], rows: Sequence[int]) -> tuple[Policy, ...]:

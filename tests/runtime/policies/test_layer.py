@@ -146,8 +146,9 @@ def test_recorded_tokens_are_taken_back_whatever_was_dropped(back, length, build
         torch.testing.assert_close(fed(model, then, (9,), cache), expected[:, -9:], **CLOSE)
 
 
-def test_drafts_of_assisted_decoding_change_nothing(build, keeping, ids):
-    model, prompt = build(), ids(10).repeat(1, 4)
+@pytest.mark.parametrize("repeats", [4, 12])
+def test_drafts_of_assisted_decoding_change_nothing(repeats, build, keeping, ids):
+    model, prompt = build(), ids(10).repeat(1, repeats)
     with keeping(model, STREAM).apply(model) as handle:
         expected = model.generate(prompt, past_key_values=handle.new_cache(), max_new_tokens=40, **GREEDY)
         found = model.generate(
