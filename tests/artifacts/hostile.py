@@ -12,6 +12,7 @@ import resource
 import struct
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import artifacts
 from artifacts import strict_yaml
 from artifacts.hashing import content_sha256
+from artifacts.schema import SCHEMA_VERSION
 from tests.artifacts.conftest import build, build_arrays
 
 SIZE = 10 * 2**20
@@ -62,7 +64,7 @@ def yaml_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _example() -> Path:
-    return Path(__file__).parent / "golden" / "v3.yaml"
+    return Path(__file__).parent / "golden" / f"v{SCHEMA_VERSION}.yaml"
 
 
 def artifact_files() -> Iterator[tuple[str, bytes]]:
@@ -174,10 +176,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # Made by another process: the one that reads must not have held them.
         if (maker := os.fork()) == 0:
-            names = dict(write_all(Path(folder)))
-            (Path(folder) / "names.json").write_text(json.dumps({name: str(path) for name, path in names.items()}))
+            try:
+                names = {name: str(path) for name, path in write_all(Path(folder))}
+                (Path(folder) / "names.json").write_text(json.dumps(names))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
             os._exit(0)
-        os.waitpid(maker, 0)
+        if os.waitpid(maker, 0)[1]:
+            sys.exit("the hostile files could not be made")
         for name, path in json.loads((Path(folder) / "names.json").read_text()).items():
             print(json.dumps({"name": name, **cost(Path(path))}), flush=True)
 
