@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling import stream
+from profiling import stream_run
 from profiling.journal import Journal
 from profiling.models import LoadedModel
-from profiling.stream import Streamed, main, report, run
+from profiling.stream import main, report
 from profiling.stream_methods import method_of
 from profiling.stream_report import draw
+from profiling.stream_run import Streamed, run
 from profiling.stream_tokens import stream_eval, text_stream
 from profiling.tokens import Encoder
 from tests.profiling.conftest import tiny
@@ -31,7 +32,7 @@ ALL = ("streaming", "streaming:1", "window-only", "recomputed", "dense", "origin
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything here is tiny: threads would only wait for each other; and only one test looks at the picture."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(stream, "draw", lambda *given: [])
+    monkeypatch.setattr(stream_run, "draw", lambda *given: [])
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_a_cache_on_disk_is_gone_on_from(
     loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fed: list[tuple[int, int]] = []
-    feed = stream.Cached.feed
+    feed = stream_run.Cached.feed
 
     def counted(runner: Any, begin: int, end: int) -> Any:
         if len(fed) == 3:
@@ -152,7 +153,7 @@ def test_a_cache_on_disk_is_gone_on_from(
         fed.append((begin, end))
         return feed(runner, begin, end)
 
-    monkeypatch.setattr(stream.Cached, "feed", counted)
+    monkeypatch.setattr(stream_run.Cached, "feed", counted)
     with pytest.raises(KeyboardInterrupt):
         run(config(methods=("streaming",)), loaded)
     fed.append((0, 0))
@@ -252,7 +253,7 @@ def test_times_are_taken_of_every_bounded_method(loaded: LoadedModel, config: Ca
 def test_files_say_what_made_them(
     loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "draw", draw)
+    monkeypatch.setattr(stream_run, "draw", draw)
     given = config(command="python -m profiling.stream --out x")
     run(given, loaded)
     record = json.loads((given.out / "stream.json").read_text())
@@ -300,7 +301,7 @@ def test_the_command_line(
     loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     given = config()
-    monkeypatch.setattr(stream, "load_model", lambda *args, **options: loaded)
+    monkeypatch.setattr(stream_run, "load_model", lambda *args, **options: loaded)
     options = ["--tokens", "60", "--sinks", "1", "--window", "15", "--chunk", "16", "--methods", "streaming", "dense"]
     assert main(["--model", "tiny", "--text", str(given.text), "--out", str(given.out), *options]) == 0
     shown = capsys.readouterr().out
