@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load_pair, save
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from profiling.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure
@@ -107,7 +107,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         HeadwiseError: anything that the user has to put right.
     """
     check_writable(config.out)
-    artifact, arrays = load_pair(config.config)
+    artifact = load(config.config)
     former = None if config.profile is None else load_profile(config.profile)
     loaded = load_model(config.model, dtype=config.measured.dtype, device=config.measured.device)
     check(artifact.model, loaded.model)
@@ -118,7 +118,14 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
     choice = choose(config, former)
     again = replace(config.measured, seed=config.measured.seed + _OTHER_SEED, top_k=former.about["top_k"])
     found = compare(choice, former, measure(again, loaded))
-    return save(with_filters(artifact, config, found), config.out, _arrays(arrays, found)), found
+
+    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+        # Measuring took a while, and other commands write into the same file.
+        if now.model != artifact.model:
+            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
+        return with_filters(now, config, found), _arrays(arrays, found)
+
+    return update(config.config, change, out=config.out), found
 
 
 def choose(config: FilterSearch, profile: Profile) -> Choice:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import TypeAdapter
 
-from artifacts import Artifact, Calibration, ModelInfo, Prefill, SearchInfo, Summary, pattern_name, save
+from artifacts import Artifact, Calibration, ModelInfo, Prefill, SearchInfo, Summary, pattern_name
 from artifacts import Pattern as ArtifactPattern
+from artifacts.sections import save_searched
 from kernels.patterns import Pattern
 from search.choose import Choice, best_single_kind, choose_layer, winners
 from search.score import Score
@@ -85,7 +86,7 @@ def build_artifact(
         patterns=patterns,
         prefill=Prefill(dense_below=config.dense_below, dense_tail=config.dense_tail, layers=tuple(rows)),
     )
-    return save(artifact, config.out, _arrays(families, findings, chosen))
+    return save_searched(artifact, config.out, _arrays(families, findings, chosen))
 
 
 def as_artifact_pattern(pattern: Pattern) -> ArtifactPattern:

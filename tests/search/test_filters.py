@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,30 @@ def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], fo
     assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
     assert after.decode.omnikv.dense_layers == (0,)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_heads_are_searched_again(
+    command: list[str], found: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "cfg.yaml"
+    artifacts.save(artifacts.load(found), out, artifacts.load_arrays(found))
+    section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
+    real = filters.compare
+
+    def meanwhile(*args: Any) -> Any:
+        artifacts.update(out, lambda now, arrays: (now.model_copy(update={"kv_cache": section}), arrays))
+        return real(*args)
+
+    monkeypatch.setattr(filters, "compare", meanwhile)
+    at = command.index("--config") + 1
+    filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
+    first = artifacts.load(out)
+    assert first.kv_cache == section and first.decode is not None
+    options = {"length": 1000, "budget": "0.5", "dtype": "float32", "calibration": "passkey", "command": "again"}
+    again = heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
+    assert artifacts.load(out) == again and again.search is not None and again.search.command == "again"
+    assert again.kv_cache == section and again.decode == first.decode
+    assert "similarity.mass" in artifacts.load_arrays(out)
 
 
 def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
