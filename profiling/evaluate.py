@@ -31,7 +31,8 @@ from profiling.evaluation import (
 from profiling.evaluation_page import page
 from profiling.evaluation_record import as_json, attached, record_of, table
 from profiling.evaluation_times import Speed, measure
-from profiling.methods import Methods, method_names
+from profiling.method_table import method_names
+from profiling.methods import Methods
 from profiling.models import load_model
 from profiling.prompts import TASKS
 from runtime.fingerprint import check

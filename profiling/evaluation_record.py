@@ -14,7 +14,8 @@ from artifacts import Artifact
 from profiling.evaluation import Evaluation, Outcome
 from profiling.evaluation_rows import ALL, BASELINE, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.evaluation_times import Times, machine
-from profiling.methods import Methods, says
+from profiling.method_table import says
+from profiling.methods import Methods
 from profiling.page_parts import number
 
 FORMAT = 1

@@ -12,7 +12,8 @@ from kernels.index import PAD, TILE, SparseIndex
 from kernels.patterns import make
 from profiling.frozen import frozen
 from profiling.matching import SIZES, Meter
-from profiling.methods import METHODS, Methods, method_names, says
+from profiling.method_table import METHODS, method_names, says
+from profiling.methods import Methods
 from profiling.models import LoadedModel, load_model
 from search.heads import HeadSearch, run
 from tests.search.conftest import save_tiny

@@ -1,0 +1,92 @@
+"""What methods an evaluation knows, as one table: METHODS, and the caches that either prefill can have: CACHES.
+
+`dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of the artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from artifacts import H2O, Artifact, SnapKV, Streaming
+from artifacts.kv_cache import Policy
+
+_SINKS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One row of METHODS. sizes: a name of SIZES; own: it is Headwise with one kind, so it has its dense tail."""
+
+    says: str
+    source: str
+    sizes: str | None = None
+    own: bool = False
+
+
+METHODS: dict[str, Kind] = {
+    "dense": Kind(says="the model's own attention (sdpa)", source="Dao 2023"),
+    "headwise": Kind(says="the artifact's patterns", source="this project, after MInference 1.0"),
+    "headwise_static": Kind(
+        says="the artifact's indices, frozen on one other prompt", source="MInference 1.0, Ours w/ static"
+    ),
+    "vertical_slash": Kind(
+        says="vertical-slash for all heads", source="MInference 1.0, ablation", sizes="vertical_slash", own=True
+    ),
+    "block_sparse": Kind(
+        says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse", own=True
+    ),
+    "vertical": Kind(says="columns alone for all heads", source="MInference 1.0, ablation", sizes="vertical", own=True),
+    "slash": Kind(says="diagonals alone for all heads", source="MInference 1.0, ablation", sizes="slash", own=True),
+    "a_shape": Kind(says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"),
+    "tri_shape": Kind(
+        says="sinks, a window, and the last tile dense", source="SCBench, Li et al. 2024", sizes="tri_shape"
+    ),
+    "dilated": Kind(says="sinks and every second tile of a window", source="Longformer, Beltagy 2020", sizes="dilated"),
+    "strided": Kind(
+        says="sinks, a window and every n-th diagonal", source="Sparse Transformers, Child 2019", sizes="strided"
+    ),
+    "infllm": Kind(
+        says="sinks, a window, and tiles of the past looked up by a few of their keys; its decode is a full cache's",
+        source="InfLLM, Xiao et al. 2024",
+        sizes="infllm",
+    ),
+}
+
+CacheOf = Callable[[float, int], Policy]
+CACHES: dict[str, tuple[CacheOf, str]] = {
+    "snapkv": (
+        lambda share, length: SnapKV(budget=max(share * length, 65) / length),
+        "of the prompt what its last 64 queries vote for (Li et al. 2024)",
+    ),
+    "h2o": (
+        lambda share, _: H2O(heavy=share / 2, recent=share / 2),
+        "heavy hitters and the latest (Zhang et al. 2023)",
+    ),
+    "streaming": (
+        lambda share, length: Streaming(sinks=_SINKS, window=max(round(share * length) - _SINKS, 1)),
+        "sinks and a window, prompts too (Xiao et al. 2024)",
+    ),
+}
+# These caches decide themselves how a prompt is attended to: patterns would change nothing.
+OF_PROMPTS = ("h2o", "streaming")
+OMNIKV, OWN = "omnikv", "own"
+
+
+def method_names(artifact: Artifact) -> tuple[str, ...]:
+    """All methods that there are for an artifact, dense first."""
+    caches = [*CACHES, *([OMNIKV] if artifact.decode else []), *([OWN] if artifact.kv_cache else [])]
+    if not any(artifact.prefill.layers):
+        return ("dense", *(f"dense+{cache}" for cache in caches))
+    with_caches = [f"{prefill}+{cache}" for cache in caches for prefill in ("dense", "headwise")]
+    return (*METHODS, *(name for name in with_caches if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}))
+
+
+def says(name: str) -> tuple[str, str]:
+    """What a method is, in a line, and where it comes from."""
+    prefill, _, cache = name.partition("+")
+    if not cache:
+        return METHODS[name].says, METHODS[name].source
+    kept = {OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)", OWN: "the artifact's kv_cache section"}
+    told = kept[cache] if cache in kept else f"cache: {CACHES[cache][1]}"
+    return f"{METHODS[prefill].says}; {told}", ""
