@@ -31,7 +31,7 @@ def frozen(index: SparseIndex) -> list[Frozen]:
     for head in range(index.num_heads):
         tiles = index.tiles[0, head]
         if bool((tiles != PAD).any()):
-            made.append(_projected(tiles.cpu(), index.first_row))
+            made.append(_projected(tiles, index.first_row))
         else:
             one = SparseIndex(
                 q_len=index.q_len,
@@ -47,15 +47,16 @@ def frozen(index: SparseIndex) -> list[Frozen]:
 
 def _projected(tiles: Tensor, first_row: int) -> Frozen:
     """Columns and diagonals for the key tiles (R, any width) of each row; the row's own and the first come free."""
-    rows = tiles.shape[0]
+    rows, device = tiles.shape[0], tiles.device
     n = first_row + rows
-    own = torch.arange(first_row, n)[:, None]
-    held = torch.zeros(rows, n + 1, dtype=torch.bool)
+    own = torch.arange(first_row, n, device=device)[:, None]
+    held = torch.zeros(rows, n + 1, dtype=torch.bool, device=device)
     held.scatter_(1, torch.where(tiles < own, tiles, n).long(), True)
     left = held[:, :n]
     budget = int(left.sum())
     left[:, 0] = False
-    distance = own - torch.arange(n)
+    at = torch.arange(n, device=device)
+    distance = own - at
     behind = distance > 0
     columns, diagonals = [0], [0]
     spent = int(behind[:, 0].sum())
@@ -64,12 +65,14 @@ def _projected(tiles: Tensor, first_row: int) -> Frozen:
         # Held tiles for each tile computed, for every column and every diagonal.
         places = distance.clamp_min(0)
         by_column = left.sum(0) / behind.sum(0).clamp_min(1)
-        by_diagonal = torch.zeros(n).scatter_add_(0, places.flatten(), (left & behind).float().flatten())
-        by_diagonal /= torch.zeros(n).scatter_add_(0, places.flatten(), behind.float().flatten()).clamp_min(1)
+        by_diagonal = torch.zeros(n, device=device).scatter_add_(0, places.flatten(), (left & behind).float().flatten())
+        by_diagonal /= (
+            torch.zeros(n, device=device).scatter_add_(0, places.flatten(), behind.float().flatten()).clamp_min(1)
+        )
         if float(by_column.max()) >= float(by_diagonal.max()):
             best = int(by_column.argmax())
             columns.append(best)
-            new = torch.arange(n).expand(rows, n) == best
+            new = at.expand(rows, n) == best
         else:
             best = int(by_diagonal.argmax())
             diagonals.append(best)
@@ -77,5 +80,5 @@ def _projected(tiles: Tensor, first_row: int) -> Frozen:
         spent += int((new & behind).sum())
         left &= ~new
         behind = behind & ~new
-    tokens = sorted(at for column in columns for at in range(column * TILE, (column + 1) * TILE))
+    tokens = sorted(place for column in columns for place in range(column * TILE, (column + 1) * TILE))
     return Frozen(tuple(tokens), tuple(sorted(diagonals)))

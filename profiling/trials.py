@@ -37,8 +37,8 @@ def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[st
 def answered(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
     """The greedy answer and its score, and, where one right answer is known, how near the model was to it.
 
-    The prompt is prefilled once. Then two sequences go on from it side by side: the model's own choices, and the right
-    answer's tokens, each after the right ones before it (teacher forcing).
+    The prompt is prefilled once. Then two sequences go on from it side by side: the model's own choices, and, where it
+    is known, the right answer's tokens, each after the right ones before it (teacher forcing).
     """
     right = answer_ids(tokenizer, prompt) if (prompt.continuation or "").strip() else ()
     wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
@@ -47,8 +47,9 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict
     cache = method.cache(model)
     ids = torch.tensor([prompt.input_ids], device=model.device)
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-    cache.batch_repeat_interleave(2)
-    logits = logits.expand(2, -1)
+    if right:
+        cache.batch_repeat_interleave(2)
+        logits = logits.expand(2, -1)
     given: list[int] = []
     losses: list[float] = []
     hits: list[bool] = []
@@ -64,8 +65,8 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict
         ended = len(given) >= limit or given[-1] in ends
         if ended and len(losses) >= len(right):
             break
-        forced = right[len(losses) - 1] if losses else given[-1]
-        tokens = torch.tensor([[given[-1]], [forced]], device=model.device)
+        forced = [[right[len(losses) - 1]]] if right else []
+        tokens = torch.tensor([[given[-1]], *forced], device=model.device)
         logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
     text = tokenizer.decode(given, skip_special_tokens=True).strip()
     return {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiling.methods import Method
+import artifacts
+from profiling.methods import Method, Methods
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, make_prompts
 from profiling.quality import answer, answer_fit, negative_log_likelihood
 from profiling.trials import BLOCK, trial
+from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 
 
@@ -49,3 +51,31 @@ def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
     kept = Method(name="x", make=lambda: None, density=1.0, kept=1.0, identity="x", evicts=True, sizes="")
     decoded = trial(loaded.model, loaded.tokenizer, prompt, kept)
     assert decoded["blocks"] is None and decoded["forced"] == pytest.approx(found["forced"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense+omnikv", "dense+h2o", "dense+snapkv", "dense+streaming", "dense+own"])
+def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded: LoadedModel, name: str) -> None:
+    policy = artifacts.H2O(heavy=30, recent=20, eviction="greedy")
+    artifact = artifacts.Artifact(
+        model=fingerprint(loaded.model, name="tiny"),
+        search=None,
+        patterns={},
+        prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 3),
+        decode=artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,), budget=50)) if "omni" in name else None,
+        kv_cache=artifacts.KVCache(policies={"x": policy}, layers=("x",) * 3) if "own" in name else None,
+    )
+    method = Methods(loaded, artifact, share=0.1).make(name, 300)
+    prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=3)[0]
+    with method.apply(loaded.model):
+        found = trial(loaded.model, loaded.tokenizer, prompt, method)
+        given = answer(loaded.model, loaded.tokenizer, prompt, cache=lambda: method.cache(loaded.model))
+    assert found["text"] == given
+    whole = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    assert found["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"
+
+
+def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedModel) -> None:
+    prompt = Prompt(tuple(range(60, 90)), None, metric="any", references=("zzzzzz",), new_tokens=4)
+    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
+    assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
