@@ -97,6 +97,13 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     assert any(each.name == "prefill" and each.unit == "s" for each in evidence)
 
 
+def test_quick_is_a_first_look(command: Command) -> None:
+    record = command("--quick", "--repeats", "1", "--steps", "1")
+    assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "headwise_static", "a_shape"]
+    assert {each["task"] for each in record["figures"]} == {"needle", "passkey", "all answers"}
+    assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 4
+
+
 def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> None:
     asked = ("--tasks", "passkey", "--no-speed", "--samples")
     first = command(*asked, "2", "--methods", "headwise")
