@@ -180,7 +180,9 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
             own, dense = (figure(record, task, length, name, kind) for name in ("headwise", BASELINE))
             if own and dense:
                 name = f"{kind}: {task}"
-                entries.append(_entry(name, own["value"], dense["value"], length, own["count"], "", common))
+                # A text's figure counts blocks, evidence counts prompts.
+                count = record["settings"]["samples"] if kind == PERPLEXITY else own["count"]
+                entries.append(_entry(name, own["value"], dense["value"], length, count, "", common))
     for timed in record["prefill"]:
         if timed["method"] == "headwise":
             dense_seconds = timed["seconds"] * timed["speedup"]

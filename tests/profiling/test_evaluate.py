@@ -95,6 +95,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     entry = next(each for each in evidence if each.name == "score: passkey")
     assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
     assert any(each.name == "prefill" and each.unit == "s" for each in evidence)
+    assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
 
 def test_quick_is_a_first_look(command: Command) -> None:
