@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load_pair, save, update
+from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
@@ -57,7 +57,7 @@ class KVSearch:
     length: int = 2048
     samples: int = 2
     forced: int = 128
-    normalised: bool = False
+    normalised: bool = True
     seed: int = 0
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -85,7 +85,7 @@ def run(config: KVSearch) -> tuple[Artifact, Found]:
         HeadwiseError: anything that the user has to put right.
     """
     check_writable(config.out)
-    artifact, _ = load_pair(config.config)
+    artifact = load(config.config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     check(artifact.model, loaded.model)
     share = config.share if config.share is not None else _share_of_bytes(config, loaded)
@@ -97,16 +97,16 @@ def run(config: KVSearch) -> tuple[Artifact, Found]:
     found = Found(section=section, share=used, searched=searched, even=evenly, curves=curves)
     section = found.section if found.better else even
 
-    def change(artifact: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
-        return with_cache(artifact, section), {**arrays, **_arrays(curves)}
+    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+        # Measuring took a while, and other commands write into the same file.
+        if now.model != artifact.model:
+            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
+        return with_cache(now, section), {**arrays, **_arrays(curves)}
 
-    if config.out.exists() and config.out.samefile(config.config):
-        return update(config.out, change), found
-    changed, arrays = change(*load_pair(config.config))
-    return save(changed, config.out, arrays), found
+    return update(config.config, change, out=config.out), found
 
 
-def choose(curves: BudgetCurves, share: float, normalised: bool = False) -> tuple[KVCache, float]:
+def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple[KVCache, float]:
     """The section that leaves the least error at a share of all tokens, and the share that it uses.
 
     Raises:
@@ -129,7 +129,7 @@ def choose(curves: BudgetCurves, share: float, normalised: bool = False) -> tupl
     return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[place] for place in at) / len(at)
 
 
-def even_section(curves: BudgetCurves, share: float, normalised: bool = False) -> KVCache:
+def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
     """The same share for every head."""
     rows = tuple("even" if layer in curves.layers else None for layer in range(len(curves.error)))
     return KVCache(policies={"even": _policy(share, normalised)}, layers=rows)
@@ -238,7 +238,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, default=KVSearch.length, help="their length in tokens (default 2048)")
     p.add_argument("--samples", type=int, default=KVSearch.samples, help="prompts of each task (default 2)")
     p.add_argument("--forced", type=int, default=KVSearch.forced, help="tokens of each held-out prompt decoded")
-    p.add_argument("--normalised", action="store_true", help="divide scores by how many queries could see a token")
+    p.add_argument(
+        "--normalised",
+        action=argparse.BooleanOptionalAction,
+        default=KVSearch.normalised,
+        help="divide scores by how many queries could see a token (default), or keep H2O's sums",
+    )
     p.add_argument("--seed", type=int, default=KVSearch.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")

@@ -69,7 +69,7 @@ def test_budgets_go_where_the_error_is() -> None:
     assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
     assert share <= 0.35
     assert section.heads(0, 2) == ("h2o_0.125",) * 2
-    assert section.policies["h2o_0.125"] == artifacts.H2O(heavy=0.0625, recent=0.0625)
+    assert section.policies["h2o_0.125"] == artifacts.H2O(heavy=0.0625, recent=0.0625, normalised=True)
 
 
 @pytest.mark.parametrize(
