@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, update
 from artifacts.command_line import ArgumentParser, run_command
@@ -88,6 +89,8 @@ def run(config: KVSearch) -> tuple[Artifact, Found]:
     artifact = load(config.config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     check(artifact.model, loaded.model)
+    # What cannot be written is refused before anything is measured.
+    with_cache(artifact, _everywhere(loaded, H2O()))
     share = config.share if config.share is not None else _share_of_bytes(config, loaded)
     curves = measure(loaded, _prompts(config, loaded, config.seed))
     even = even_section(curves, share, config.normalised)
@@ -129,6 +132,14 @@ def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple
     return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[place] for place in at) / len(at)
 
 
+def _everywhere(loaded: LoadedModel, policy: Policy) -> KVCache:
+    modules = attention_layers(loaded.model)
+    sliding = sliding_layers(modules)
+    layers = range(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
+    rows = tuple(None if layer in sliding or layer not in modules else "one" for layer in layers)
+    return KVCache(policies={"one": policy} if any(rows) else {}, layers=rows)
+
+
 def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
     """The same share for every head."""
     rows = tuple("even" if layer in curves.layers else None for layer in range(len(curves.error)))
@@ -166,8 +177,8 @@ def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
     """
     try:
         return Artifact(**{**dict(artifact), "kv_cache": section})
-    except ValueError as error:
-        raise HeadwiseError(str(error).splitlines()[2].strip().removeprefix("Value error, ")) from None
+    except ValidationError as error:
+        raise HeadwiseError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 def _arrays(curves: BudgetCurves) -> dict[str, Array]:

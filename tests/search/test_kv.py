@@ -93,3 +93,13 @@ def test_bytes_are_those_of_the_cache(tiny_model: Path) -> None:
     token = 3 * 2 * 2 * 16 * 4
     config = kv.KVSearch(**options, target_bytes=token * 100, context=1000)
     assert kv._share_of_bytes(config, loaded) == pytest.approx(0.1)
+
+
+def test_what_filter_layers_choose_from_is_not_dropped(tiny_model: Path, config: Path, tmp_path: Path) -> None:
+    own = tmp_path / "cfg.yaml"
+    decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
+    artifacts.save(artifacts.load(config).model_copy(update={"decode": decode}), own, artifacts.load_arrays(config))
+    before = own.read_bytes()
+    with pytest.raises(HeadwiseError, match=r"kv_cache.layers\[1\] drops tokens that decode.omnikv chooses from"):
+        kv.main(_command(tiny_model, own, own, "--target-share", "0.25"))
+    assert own.read_bytes() == before
