@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from artifacts import HeadwiseError
@@ -25,6 +24,7 @@ from kernels.decode import MAX_QUERIES, decode_attention
 from profiling.capture import LayerInputs, capture
 from profiling.models import LoadedModel
 from profiling.prompts import Prompt
+from profiling.residual import ResidualStream
 from runtime.layers import attention_layers
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
@@ -66,18 +66,21 @@ def measure(loaded: LoadedModel, prompts: Sequence[Prompt], shares: Sequence[flo
     measured: set[int] = set()
     with tqdm(total=len(prompts) * len(modules), desc="budget curves", unit="layer", disable=None) as progress:
         for prompt in prompts:
-            with _stream_squares(model, modules) as squares:
+            gained = np.zeros_like(error)
+            with ResidualStream(model) as stream:
 
-                def visit(inputs: LayerInputs, squares: dict[int, Tensor] = squares) -> None:
+                def visit(inputs: LayerInputs, stream: ResidualStream = stream, gained: np.ndarray = gained) -> None:
                     progress.update()
                     if inputs.sliding_window is not None or inputs.sinks is not None:
                         return
-                    missed, mass = _walk(inputs, _projection(modules[inputs.layer]), squares[inputs.layer], shares)
-                    error[inputs.layer] += missed / len(prompts)
+                    gained[inputs.layer], mass = _walk(inputs, stream, shares)
                     kept[inputs.layer] += mass / len(prompts)
                     measured.add(inputs.layer)
 
                 capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+            # Known when the block is through: what a norm behind the attention makes of its output.
+            for layer in measured:
+                error[layer] += gained[layer] * float(stream.gain(layer)) / len(prompts)
     if not measured:
         raise HeadwiseError(f"every layer of {loaded.name} slides over a window: there is no budget to choose")
     for layer in set(range(shape[0])) - measured:
@@ -85,10 +88,8 @@ def measure(loaded: LoadedModel, prompts: Sequence[Prompt], shares: Sequence[flo
     return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
 
 
-def _walk(
-    inputs: LayerInputs, project: nn.Linear | None, squares: Tensor, shares: Sequence[float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Error and mass kept (G, N) of one layer. squares (S): of the residual stream at each token."""
+def _walk(inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Error and mass kept (G, N) of one layer."""
     q, k, v, s_len = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
     how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
     scores = torch.zeros(k.shape[:3], device=k.device)
@@ -105,7 +106,8 @@ def _walk(
             for at, share in enumerate(shares):
                 tokens = _held(scores[:, :, :begin], share, end)
                 part = decode_attention(some, keys, values, tokens=tokens, **how)
-                error[:, at] += _energy(part.out - whole.out, project, k.shape[1], squares[begin:end]) / len(places)
+                missed = stream.relative(inputs.layer, _changes(part.out - whole.out, k.shape[1]), slice(begin, end))
+                error[:, at] += missed.mean(-1).double().cpu().numpy() / len(places)
                 mass = (part.lse - whole.lse).exp().unflatten(1, (k.shape[1], -1)).mean((0, 2, 3))
                 kept[:, at] += mass.double().cpu().numpy() / len(places)
         assert whole.scores is not None
@@ -123,41 +125,11 @@ def _held(scores: Tensor, share: float, k_len: int) -> Tensor:
     return torch.cat([best, latest], dim=-1).sort(-1).values.to(torch.int32)
 
 
-def _energy(missed: Tensor, project: nn.Linear | None, kv_heads: int, squares: Tensor) -> np.ndarray:
-    """Mean over queries of each KV head's squared error (G), as shares of `squares` (Q). missed (1, H, Q, E)."""
-    group, dim = missed.shape[1] // kv_heads, missed.shape[3]
-    errors = missed[0].float().unflatten(0, (kv_heads, group)).permute(0, 2, 1, 3).flatten(2)
-    if project is not None:
-        weight = project.weight.float().unflatten(1, (kv_heads, group * dim)).transpose(0, 1)
-        errors = errors @ weight.transpose(1, 2)
-    return (errors.square().sum(-1) / squares.to(errors.device)).mean(-1).double().cpu().numpy()
-
-
-def _projection(module: nn.Module) -> nn.Linear | None:
-    """What takes the heads' outputs into the residual stream; None where it goes by no known name."""
-    for name in ("o_proj", "out_proj", "dense", "c_proj", "wo"):
-        found = getattr(module, name, None)
-        if isinstance(found, nn.Linear):
-            return found
-    return None
-
-
-@contextmanager
-def _stream_squares(model: nn.Module, modules: dict[int, nn.Module]) -> Any:
-    """{layer: squared length of the residual stream (S) before it}, filled as the model runs."""
-    squares: dict[int, Tensor] = {}
-    names = {module: name for name, module in model.named_modules()}
-    hooks = []
-    for layer, module in modules.items():
-        block = model.get_submodule(names[module].rpartition(".")[0])
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: int = layer) -> None:
-            stream = args[0] if args else kwargs["hidden_states"]
-            squares[layer] = stream[0].float().square().sum(-1).clamp(min=1e-12)
-
-        hooks.append(block.register_forward_pre_hook(before, with_kwargs=True))
-    try:
-        yield squares
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _changes(missed: Tensor, kv_heads: int) -> Tensor:
+    """Each KV head's own part (G, Q, H * E) of a change (1, H, Q, E) of all heads' outputs, zero elsewhere."""
+    _, heads, q_len, dim = missed.shape
+    alone = missed.new_zeros(kv_heads, q_len, kv_heads, heads // kv_heads * dim)
+    own = missed[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2)
+    for head in range(kv_heads):
+        alone[head, :, head] = own[head]
+    return alone.flatten(2)

@@ -1,6 +1,6 @@
 """What a change of a layer's attention output comes to in the residual stream.
 
-Shapes: S tokens of a call, M hidden size, H query heads, E value dim, n changes.
+Shapes: S tokens of a call, M hidden size, H query heads, E value dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ResidualStream:
     """Watches a model while it runs, as a context manager: how large the stream is that each attention layer adds to.
 
-    The stream is what enters the block around an attention module, at the newest token.
+    The stream is what enters the block around an attention module.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -36,13 +36,14 @@ class ResidualStream:
         self._gains: dict[int, Tensor] = {}
         self._hooks = ExitStack()
 
-    def relative(self, layer: int, change: Tensor) -> Tensor:
-        """Squared size of changes (n, H * E) of an attention output that is being made, by the stream's: (n).
+    def relative(self, layer: int, change: Tensor, at: int | slice = -1) -> Tensor:
+        """Squared size of changes (..., H * E) of an attention output that is being made, by the stream's: (...).
 
+        at: the token, or tokens in the last dimension but one, that the changes are of; the newest if not given.
         What a change comes to once added is this times `gain` after the block.
         """
         written = _project(self._modules[layer], change)
-        return written.square().sum(-1) / self._sizes[layer]
+        return written.square().sum(-1) / self._sizes[layer][at]
 
     def gain(self, layer: int) -> Tensor:
         """What a norm between attention and stream, as Gemma has it, made of the output's squared size; else 1."""
@@ -69,14 +70,14 @@ class ResidualStream:
     def _enters(self, layer: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             stream = args[0] if args else kwargs["hidden_states"]
-            self._sizes[layer] = _size(stream)
+            self._sizes[layer] = stream[0].float().square().sum(-1).clamp_min(1e-30)
 
         return hook
 
     def _attends(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._written[layer] = output[0] if isinstance(output, tuple) else output
-            self._gains[layer] = torch.ones_like(self._sizes[layer])
+            self._gains[layer] = torch.ones_like(self._sizes[layer][-1])
 
         return hook
 
@@ -101,8 +102,8 @@ def _project(module: nn.Module, change: Tensor) -> Tensor:
         weight = getattr(child, "weight", None)
         if weight is None or weight.dim() != 2:
             continue
-        if isinstance(child, nn.Linear) and weight.shape[1] == change.shape[1]:
+        if isinstance(child, nn.Linear) and weight.shape[1] == change.shape[-1]:
             return linear(change.to(weight.dtype), weight).float()
-        if type(child).__name__ == "Conv1D" and weight.shape[0] == change.shape[1]:
+        if type(child).__name__ == "Conv1D" and weight.shape[0] == change.shape[-1]:
             return (change.to(weight.dtype) @ weight).float()
     return change
