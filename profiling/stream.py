@@ -2,7 +2,7 @@
 
 streaming     sinks and a window, positions counted inside the cache; streaming:S with S sinks in as many tokens
 window-only   the window alone, of as many tokens
-recomputed    for each token a forward over the last tokens, from scratch: measured at every --stride-th token
+recomputed    for each token a forward over the last tokens, from scratch: measured at one token in --stride
 dense         everything is kept
 original      sinks and a window, positions as they are in the text
 
@@ -37,7 +37,7 @@ def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> st
     if settings["repeats"]:
         lines.append(f"the text is shorter than the stream: it was begun again {settings['repeats']} times")
     if "recomputed" in config.methods:
-        what = "at the answers" if config.task == "stream_eval" else f"at every {config.stride}th token"
+        what = "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
         lines.append(f"recomputed: {what} only; the ratios are over those of them that are past the window")
     if seconds := record["timed"]:
         middle = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}

@@ -220,7 +220,7 @@ def _versions() -> dict[str, str]:
 def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
     again = f", begun again {stream.repeats} times" if stream.repeats else ""
     versions = ", ".join(f"{name} {value}" for name, value in _versions().items())
-    every = "at the answers" if config.task == "stream_eval" else f"at every {config.stride}th token"
+    every = "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
     return (
         f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} tokens{again}; "
         f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time"
