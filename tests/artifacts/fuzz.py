@@ -287,8 +287,11 @@ def run(count: int, first_seed: int = 0, *, shrink: bool = True) -> Counter[str]
 
         def attempt(mutant: tuple[bytes, bytes | None]) -> None:
             signal.setitimer(signal.ITIMER_PROF, HANG)
-            seen[judge(folder, *mutant)] += 1
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            try:
+                seen[judge(folder, *mutant)] += 1
+            finally:
+                # A timer that is left running would end whatever runs then.
+                signal.setitimer(signal.ITIMER_PROF, 0)
 
         for batch in range(-(-count // BATCH)):
             limits = settings(
