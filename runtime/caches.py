@@ -67,7 +67,7 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
     section = None if artifact.decode is None else artifact.decode.omnikv
     made = _layers(section, plain, offload)
     if artifact.kv_cache is not None:
-        made |= policy_layers(artifact.kv_cache, model, modules)
+        made |= policy_layers(artifact.kv_cache, model, modules, choosing=section is not None)
     for number, layer in made.items():
         cache.layers[number] = layer
     return cache

@@ -28,8 +28,9 @@ _SHARE = 8
 class Call:
     """A call of attention for some KV heads of sequences that all have Q new tokens, none of them padding.
 
-    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer
-    where these are a whole prompt, (B, H, Q, E): by the artifact's patterns or, below its length, dense.
+    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer,
+    (B, H, Q, E), for queries that are the last of keys none of which is missing: by the artifact's patterns, or dense
+    where the keys are fewer than it wants.
     """
 
     q: Tensor

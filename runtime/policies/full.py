@@ -1,4 +1,4 @@
-"""Everything is kept. For layers some of whose KV heads do, beside others that drop tokens.
+"""Everything is kept, with room at the end: for layers, or KV heads, beside others that drop tokens.
 
 Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
 """
@@ -30,9 +30,10 @@ class Full(Policy):
         self.keys[:, :, past:total] = call.k
         self.values[:, :, past:total] = call.v
         self.seen = total
-        if not past and call.length > 1:
-            return call.whole()
-        return call.attend(call.q, self.keys[:, :, :total], self.values[:, :, :total])[0]
+        keys, values = self.keys[:, :, :total], self.values[:, :, :total]
+        if call.length > 1:
+            return call.prefill(call.q, keys, values)
+        return call.attend(call.q, keys, values)[0]
 
     def truncate(self, length: int) -> bool:
         """See Policy.truncate."""

@@ -38,8 +38,12 @@ def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
             )
 
 
-def policy_layers(section: KVCache, model: nn.Module, modules: dict[int, nn.Module]) -> dict[int, CacheLayerMixin]:
-    """The cache layers of all layers that drop tokens, by number: rolling buffers for those that slide.
+def policy_layers(
+    section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, choosing: bool
+) -> dict[int, CacheLayerMixin]:
+    """The cache layers of all layers, by number: rolling buffers for those that slide.
+
+    choosing: the artifact has a decode section, which has caches of its own for layers that are full.
 
     Raises:
         HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
@@ -59,7 +63,7 @@ def policy_layers(section: KVCache, model: nn.Module, modules: dict[int, nn.Modu
         names = (row,) if isinstance(row, str) else row or ()
         if len(names) > 1:
             names = names[shard_of(model, module, *heads_of(model)).kv_heads]
-        if all(section.policies[name].kind == "full" for name in names):
+        if choosing and all(section.policies[name].kind == "full" for name in names):
             continue
         groups = []
         for name in dict.fromkeys(names):

@@ -98,6 +98,17 @@ def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, app
         torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
 
 
+def test_chunks_are_sparse_where_everything_is_kept(build, keeping, apply, ids):
+    model, tokens = build(num_hidden_layers=1), ids(300)
+    rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]]
+    with apply(model, rows=rows, strict=True) as handle:
+        expected = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
+    with keeping(model, Full(), patterns=rows).apply(model, backend="reference") as handle:
+        found = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
+        assert handle.stats() == {"sparse": 2, "kept": 4, "dense": {}}
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 def test_beams_reorder_what_is_kept(build, keeping, ids):
     model, prompt = build(), ids(12)
     options: dict[str, Any] = {**GREEDY, "num_beams": 3, "max_new_tokens": 20}
