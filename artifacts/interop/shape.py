@@ -57,7 +57,13 @@ def model_shape(given: Given, file: Path, **of_file: int) -> Shape:
         ArtifactError: a size is missing, or two places disagree about one; the line says where it can come from.
     """
     path, config = _config(given.config)
-    sizes = {name: _size(name, given, path, config, of_file) for name in _SIZES}
+    found = {name: _size(name, given, path, config, of_file) for name in _SIZES}
+    sizes = {name: size for name, size in found.items() if size is not None}
+    if missing := [_SIZES[name] for name, size in found.items() if size is None]:
+        whats, flags = ", ".join(what for _, _, what in missing), " ".join(flag for _, flag, _ in missing)
+        raise ArtifactError(
+            f"the file does not say how many {whats} the model has: give --config config.json or {flags}"
+        )
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ArtifactError(
             f"the KV heads must divide the {sizes['num_heads']} query heads, got {sizes['num_kv_heads']} (--kv-heads)"
@@ -90,7 +96,10 @@ def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
     return path, {**config, **text} if isinstance(text, dict) else config
 
 
-def _size(name: str, given: Given, path: Path | None, config: Mapping[str, Any], of_file: Mapping[str, int]) -> int:
+def _size(
+    name: str, given: Given, path: Path | None, config: Mapping[str, Any], of_file: Mapping[str, int]
+) -> int | None:
+    """A size of the model from all that say it; None where nothing does."""
     keys, flag, what = _SIZES[name]
     found: list[tuple[str, int]] = []
     flagged = getattr(given, name)
@@ -106,7 +115,7 @@ def _size(name: str, given: Given, path: Path | None, config: Mapping[str, Any],
     if name in of_file and (name != "num_layers" or not found):
         found.append(("the file", of_file[name]))
     if not found:
-        raise ArtifactError(f"the file does not say how many {what} the model has: give --config config.json or {flag}")
+        return None
     for where, size in found:
         most = 2**31 - 1 if name in ("max_positions", "head_dim") else MOST
         if not 1 <= size <= most:

@@ -268,8 +268,15 @@ def test_tables_that_are_refused(tmp_path, text, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "does not say how many KV heads the model has: give --config config.json or --kv-heads"),
-        ({"kv_heads": 2}, "does not say how many channels a head the model has"),
+        (
+            {},
+            "the file does not say how many KV heads, channels a head, positions the model has: "
+            "give --config config.json or --kv-heads --head-dim --max-positions",
+        ),
+        (
+            {"kv_heads": 2, "head_dim": 8},
+            "how many positions the model has: give --config config.json or --max-positions",
+        ),
         ({"config": MODEL, "heads": 8}, "--heads says 8 query heads, "),
         ({"config": MODEL, "layers": 1}, "--layers says 1 layers, "),
         ({"config": FILES / "none"}, "none: no such file"),
