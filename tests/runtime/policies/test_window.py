@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from artifacts import HeadwiseError, Streaming
 from runtime import memory_report
 from runtime.policies.base import Call, attend_all
+from runtime.policies.rotation import Rotation
 from runtime.policies.window import Window
 from tests.runtime.policies.feeding import fed
 
@@ -134,6 +136,28 @@ def test_memory_is_that_of_the_window_however_long_the_stream(build, keeping, id
         assert report.device == held
         assert {t.data_ptr() for la in cache.layers for p in la.policies for t in [p.keys]} == pointers
         assert [(layer.seen, layer.kept) for layer in report.layers] == [(364, 32)] * 2
+
+
+def test_ten_thousand_steps_need_no_more_memory_than_one(build) -> None:
+    model = build(num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=1, hidden_size=64)
+    policy = Window(4, 28, Rotation(model, model.model.layers[0].self_attn))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            q, k, v = torch.randn(3, 1, 1, 1, 64)
+            policy.attend(Call(q=q, k=k, v=v, scale=0.1, softcap=None, backend="cpu", prefill=lambda q, k, v: v))
+
+    steps(100)
+    lie = {name: (tensor.data_ptr(), tensor.shape) for name, tensor in policy.tensors().items()}
+    tracemalloc.start()
+    steps(200)
+    before = tracemalloc.get_traced_memory()[0]
+    steps(9700)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert {name: (tensor.data_ptr(), tensor.shape) for name, tensor in policy.tensors().items()} == lie
+    assert set(lie) == {"keys", "values", "first"} and grown < 4096
+    assert (policy.seen, policy.kept) == (10_000, 32)
 
 
 def test_a_softcap_goes_into_both_parts(build, keeping, ids):
