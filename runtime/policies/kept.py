@@ -46,9 +46,15 @@ def attend_kept(
 
 
 def _call(
-    layer: Layer, scale: float, softcap: float | None, q: Tensor, k: Tensor, v: Tensor, heads: Tensor | None
+    layer: Layer,
+    scale: float,
+    softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: tuple[int, ...] | None,
 ) -> Call:
-    prefill = partial(_prefill, layer, None if heads is None else tuple(heads.tolist()), scale, softcap)
+    prefill = partial(_prefill, layer, heads, scale, softcap)
     return Call(q=q, k=k, v=v, scale=scale, softcap=softcap, backend=layer.settings.backend, prefill=prefill)
 
 

@@ -56,6 +56,8 @@ class PolicyLayer(CacheLayerMixin):
         self.is_sliding = sliding
         self.groups = tuple(groups)
         self.record_past = False
+        # Each group's KV heads where they are needed: made once, for no step may wait for a device.
+        self._heads: dict[torch.device, list[Tensor]] = {}
         self._start()
 
     def _start(self) -> None:
@@ -142,18 +144,12 @@ class PolicyLayer(CacheLayerMixin):
         """(n, H, Q, E) of n sequences alike, group by group."""
         if self.groups[0].heads is None:
             return policies[0].attend(call(q, k, v, None))
-        kv_heads, out = k.shape[1], None
-        for group, policy in zip(self.groups, policies, strict=True):
-            heads = torch.tensor(group.heads, device=q.device)
-            grouped = q.unflatten(1, (kv_heads, -1))
-            some = policy.attend(
-                call(
-                    grouped.index_select(1, heads).flatten(1, 2),
-                    k.index_select(1, heads),
-                    v.index_select(1, heads),
-                    heads,
-                )
-            )
+        if q.device not in self._heads:
+            self._heads[q.device] = [torch.tensor(group.heads, device=q.device) for group in self.groups]
+        grouped, out = q.unflatten(1, (k.shape[1], -1)), None
+        for group, heads, policy in zip(self.groups, self._heads[q.device], policies, strict=True):
+            queries = grouped.index_select(1, heads).flatten(1, 2)
+            some = policy.attend(call(queries, k.index_select(1, heads), v.index_select(1, heads), group.heads))
             if out is None:
                 out = some.new_empty(*grouped.shape[:4], some.shape[3])
             out[:, heads] = some.unflatten(1, (len(heads), -1))
@@ -216,7 +212,8 @@ class PolicyLayer(CacheLayerMixin):
         elif len(self._parts) > 1 or self.policies[0].seen != self._slots:
             raise HeadwiseError(f"cannot take {-tokens_to_remove} slots back from a batch with padding")
         else:
-            former = self._copies()
+            # One policy does nothing where it cannot; of several some may have.
+            former = self._copies() if len(self.policies) > 1 else self._parts
             if not all(policy.truncate(left) for policy in self.policies):
                 self._parts = former
                 raise HeadwiseError(

@@ -205,6 +205,12 @@ def test_rows_are_for_layers_that_see_everything(build, keeping):
         keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
 
 
+def test_layers_that_share_a_cache_are_refused(build, keeping):
+    model = build("Llama", num_kv_shared_layers=1)
+    with pytest.raises(HeadwiseError, match="layer 1 reads another layer's keys and values"):
+        keeping(model, STREAM).new_cache(model)
+
+
 def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, keeping, ids):
     model, tokens = build(num_hidden_layers=6), ids(120)
     omnikv = decoding(model)
