@@ -69,10 +69,6 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
     if artifact.kv_cache is not None:
         made |= policy_layers(artifact.kv_cache, model, modules, choosing=section is not None)
     for number, layer in made.items():
-        if number >= len(cache.layers):
-            raise HeadwiseError(
-                f"layer {number} reads another layer's keys and values: it can have no policy of its own"
-            )
         cache.layers[number] = layer
     return cache
 

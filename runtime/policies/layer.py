@@ -107,7 +107,10 @@ class PolicyLayer(CacheLayerMixin):
 
         spans: the new slots of each sequence that hold tokens; None for all. call: makes a call of q, k, v and heads.
         """
-        assert self._new is not None
+        if self._new is None:
+            raise HeadwiseError(
+                "two layers read one layer's keys and values: a cache that drops tokens serves one only"
+            )
         (k, v), self._new = self._new, None
         q_len = q.shape[2]
         spans = [(0, q_len)] * q.shape[0] if spans is None else spans

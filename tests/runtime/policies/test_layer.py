@@ -205,10 +205,22 @@ def test_rows_are_for_layers_that_see_everything(build, keeping):
         keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
 
 
-def test_layers_that_share_a_cache_are_refused(build, keeping):
-    model = build("Llama", num_kv_shared_layers=1)
-    with pytest.raises(HeadwiseError, match="layer 1 reads another layer's keys and values"):
-        keeping(model, STREAM).new_cache(model)
+def test_a_layer_that_reads_another_s_cache_is_refused(build, keeping, ids, monkeypatch):
+    model = build()
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        update = type(cache.layers[0]).update
+        given = []
+
+        def shared(layer, *args, **kwargs):
+            # As where the second layer has no keys of its own.
+            if layer is cache.layers[0]:
+                given.append(update(layer, *args, **kwargs))
+            return given[0]
+
+        monkeypatch.setattr(type(cache.layers[0]), "update", shared)
+        with pytest.raises(HeadwiseError, match="two layers read one layer's keys and values"):
+            model(ids(4), past_key_values=cache)
 
 
 def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, keeping, ids):
