@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ class Applied:
         self._model: PreTrainedModel | None = model
         self._former = _implementations(model.config)
         self._modules = list(layers)
-        self.calls: Counter[str] = settings.calls
+        self.calls = settings.calls
         config = text_config(model)
         remember(config, layers, settings)
         config._attn_implementation = {**_implementations(config), "": ATTENTION_NAME}

@@ -120,11 +120,11 @@ class Handle:
         "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
         are steps by chosen tokens, and with a kv_cache section "kept" calls served from a cache under policies.
         """
-        artifact, calls = self._headwise.artifact, dict(self._applied.calls)
+        artifact, calls = self._headwise.artifact, self._applied.calls.total()
         sparse, decode, kept = (calls.pop(name, 0) for name in ("sparse", "chosen", "kept"))
         more = {"decode": decode} if artifact.decode is not None else {}
         more |= {"kept": kept} if artifact.kv_cache is not None else {}
-        return {"sparse": sparse, **more, "dense": calls}
+        return {"sparse": sparse, **more, "dense": dict(calls)}
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,6 +16,33 @@ from kernels.patterns import LayerPlan
 from runtime.decode import OmniKV, Role
 
 _log = logging.getLogger("headwise")
+
+
+class Calls:
+    """How the calls of each attention layer were served, counted by any number of threads at once."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, str]] = Counter()
+        # Adding to a Counter reads and writes: a thread that comes between loses a call.
+        self._lock = threading.Lock()
+
+    def add(self, layer: int, how: str) -> None:
+        """One more call of a layer served so."""
+        with self._lock:
+            self._counts[layer, how] += 1
+
+    def by_layer(self) -> dict[int, dict[str, int]]:
+        """Calls so far by layer, in order, and by how they were served."""
+        with self._lock:
+            counts = dict(self._counts)
+        layers: dict[int, dict[str, int]] = {layer: {} for layer in sorted({layer for layer, _ in counts})}
+        for (layer, how), count in counts.items():
+            layers[layer][how] = count
+        return layers
+
+    def total(self) -> Counter[str]:
+        """Calls so far of all layers together, by how they were served."""
+        return sum((Counter(calls) for calls in self.by_layer().values()), Counter())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,7 +59,7 @@ class Settings:
     backend: str
     decode: OmniKV | None = None
     evicts: bool = False
-    calls: Counter[str] = field(default_factory=Counter)
+    calls: Calls = field(default_factory=Calls)
     said: set[str] = field(default_factory=set)
 
     def refuse(self, reason: str) -> None:
@@ -54,6 +82,10 @@ class Layer:
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+
+    def count(self, how: str) -> None:
+        """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""
+        self.settings.calls.add(self.number, how)
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()

@@ -39,7 +39,7 @@ def attend_kept(
         special = "the mask is not causal over new tokens side by side (packed, overlaid, with holes, or made by hand)"
     if special is not None:
         raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {special}")
-    layer.settings.calls["kept"] += 1
+    layer.count("kept")
     spans = mask.tokens.fresh if isinstance(mask, PrefillMask) else None
     call = partial(_call, layer, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     return cache.attend(q, spans, call).transpose(1, 2)
@@ -74,5 +74,5 @@ def _prefill(
         return attend_all(q, k, v, scale=scale, softcap=softcap, backend=settings.backend)[0]
     some = plan if heads is None else plan.of(heads)
     index = some.build(q, k, scale=scale)
-    settings.calls["sparse"] += 1
+    layer.count("sparse")
     return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=settings.backend)
