@@ -10,12 +10,12 @@ from torch import nn
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
-from kernels.patterns import LayerPlan
 from runtime.attention import ATTENTION_NAME, register
 from runtime.decode import OmniKV
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
 from runtime.policies.rows import check_rows
 from runtime.sharding import Shard, shard_of
 from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
@@ -117,14 +117,8 @@ def _plan(
         if row is not None and number not in modules:
             raise HeadwiseError(f"the artifact has patterns for layer {number}, which has no attention here")
         if number in modules:
-            plan = None
             shard = shards[number]
-            if row is not None:
-                plan = LayerPlan(
-                    [patterns[name] for name in row[shard.heads]],
-                    shard.num_kv_heads,
-                    dense_tail=artifact.prefill.dense_tail,
-                )
+            plan = layer_plan(artifact, patterns, number, shard.heads, shard.num_kv_heads)
             decode = settings.decode
             slides = decode is None or number in sliding_layers(modules)
             role = None if decode is None or slides else decode.role(number)
