@@ -3,8 +3,11 @@
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
+from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
+from artifacts.front import Front, Point
+from artifacts.growth import Growth, grown
 from artifacts.imported import Imported
 from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
 from artifacts.patterns import (
@@ -26,6 +29,7 @@ from artifacts.schema import (
     Measurement,
     ModelInfo,
     Prefill,
+    SearchCost,
     SearchInfo,
     Sidecar,
     Summary,
@@ -41,8 +45,11 @@ __all__ = [
     "Calibration",
     "Decode",
     "Dense",
+    "DeviceCosts",
     "Dilated",
+    "Front",
     "Full",
+    "Growth",
     "HeadwiseError",
     "Imported",
     "KVCache",
@@ -51,7 +58,9 @@ __all__ = [
     "ModelInfo",
     "OmniKV",
     "Pattern",
+    "Point",
     "Prefill",
+    "SearchCost",
     "SearchInfo",
     "Sidecar",
     "Similarity",
@@ -62,6 +71,7 @@ __all__ = [
     "Summary",
     "TriShape",
     "VerticalSlash",
+    "grown",
     "load",
     "load_arrays",
     "load_pair",

@@ -29,7 +29,7 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
     "Artifact": (
         "the file",
         {
-            "schema_version": _f("3", "the layout of this file"),
+            "schema_version": _f("4", "the layout of this file"),
             "created_at": _f("text", "when it was written, UTC, `2025-01-31T12:00:00Z`"),
             "model": _f("mapping", "which model it is for"),
             "search": _f("mapping or null", "how the patterns were found; null: none was searched here"),
@@ -38,6 +38,7 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
             "decode": _f("mapping or null", "which layers choose the tokens that others attend to in decode", 2),
             "kv_cache": _f("mapping or null", "what each layer and KV head keeps of its keys and values", 3),
             "evidence": _f("list", "measurements against a baseline"),
+            "costs": _f("list", "devices whose measured cost tables lie in the sidecar", 4),
             "sidecar": _f("mapping or null", "the file with the arrays"),
             "content_sha256": _f("64 hex digits", "hash of the content, see [Hashes](#hashes)"),
         },
@@ -70,8 +71,15 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
             ),
             "seed": _f("int", "of the calibration prompts"),
             "calibration": _f("mapping", "the prompts that the search looked at"),
+            "allocation": _f(
+                "`heads` or `model`",
+                "whether the budget is one for each head (MInference 1.0, Algorithm 1) or one for all heads together",
+                4,
+            ),
             "budget": _f("text", "as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs"),
             "target_density": _f("share", "what the budget comes to, of the causal area"),
+            "cost": _f("mapping or null", "what the search counted as cost; null: tiles, alike for all kinds", 4),
+            "n_trials": _f("int or null", "Optuna trials behind the result; null: there was no study", 4),
             "device": _f("text", "where the model ran"),
             "dtype": _f("text", "in which precision it ran"),
             "kernel_backend": _f("text", "the attention kernels that scored the candidates"),
@@ -81,9 +89,9 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
     "Calibration": (
         "search.calibration",
         {
-            "task": _f("text", "`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"),
+            "tasks": _f("list of text", "`kv_retrieval`, `passkey`, `text`, `jsonl` and so on; one until version 3", 4),
             "lengths": _f("list of int, tokens", "the prompts' lengths"),
-            "samples": _f("int", "prompts of each length"),
+            "samples": _f("int", "prompts of each task and length"),
             "sha256": _f("64 hex digits", "over the prompts' token ids"),
         },
     ),
@@ -94,8 +102,19 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
             "error": _f("number", "relative L2 distance of the head's output from dense"),
             "density": _f("share", "of the causal area computed, in whole tiles"),
             "winners": _f("kind: int", "heads that each kind won"),
-            "best_single_kind": _f("kind", "the kind with the highest mean recall, if all heads had to share one"),
-            "best_single_kind_recall": _f("share", "that recall"),
+            "best_single_kind": _f(
+                "kind or null",
+                "the kind with the highest mean recall, if all heads had to share one; null can be where `allocation` "
+                "is `model`",
+            ),
+            "best_single_kind_recall": _f("share or null", "that recall"),
+        },
+    ),
+    "SearchCost": (
+        "search.cost",
+        {
+            "unit": _f("`seconds` or `flops`", "measured seconds of a device, or floating-point operations", 4),
+            "device": _f("text", "whose seconds; `costs` has its table. With `flops` where the search ran", 4),
         },
     ),
     "Dense": ("patterns, kind dense", {"kind": _f("`dense`", "the whole causal area; named `dense`")}),
@@ -186,12 +205,49 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
                 "int, tokens",
                 "the last so many queries of a prompt (whole tiles of 64 positions) see every key; 0: none",
             ),
+            "growth": _f("mapping or null", "how sizes go with the prompt's length; null: they stay as they are", 4),
             "layers": _f(
                 "one row a layer",
                 "a row has a pattern's name for every query head, in the model's own order; `null` leaves the layer "
                 "as it is: it slides, or nothing was said about it",
             ),
+            "front": _f(
+                "mapping or null", "settings between fast and exact, of which one can be chosen when it is loaded", 4
+            ),
             "imported": _IMPORTED,
+        },
+    ),
+    "Growth": (
+        "prefill.growth",
+        {
+            "length": _f("int, tokens", "where the sizes in `patterns` hold", 4),
+            "powers": _f(
+                "kind: {field: number from 0 to 1}",
+                "on K keys a size s becomes max(1, round(s * (K / `length`) ** power)), both lengths in whole tiles of "
+                "64; sizes that are not named stay as they are",
+                4,
+            ),
+        },
+    ),
+    "Front": (
+        "prefill.front",
+        {
+            "length": _f("int, tokens", "of the prompts that the figures are for", 4),
+            "unit": _f("`seconds` or `flops`", "of all costs in the front; seconds are of `search.cost.device`", 4),
+            "dense_cost": _f("number above 0", "of dense attention: all layers, one prompt", 4),
+            "measured_on": _f("`calibration` or `held_out`", "the prompts of `kl` and `recall`", 4),
+            "points": _f("list of 1 to 32 points", "ascending in cost and descending in kl: none is beaten in both", 4),
+        },
+    ),
+    "Point": (
+        "prefill.front.points, each entry",
+        {
+            "cost": _f("number above 0", "predicted, of all layers' attention and index builds on one prompt", 4),
+            "speedup": _f("number above 0", "`dense_cost` over `cost`: predicted, and of attention alone", 4),
+            "kl": _f("number, nats a token", "mean divergence of the next token's distribution from dense", 4),
+            "recall": _f("share", "attention mass kept, mean over the searched heads", 4),
+            "density": _f("share", "of the causal area computed, mean over the searched heads", 4),
+            "layers": _f("one row a layer", "as `prefill.layers`; `null` for the same layers", 4),
         },
     ),
     "Imported": (
@@ -318,6 +374,18 @@ DOCS: dict[str, tuple[str, dict[str, FieldDoc]]] = {
             "command": _f("text", "measures it again"),
             "device": _f("text", "on which machine"),
             "versions": _f("name: version", "of what the number depends on"),
+        },
+    ),
+    "DeviceCosts": (
+        "costs, each entry",
+        {
+            "device": _f("text", "the machine whose seconds they are", 4),
+            "backend": _f("text", "the attention kernels that were timed", 4),
+            "versions": _f("name: version", "of what the seconds depend on", 4),
+            "command": _f("text", "measures them again", 4),
+            "optimised": _f("true or false", "the search's objective was made of this table; of at most one", 4),
+            "patterns": _f("list of text", "what the numbers in the column `pattern` stand for", 4),
+            "dtypes": _f("list of text", "what the numbers in the column `dtype` stand for", 4),
         },
     ),
     "Sidecar": (

@@ -23,14 +23,16 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
     """Hash of an artifact's fields as plain JSON data, whose keys are all text; 64 hex digits.
 
     Left out is what differs between two runs that found the same: content_sha256 itself, created_at,
-    search.command, the command of each entry of evidence, and sidecar.file, which is a place and not a
+    search.command, the command of each entry of evidence and costs, and sidecar.file, which is a place and not a
     content (its sha256 is covered).
     """
     content = {key: value for key, value in artifact.items() if key not in ("content_sha256", "created_at")}
     content["search"] = _without(content.get("search"), "command")
     content["sidecar"] = _without(content.get("sidecar"), "file")
-    evidence = content.get("evidence") or []
-    content["evidence"] = [_without(e, "command") for e in evidence] if isinstance(evidence, list | tuple) else evidence
+    content["evidence"] = _without_commands(content.get("evidence") or [])
+    if "costs" in content:
+        # Older versions have none.
+        content["costs"] = _without_commands(content["costs"])
     return hashlib.sha256(_encode(content)).hexdigest()
 
 
@@ -41,6 +43,10 @@ def _encode(value: Any) -> bytes:
 
 def _without(value: Any, key: str) -> Any:
     return {k: v for k, v in value.items() if k != key} if isinstance(value, Mapping) else value
+
+
+def _without_commands(entries: Any) -> Any:
+    return [_without(entry, "command") for entry in entries] if isinstance(entries, list | tuple) else entries
 
 
 def _check_keys(value: Any) -> None:

@@ -32,7 +32,21 @@ def _to_3(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"schema_version": 3, "prefill": prefill, "kv_cache": fields.get("kv_cache")}
 
 
-MIGRATIONS: dict[int, Step] = {1: _to_2, 2: _to_3}
+def _to_4(fields: dict[str, Any]) -> dict[str, Any]:
+    """A search may look at several tasks, budget the whole model and count measured costs; prefill may have a front.
+
+    Sizes may go with the length.
+    """
+    search = fields["search"]
+    if search is not None:
+        calibration = {"tasks": [search["calibration"]["task"]], **search["calibration"]}
+        del calibration["task"]
+        search = {**search, "calibration": calibration, "allocation": "heads", "cost": None, "n_trials": None}
+    prefill = {**fields["prefill"], "growth": None, "front": None}
+    return fields | {"schema_version": 4, "search": search, "prefill": prefill, "costs": []}
+
+
+MIGRATIONS: dict[int, Step] = {1: _to_2, 2: _to_3, 3: _to_4}
 """MIGRATIONS[n] makes version n + 1 of version n and sets its schema_version."""
 
 

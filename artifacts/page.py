@@ -90,9 +90,12 @@ def _search(artifact: Artifact) -> Iterator[tuple[str, str]]:
     means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
     yield "search", f"{origin}; {search.device}, {search.dtype}, {search.kernel_backend} kernels"
     yield "", f"$ {search.command}"
-    yield "calibration", f"{calibration.task}, {_plural(calibration.samples, 'prompt')} of {lengths} tokens"
+    each = " each" if len(calibration.tasks) + len(calibration.lengths) > 2 else ""
+    tasks = ", ".join(calibration.tasks)
+    yield "calibration", f"{tasks}, {_plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
     yield "found", f"{means} (target {search.target_density:.4f}); means over {_plural(searched, 'head')}"
-    yield "", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"
+    if summary.best_single_kind is not None:
+        yield "", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"
 
 
 def _decode(artifact: Artifact) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Version 3 of the artifact: what Headwise found for one model, as immutable data.
+"""Version 4 of the artifact: what Headwise found for one model, as immutable data.
 
 docs/artifact.md explains each field.
 """
@@ -12,33 +12,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
+from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV
 from artifacts.errors import shorten
+from artifacts.fields import Count, KindName, PatternName, Rows, Share
+from artifacts.front import Front
+from artifacts.growth import Growth
 from artifacts.imported import Imported, Sha256, Text
 from artifacts.kv_cache import KVCache
-from artifacts.patterns import KINDS, Pattern, Record, matching
+from artifacts.patterns import Pattern, Record, matching
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
-
-def _share(value: float) -> float:
-    # Means of float32 shares end up a rounding error above one.
-    if not 0.0 <= value <= 1.0001:
-        raise ValueError("must be from 0 to 1")
-    return min(value, 1.0)
-
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, AfterValidator(_share)]
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
     str,
     matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"),
-]
-KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
-PatternName = Annotated[
-    str,
-    matching("[A-Za-z][A-Za-z0-9_.-]{0,63}", "a letter and then up to 63 letters, digits, '_', '.' or '-'"),
 ]
 # A bare name: a path could reach any file, and the pair could no longer be moved together.
 SidecarName = Annotated[
@@ -96,9 +85,12 @@ class ModelInfo(Record):
 
 
 class Calibration(Record):
-    """The prompts that the search looked at; lengths in tokens, sha256 over their token ids."""
+    """The prompts that the search looked at, `samples` of each task and length.
 
-    task: Text
+    Lengths in tokens, sha256 over their token ids.
+    """
+
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)]
     lengths: Annotated[tuple[Count, ...], Field(min_length=1)]
     samples: Count
     sha256: Sha256
@@ -109,31 +101,58 @@ class Summary(Record):
 
     recall: attention mass kept (0 to 1). error: relative L2 of the output. density: share of the causal area
     computed.
-    best_single_kind: the kind with the highest mean recall if every head had to take it.
+    best_single_kind: the kind with the highest mean recall if every head had to take it, each within the budget; None
+    where the budget is one for the model.
     """
 
     recall: Share
     error: Annotated[float, Field(ge=0.0)]
     density: Share
     winners: dict[KindName, Annotated[int, Field(ge=0)]]
-    best_single_kind: KindName
-    best_single_kind_recall: Share
+    best_single_kind: KindName | None = None
+    best_single_kind_recall: Share | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.best_single_kind is None) != (self.best_single_kind_recall is None):
+            raise ValueError("best_single_kind and best_single_kind_recall go together: give both or neither")
+        return self
+
+
+class SearchCost(Record):
+    """What the search's objective counted as cost: seconds of a device, whose table is in `costs`, or FLOPs of any."""
+
+    unit: Literal["seconds", "flops"]
+    device: Text
 
 
 class SearchInfo(Record):
-    """How the patterns were found, so that anyone can find them again."""
+    """How the patterns were found, so that anyone can find them again.
+
+    allocation: "heads" is a budget for each head (MInference 1.0, Algorithm 1), "model" one for all of them together.
+    cost: None where the objective knew none. n_trials: Optuna's, None where it was not asked.
+    """
 
     tool_version: Text
     command: Text
     preset: Literal["paper", "scaled"]
     seed: Annotated[int, Field(ge=0)]
     calibration: Calibration
+    allocation: Literal["heads", "model"] = "heads"
     budget: Text
     target_density: Annotated[Share, Field(gt=0.0)]
+    cost: SearchCost | None = None
+    n_trials: Annotated[int, Field(ge=0)] | None = None
     device: Text
     dtype: Text
     kernel_backend: Text
     summary: Summary
+
+    @model_validator(mode="after")
+    def _single_kind(self) -> Self:
+        if self.allocation == "heads" and self.summary.best_single_kind is None:
+            raise ValueError("summary.best_single_kind: must be a kind where allocation is heads, got null")
+        return self
 
 
 class Prefill(Record):
@@ -141,12 +160,16 @@ class Prefill(Record):
 
     dense_below: prompts with fewer tokens are served densely.
     dense_tail: the last so many queries see every key, whatever the pattern: a prompt's question is asked there.
+    growth: how sizes go with the length; None leaves them as they are at any.
+    front: other settings of all heads, between fast and exact; `layers` is one of them or its own.
     imported: where the patterns come from, if they were not searched here.
     """
 
     dense_below: Annotated[int, Field(ge=0)]
     dense_tail: Annotated[int, Field(ge=0)] = 0
-    layers: tuple[tuple[PatternName, ...] | None, ...]
+    growth: Growth | None = None
+    layers: Rows
+    front: Front | None = None
     imported: Imported | None = None
 
 
@@ -186,7 +209,7 @@ class Artifact(Record):
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
     """
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     created_at: Timestamp = Field(default_factory=now)
     model: ModelInfo
     search: SearchInfo | None
@@ -195,30 +218,23 @@ class Artifact(Record):
     decode: Decode | None = None
     kv_cache: KVCache | None = None
     evidence: tuple[Measurement, ...] = ()
+    costs: tuple[DeviceCosts, ...] = ()
     sidecar: Sidecar | None = None
     content_sha256: SavedSha256 = ""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        rows = self.prefill.layers
-        if len(rows) != self.model.num_layers:
-            raise ValueError(f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers")
         unused = dict.fromkeys(self.patterns)
-        for layer, row in enumerate(rows):
-            if row is None:
-                continue
-            if len(row) != self.model.num_heads:
-                raise ValueError(
-                    f"prefill.layers[{layer}] has {len(row)} names, the model has {self.model.num_heads} query heads"
-                )
-            for head, name in enumerate(row):
-                if name not in self.patterns:
-                    raise ValueError(f"prefill.layers[{layer}][{head}]: {_unknown(name, list(self.patterns))}")
-                unused.pop(name, None)
+        self._check_rows(self.prefill.layers, "prefill.layers", unused)
+        front = self.prefill.front
+        for i, point in enumerate(front.points if front else ()):
+            self._check_rows(point.layers, f"prefill.front.points[{i}].layers", unused)
         if self.search is None and self.prefill.imported is None and self.patterns:
             raise ValueError("search must say how the patterns were found, or prefill.imported where they come from")
         if unused:
             raise ValueError(f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers")
+        if fault := _unpriced(None if self.search is None else self.search.cost, self.costs, front):
+            raise ValueError(fault)
         if self.decode is not None:
             for name in ("filter_layers", "dense_layers"):
                 last = max(getattr(self.decode.omnikv, name), default=0)
@@ -232,6 +248,41 @@ class Artifact(Record):
             if self.decode is not None and (fault := _both(self.decode.omnikv, self.kv_cache)):
                 raise ValueError(fault)
         return self
+
+    def _check_rows(self, rows: Rows, path: str, unused: dict[str, None]) -> None:
+        """Rows that fit the model, and name patterns that there are; takes what they name out of `unused`."""
+        if len(rows) != self.model.num_layers:
+            raise ValueError(f"{path} has {len(rows)} rows, the model has {self.model.num_layers} layers")
+        for layer, (row, own) in enumerate(zip(rows, self.prefill.layers, strict=True)):
+            if (row is None) != (own is None):
+                raise ValueError(
+                    f"{path}[{layer}]: a layer is left alone in prefill.layers and in the whole front, or in none"
+                )
+            if row is None:
+                continue
+            if len(row) != self.model.num_heads:
+                raise ValueError(
+                    f"{path}[{layer}] has {len(row)} names, the model has {self.model.num_heads} query heads"
+                )
+            for head, name in enumerate(row):
+                if name not in self.patterns:
+                    raise ValueError(f"{path}[{layer}][{head}]: {_unknown(name, list(self.patterns))}")
+                unused.pop(name, None)
+
+
+def _unpriced(cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None) -> str | None:
+    """Why tables and front are not those of what the search says it counted."""
+    unit = None if cost is None else cost.unit
+    counted = [i for i, table in enumerate(tables) if table.optimised]
+    if len(counted) != (unit == "seconds"):
+        wanted = "exactly one table is" if unit == "seconds" else "no table can be"
+        return f"costs: {wanted} optimised for where search.cost has {unit or 'no unit'}, but {len(counted)} say so"
+    for i in counted:
+        if cost is not None and tables[i].device != cost.device:
+            return f"costs[{i}].device is {shorten(tables[i].device)}, but search.cost.device {shorten(cost.device)}"
+    if front is not None and front.unit != unit:
+        return f"prefill.front.unit is {front.unit}, but search.cost has {unit or 'no unit'}"
+    return None
 
 
 def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:

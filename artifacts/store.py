@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
+from artifacts.costs import check_costs
 from artifacts.errors import ArtifactError, one_line, shorten
 from artifacts.files import check_writable, open_regular
 from artifacts.hashing import content_sha256
@@ -48,7 +49,7 @@ def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, 
 
     Raises:
         ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern
-            is missing or no list of positions, or there is more than an artifact may hold.
+            or cost table is missing or not as it has to be, or there is more than an artifact may hold.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
@@ -141,6 +142,7 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
         fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
         checked = to_artifact(fields)
         check_static(checked.patterns, arrays)
+        check_costs(checked.costs, arrays)
         fields["content_sha256"] = content_sha256(fields)
         text = _to_yaml(fields)
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
@@ -160,6 +162,7 @@ def _load_pair(path: Path, verify: Key | None, *, arrays: bool) -> tuple[Artifac
         if artifact.sidecar is None:
             with _naming(path):
                 check_static(artifact.patterns, None)
+                check_costs(artifact.costs, None)
             return artifact, {}
         file = path.with_name(artifact.sidecar.file)
         try:
@@ -169,6 +172,7 @@ def _load_pair(path: Path, verify: Key | None, *, arrays: bool) -> tuple[Artifac
                     return artifact, {}
                 found = read_arrays(file, artifact.sidecar)
                 check_static(artifact.patterns, found)
+                check_costs(artifact.costs, found)
                 return artifact, found
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.

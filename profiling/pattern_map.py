@@ -128,9 +128,10 @@ def _origin(artifact: Artifact) -> str:
     search, imported = artifact.search, artifact.prefill.imported
     if search is None:
         return f"imported from {imported.file} ({imported.format})" if imported else "no pattern was searched"
+    tasks = ", ".join(search.calibration.tasks)
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
     return (
-        f"{search.calibration.task}, {lengths} tokens, budget {search.budget}: density {search.summary.density:.3f}, "
+        f"{tasks}, {lengths} tokens, budget {search.budget}: density {search.summary.density:.3f}, "
         f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, {search.kernel_backend} kernels"
     )
 

@@ -98,7 +98,8 @@ class PictureBook:
         paths = draw_grid(out, "sparsity", self._survey.sparsity, label, self._caption(self._prompted))
         if self._artifact is not None and self._artifact.search is not None and "chosen.density" in self._arrays:
             calibration = self._artifact.search.calibration
-            prompts = f"as searched on {calibration.task}, {', '.join(map(str, calibration.lengths))} tokens"
+            tasks, lengths = ", ".join(calibration.tasks), ", ".join(map(str, calibration.lengths))
+            prompts = f"as searched on {tasks}, {lengths} tokens"
             skipped, label = 1 - self._arrays["chosen.density"], "share of tiles\nnot computed"
             paths += draw_grid(out, "kernel_sparsity", skipped, label, self._caption(prompts, *self._served))
         return paths

@@ -102,7 +102,7 @@ def example(layers: int, heads: int, names: int) -> artifacts.Artifact:
             command="python -m profiling.startup",
             preset="paper",
             seed=0,
-            calibration=artifacts.Calibration(task="text", lengths=(1,), samples=1, sha256=sha),
+            calibration=artifacts.Calibration(tasks=("text",), lengths=(1,), samples=1, sha256=sha),
             budget="1",
             target_density=1.0,
             device="cpu",

@@ -97,7 +97,7 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
     )
     families = initial_space(config.length, scaled=config.preset == "scaled")
     calibration = Calibration(
-        task=parse_task(config.calibration).name,
+        tasks=(parse_task(config.calibration).name,),
         lengths=(config.length,),
         samples=config.samples,
         sha256=digest(prompts),
@@ -181,7 +181,7 @@ def _settings(
         "length": config.length,
         "budget": config.budget,
         "preset": config.preset,
-        "calibration": calibration.task,
+        "calibration": calibration.tasks[0],
         "samples": config.samples,
         "seed": config.seed,
         "prompts": calibration.sha256,

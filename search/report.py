@@ -15,13 +15,14 @@ def print_report(artifact: Artifact, out: Path) -> None:
     heads = sum(summary.winners.values())
     left = sum(row is None for row in artifact.prefill.layers)
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
-    print(f"{artifact.model.name}: {heads} heads searched on {search.calibration.task} at {lengths} tokens")
+    print(f"{artifact.model.name}: {heads} heads searched on {', '.join(search.calibration.tasks)} at {lengths} tokens")
     if left:
         print(f"{left} of {artifact.model.num_layers} layers are left alone: they slide already or have no attention")
     for kind, count in summary.winners.items():
         print(f"  {kind:<16}{count:>5}  {count / heads:6.1%}")
-    print(f"recall   {summary.recall:.4f}  (best single kind: {summary.best_single_kind}", end=" ")
-    print(f"{summary.best_single_kind_recall:.4f})")
+    single = summary.best_single_kind
+    beside = f"  (best single kind: {single} {summary.best_single_kind_recall:.4f})" if single else ""
+    print(f"recall   {summary.recall:.4f}{beside}")
     print(f"density  {summary.density:.4f}  (budget {search.budget}: {search.target_density:.4f})")
     print(f"error    {summary.error:.4f}  (relative L2 of a head's output)")
     print(f"wrote {out}, {artifact.sidecar.file if artifact.sidecar else ''}")

@@ -14,6 +14,17 @@ import artifacts
 CREATED = "2025-11-21T12:00:00Z"
 
 
+COSTS = artifacts.DeviceCosts(
+    device="a processor",
+    backend="cpu",
+    versions={"torch": "2.13"},
+    command="python -m profiling.kernels --out costs.safetensors",
+    optimised=True,
+    patterns=("a_shape", "vertical_slash"),
+    dtypes=("bfloat16",),
+)
+
+
 def build(**changes: Any) -> artifacts.Artifact:
     patterns = (
         artifacts.VerticalSlash(vertical=100, slash=1800),
@@ -43,7 +54,7 @@ def build(**changes: Any) -> artifacts.Artifact:
             command="python -m search.heads --model tiny --out cfg.yaml",
             preset="scaled",
             seed=7,
-            calibration=artifacts.Calibration(task="kv_retrieval", lengths=(4096,), samples=1, sha256="c" * 64),
+            calibration=artifacts.Calibration(tasks=("kv_retrieval",), lengths=(4096,), samples=1, sha256="c" * 64),
             budget="0.25",
             target_density=0.25,
             device="cpu",
@@ -102,10 +113,30 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
     )
     names = [artifacts.pattern_name(pattern) for pattern in patterns]
     rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:12]), (*[names[11]] * 3, names[12]))
+    growth = artifacts.Growth(length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "dense": {}})
+    figures = {"kl": 0.25, "recall": 0.9, "density": 0.2}
+    fast = artifacts.Point(cost=0.5, speedup=4.0, **figures, layers=((names[2],) * 4, None, *[(names[3],) * 4] * 3))
+    exact = artifacts.Point(cost=1.0, speedup=2.0, **figures | {"kl": 0.01}, layers=rows)
+    front = artifacts.Front(length=4096, unit="seconds", dense_cost=2.0, measured_on="held_out", points=(fast, exact))
+    assert small.search is not None
+    summary = small.search.summary.model_dump() | {"best_single_kind": None, "best_single_kind_recall": None}
+    search = small.search.model_copy(
+        update={
+            "calibration": artifacts.Calibration(
+                tasks=("kv_retrieval", "passkey"), lengths=(2048, 4096), samples=2, sha256="c" * 64
+            ),
+            "allocation": "model",
+            "cost": artifacts.SearchCost(unit="seconds", device="a processor"),
+            "n_trials": 40,
+            "summary": artifacts.Summary(**summary),
+        }
+    )
     artifact = build(
         model=small.model.model_copy(update={"num_layers": 5}),
         patterns=dict(zip(names, patterns, strict=True)),
-        prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, layers=rows),
+        search=search,
+        prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, growth=growth, layers=rows, front=front),
+        costs=(COSTS,),
         decode=artifacts.Decode(
             omnikv=artifacts.OmniKV(
                 filter_layers=(3,),
@@ -140,6 +171,8 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         "chosen.recall": recall,
         "static.mean.columns": np.array([*range(64), 99, 512, 700], dtype=np.int32),
         "static.mean.diagonals": np.array([0, 1, 2, 9], dtype=np.int32),
+        "cost.0.pattern": np.array([0, 1], dtype=np.int32),
+        "cost.0.sparse_seconds": np.array([0.5, 0.25]),
     }
 
 

@@ -263,7 +263,7 @@ def _hash_of(text: bytes) -> str:
         fields["search"].pop("command")
     if fields["sidecar"] is not None:
         fields["sidecar"].pop("file")
-    for entry in fields["evidence"]:
+    for entry in (*fields["evidence"], *fields.get("costs", ())):
         entry.pop("command")
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     return hashlib.sha256(text).hexdigest()

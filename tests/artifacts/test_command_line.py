@@ -65,7 +65,7 @@ def test_bad_arguments_give_one_line(capsys):
 def test_validate(saved):
     done = run("validate", saved)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"ok: {saved} (schema 3, content ")
+    assert done.stdout.startswith(f"ok: {saved} (schema 4, content ")
     facts = json.loads(run("validate", saved, "--json").stdout)
     assert facts["valid"] is True and facts["content_sha256"] == load(saved).content_sha256
     assert facts["arrays"]["chosen.recall"] == {"dtype": "float32", "shape": [3, 4]}

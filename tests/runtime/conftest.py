@@ -67,7 +67,7 @@ def build() -> Callable[..., Any]:
 
 def search_info() -> artifacts.SearchInfo:
     """Of no meaning here: the runtime reads nothing of it."""
-    calibration = artifacts.Calibration(task="passkey", lengths=(200,), samples=1, sha256="0" * 64)
+    calibration = artifacts.Calibration(tasks=("passkey",), lengths=(200,), samples=1, sha256="0" * 64)
     summary = artifacts.Summary(
         recall=1.0,
         error=0.0,
