@@ -156,10 +156,17 @@ def _to_cpu(samples: list[Tensor]) -> list[Tensor]:
 
 
 def _info(model: PreTrainedModel, *, name: str, revision: str | None, weights_sha256: str | None) -> ModelInfo:
-    config = text_config(model)
+    config, architecture = text_config(model), type(model).__name__
+    return config_info(config, architecture, name=name, revision=revision, weights_sha256=weights_sha256)
+
+
+def config_info(
+    config: Any, architecture: str, *, name: str, revision: str | None, weights_sha256: str | None
+) -> ModelInfo:
+    """What the artifact records of a model, by the configuration of its language part and the name of its class."""
     num_heads = int(config.num_attention_heads)
     shape: dict[str, Any] = {
-        "architecture": type(model).__name__,
+        "architecture": architecture,
         "num_layers": int(config.num_hidden_layers),
         "num_heads": num_heads,
         "num_kv_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
