@@ -48,7 +48,7 @@ def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
     size = -(-length // cell)
     pooled = torch.zeros(size, size, device=inputs.q.device)
     for queries, attention in rows(inputs, head, torch.arange(length, device=inputs.q.device)):
-        pooled.index_add_(0, queries // cell, _by_cell(attention, size, cell))
+        pooled.index_add_(0, queries // cell, by_cell(attention, size, cell))
     counts = torch.full((size,), cell, device=pooled.device)
     counts[-1] = length - (size - 1) * cell
     return pooled / counts[:, None]
@@ -88,12 +88,12 @@ def cover(index: SparseIndex, head: int, cell: int) -> Tensor:
     for chunk, mask in index.row_masks():
         at = torch.arange(chunk.start, chunk.stop, device=columns.device)
         share = torch.where(mask[0, head], 1.0, of_columns * (tile < at[:, None]))
-        computed.index_add_(0, at // per, _by_cell(share, size, per))
-        could.index_add_(0, at // per, _by_cell((tile <= at[:, None]).float(), size, per))
+        computed.index_add_(0, at // per, by_cell(share, size, per))
+        could.index_add_(0, at // per, by_cell((tile <= at[:, None]).float(), size, per))
     return computed / could.clamp_min(1)
 
 
-def _by_cell(values: Tensor, size: int, cell: int) -> Tensor:
+def by_cell(values: Tensor, size: int, cell: int) -> Tensor:
     """Sums of `cell` columns at a time, (n, size) from (n, at most size x cell)."""
     wide = torch.nn.functional.pad(values, (0, size * cell - values.shape[1]))
     return wide.unflatten(1, (size, cell)).sum(2)

@@ -1,0 +1,212 @@
+"""What a search left in the sidecar about each head: the candidates that it tried, their scores, and the price it paid.
+
+Shapes: L layers, H query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from artifacts import Artifact, HeadwiseError, pattern_name
+from artifacts import Pattern as ArtifactPattern
+from artifacts.patterns import KINDS
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+_PATTERN: TypeAdapter[ArtifactPattern] = TypeAdapter(ArtifactPattern)
+_SHORT = {
+    "a": "a_shape",
+    "bs": "block_sparse",
+    "dil": "dilated",
+    "mu": "memory_units",
+    "str": "strided",
+    "tri": "tri_shape",
+    "vs": "vertical_slash",
+}
+MEASURES = ("error", "recall", "density")
+_ALL = (*MEASURES, "seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How one candidate did for one head.
+
+    error: relative L2 of the head's output. recall: attention mass kept. density: share of the causal tiles computed.
+    seconds: what the head's attention over a prompt takes, None where the search did not count seconds.
+    """
+
+    candidate: int
+    pattern: str
+    kind: str
+    error: float
+    recall: float
+    density: float
+    seconds: float | None
+
+    @property
+    def cost(self) -> float:
+        """Seconds, or the density where there are none: what the search weighs the error against."""
+        return self.density if self.seconds is None else self.seconds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidate:
+    """The arrays of one candidate, (L, H) each: its measures, and its sizes where they differ from head to head."""
+
+    place: int
+    name: str
+    measures: dict[str, np.ndarray] = field(default_factory=dict)
+    sizes: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def pattern(self, layer: int, head: int) -> str:
+        """The name of the pattern that was tried: the candidate's own unless it was brought to a size for each head."""
+        sizes = {name: int(array[layer, head]) for name, array in self.sizes.items()}
+        return pattern_name(_PATTERN.validate_python({"kind": kind_of(self.name), **sizes})) if sizes else self.name
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Findings:
+    """The findings of a search of heads.
+
+    chosen: (L, H) candidate of each head, -1 in layers left alone. price: (L,) squared error that a unit of cost has to
+    save, None where each head had a budget of its own. weight: (L,) of the layers' squared errors, ones without.
+    drift, before, again: of an artifact that was transferred from another model, (L, H) each, see search.transfer.
+    """
+
+    artifact: Artifact
+    candidates: tuple[_Candidate, ...]
+    chosen: np.ndarray
+    price: np.ndarray | None
+    weight: np.ndarray
+    drift: np.ndarray | None = None
+    before: np.ndarray | None = None
+    again: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, artifact: Artifact, arrays: Mapping[str, Array]) -> Findings:
+        """Read what `artifact` and the arrays of its sidecar say.
+
+        Raises:
+            HeadwiseError: nothing was searched here, or the sidecar lacks the candidates' scores.
+        """
+        if artifact.search is None:
+            where = artifact.prefill.imported
+            came = f"was imported from {where.file} ({where.format})" if where else "has no search"
+            raise HeadwiseError(f"this artifact {came}: no candidates were tried; python -m search.heads tries some")
+        layers, heads = artifact.model.num_layers, artifact.model.num_heads
+        candidates = _candidates(arrays, (layers, heads))
+        if not candidates or "chosen.candidate" not in arrays:
+            raise HeadwiseError(
+                "this artifact has no scores of candidates in its sidecar (chosen.candidate, candidates.*): "
+                "python -m search.heads writes them"
+            )
+
+        def table(name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+            return None if name not in arrays else _checked(name, np.asarray(arrays[name]), shape)
+
+        price, weight = (_by_layer(arrays.get(f"allocation.{name}"), layers, name) for name in ("price", "weight"))
+        chosen = table("chosen.candidate", (layers, heads))
+        assert chosen is not None
+        return cls(
+            artifact=artifact,
+            candidates=candidates,
+            chosen=chosen.astype(int),
+            price=price,
+            weight=np.ones(layers) if weight is None else weight,
+            drift=table("transfer.drift", (layers, heads)),
+            before=table("transfer.before", (layers, heads)),
+            again=table("transfer.again", (layers, heads)),
+        )
+
+    def trials(self, layer: int, head: int) -> list[Trial]:
+        """What was tried for a head, in the search's order."""
+        found = []
+        for candidate in self.candidates:
+            values = {name: float(array[layer, head]) for name, array in candidate.measures.items()}
+            if np.isnan(values["error"]):
+                continue
+            seconds = values.pop("seconds", None)
+            pattern = candidate.pattern(layer, head)
+            found.append(
+                Trial(
+                    candidate=candidate.place, pattern=pattern, kind=kind_of(candidate.name), seconds=seconds, **values
+                )
+            )
+        return found
+
+    def winner(self, layer: int, head: int) -> Trial | None:
+        """The candidate that the search chose for a head; None in a layer left alone."""
+        chosen = int(self.chosen[layer, head])
+        return next((trial for trial in self.trials(layer, head) if trial.candidate == chosen), None)
+
+
+def hull(trials: Sequence[Trial]) -> list[int]:
+    """Places of the trials on the lower convex hull of squared error over cost, the cheapest first.
+
+    Only these can win at some price (Everett 1963): heads' squared errors add up, and each is weighed against its cost.
+    """
+    order = sorted(range(len(trials)), key=lambda at: (trials[at].cost, trials[at].error))
+    kept: list[int] = []
+    for at in order:
+        if kept and trials[at].error >= trials[kept[-1]].error:
+            continue
+        while len(kept) > 1 and slope(trials[kept[-2]], trials[kept[-1]]) <= slope(trials[kept[-1]], trials[at]):
+            kept.pop()
+        kept.append(at)
+    return kept
+
+
+def slope(cheaper: Trial, dearer: Trial) -> float:
+    """Squared error that each unit of cost saves between two trials."""
+    extra = dearer.cost - cheaper.cost
+    return (cheaper.error**2 - dearer.error**2) / extra if extra > 0 else float("inf")
+
+
+def kind_of(name: str) -> str:
+    """The kind of the pattern or of the family of patterns that has this name."""
+    for kind in KINDS:
+        if name == kind or name.startswith(f"{kind}_"):
+            return kind
+    return _SHORT.get(name.partition("_")[0], "?")
+
+
+def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[_Candidate, ...]:
+    """From arrays candidates.<place>.<name>.<measure or size>; a name may have dots of its own."""
+    found: dict[int, _Candidate] = {}
+    for key, array in arrays.items():
+        if not key.startswith("candidates."):
+            continue
+        place, _, rest = key.removeprefix("candidates.").partition(".")
+        name, _, measure = rest.rpartition(".")
+        if not place.isdecimal() or not name:
+            raise HeadwiseError(f"the sidecar's array {key!r} is not named candidates.NUMBER.NAME.MEASURE")
+        candidate = found.setdefault(int(place), _Candidate(place=int(place), name=name))
+        values = candidate.measures if measure in _ALL else candidate.sizes
+        values[measure] = _checked(key, np.asarray(array), shape)
+    for candidate in found.values():
+        for measure in MEASURES:
+            if measure not in candidate.measures:
+                raise HeadwiseError(f"the sidecar has no {measure} of the candidate {candidate.name}")
+    return tuple(found[place] for place in sorted(found))
+
+
+def _checked(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if array.shape != shape:
+        raise HeadwiseError(f"the sidecar's array {name} has the shape {array.shape}, the model's heads are {shape}")
+    return array
+
+
+def _by_layer(array: Array | None, layers: int, name: str) -> np.ndarray | None:
+    """One number for all layers or one for each, as one for each."""
+    if array is None:
+        return None
+    values = np.asarray(array, dtype=float)
+    if values.size not in (1, layers):
+        raise HeadwiseError(f"the sidecar's array allocation.{name} has {values.size} values for {layers} layers")
+    return np.broadcast_to(values.reshape(-1), (layers,))

@@ -1,0 +1,112 @@
+"""Why a head got its pattern, in sentences that are true of the numbers in the artifact's sidecar."""
+
+from __future__ import annotations
+
+from artifacts import pattern_name
+from search.findings import Findings, Trial, hull, slope
+
+# Float32 in the sidecar: what differs by less is the same number, written down twice.
+_SAME = 1e-6
+
+
+def reasons(found: Findings, layer: int, head: int) -> list[str]:
+    """One sentence or a few: by what the winner won, what came next, and what happened to the head afterwards."""
+    winner = found.winner(layer, head)
+    if winner is None:
+        return ["The search chose nothing for this head: its pattern was put there otherwise."]
+    trials = found.trials(layer, head)
+    if found.artifact.search and found.artifact.search.allocation == "heads":
+        said = _within_budget(found, trials, winner)
+    else:
+        said = _at_price(found, layer, trials, winner)
+    row = found.artifact.prefill.layers[layer]
+    assert row is not None, "checked where the head was asked for"
+    served = pattern_name(found.artifact.patterns[row[head]])
+    if served != winner.pattern:
+        said.append(f"The artifact serves {served} all the same: the pattern was changed after the search.")
+    return [*_transferred(found, layer, head), *said]
+
+
+def _within_budget(found: Findings, trials: list[Trial], winner: Trial) -> list[str]:
+    """Each head had the same budget: the least error within it (MInference 1.0, Algorithm 1)."""
+    search = found.artifact.search
+    assert search is not None
+    better = [trial for trial in trials if trial.error < winner.error]
+    within = [trial for trial in trials if trial.density <= search.target_density + _SAME or trial is winner]
+    budget = f"{search.target_density:.3f} of dense"
+    if not better:
+        said = [f"{winner.pattern} has the least error of the {len(trials)} candidates, all brought to {budget}."]
+    elif not set(better) & set(within):
+        said = [
+            f"{winner.pattern} has the least error of the {len(within)} candidates within the budget of {budget}.",
+            f"{_best(better).pattern} has less ({_best(better).error:.4f}), but computes {_best(better).density:.3f}.",
+        ]
+    else:
+        said = [
+            f"{_best(better).pattern} has less error than {winner.pattern} over all prompts, but was not within the "
+            f"budget of {budget} on the prompt that the sizes were settled on."
+        ]
+    if others := [trial for trial in within if trial.error > winner.error]:
+        runner = _best(others)
+        said.append(f"Next comes {runner.pattern} with {_times(runner.error, winner.error)} the error.")
+    return said
+
+
+def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -> list[str]:
+    """One budget for the model: the least of squared error and cost at the price that all heads share."""
+    if found.price is None:
+        place = "is" if winner in [trials[at] for at in hull(trials)] else "is not"
+        return [f"{winner.pattern} {place} on the hull; the price that it was chosen at was not written down."]
+    price, weight = float(found.price[layer]), float(found.weight[layer])
+    unit = "of dense" if winner.seconds is None else "ms"
+    per = 1.0 if winner.seconds is None else 1e-3
+
+    def total(trial: Trial) -> float:
+        return weight * trial.error**2 + price * trial.cost
+
+    best = min(trials, key=lambda trial: (total(trial), trial.cost))
+    per_unit = "for all of dense" if winner.seconds is None else "a ms"
+    weighed = "" if weight == 1 else f" (times {weight:.3g} in this layer)"
+    told = f"the model's price of {price * per:.3g} squared error{weighed} {per_unit}"
+    # In float32, as the scores are.
+    if total(winner) > total(best) * (1 + 1e-5):
+        return [
+            f"At {told}, this head would have {best.pattern}: the search gave it {winner.pattern} in a later step, "
+            "which looks at the whole model (refinement, or the check on held-out prompts)."
+        ]
+    said = [f"At {told}, {winner.pattern} has the least sum of error and cost among {len(trials)} candidates."]
+    line = [trials[at] for at in hull(trials)]
+    if winner not in line:
+        return said
+    at = line.index(winner)
+    if at > 0:
+        cheaper = line[at - 1]
+        said.append(
+            f"The next cheaper, {cheaper.pattern}, would save {(winner.cost - cheaper.cost) / per:.3g} {unit} and add "
+            f"error at {weight * slope(cheaper, winner) * per:.3g}, more than the price."
+        )
+    if at + 1 < len(line):
+        dearer = line[at + 1]
+        said.append(
+            f"The next dearer, {dearer.pattern}, would cost {(dearer.cost - winner.cost) / per:.3g} {unit} more and "
+            f"take away error at {weight * slope(winner, dearer) * per:.3g}, less than the price."
+        )
+    return said
+
+
+def _transferred(found: Findings, layer: int, head: int) -> list[str]:
+    if found.drift is None or found.before is None or found.again is None:
+        return []
+    drift, before = float(found.drift[layer, head]), float(found.before[layer, head])
+    moved = f"the error of the pattern found on another model drifted by {drift:+.2f} from {before:.4f}"
+    if found.again[layer, head]:
+        return [f"This head was searched again on this model: {moved}."]
+    return [f"Taken over: {moved}. The scores of the candidates are the other model's."]
+
+
+def _best(trials: list[Trial]) -> Trial:
+    return min(trials, key=lambda trial: trial.error)
+
+
+def _times(more: float, less: float) -> str:
+    return f"{more / less:.2f} times" if less > 0 else f"{more:.4f} against none of"

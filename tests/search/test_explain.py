@@ -1,0 +1,309 @@
+"""python -m search.explain: what it says is true of the sidecar, and what it measures of the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import HeadwiseError
+from kernels.patterns import LayerPlan, make
+from profiling.capture import LayerInputs, capture
+from profiling.missed_mass import missed_mass
+from profiling.models import load_model
+from profiling.prompts import make_prompts
+from search.explain import Question, main, report, run
+from search.findings import Trial, hull, kind_of
+from search.heads import HeadSearch
+from search.heads import run as run_search
+
+LENGTH = 1000
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("found") / "cfg.yaml"
+    options = {"length": LENGTH, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "picture": False}
+    run_search(HeadSearch(model=str(tiny_model), out=out, command="test", **options))
+    return out
+
+
+@pytest.fixture
+def allocated(found: Path, tmp_path: Path) -> Path:
+    """The same heads with one budget for the model: five candidates of known errors and seconds, and a price."""
+    artifact, arrays = artifacts.load_pair(found)
+    assert artifact.search is not None
+    names = ["vs_64_64", "vs_128_128", "bs_4", "vs_256_256", "dense"]
+    squared, milliseconds = [0.9, 0.4, 0.35, 0.1, 0.0], [1.0, 2.0, 4.0, 5.0, 20.0]
+    shape = arrays["chosen.candidate"].shape
+    kept = {name: array for name, array in arrays.items() if not name.startswith("candidates.")}
+    for at, name in enumerate(names):
+        values = {
+            "error": squared[at] ** 0.5,
+            "recall": 0.9,
+            "density": 0.1 * (at + 1),
+            "seconds": milliseconds[at] / 1e3,
+        }
+        for measure, value in values.items():
+            kept[f"candidates.{at}.{name}.{measure}"] = np.full(shape, value, dtype=np.float32)
+    # Nobody tried block-sparse for head 0.0.
+    kept["candidates.2.bs_4.error"][0, 0] = np.nan
+    kept["chosen.candidate"] = np.full(shape, 3, dtype=np.int32)
+    # Between what the last step to vs_256_256 saves, 100 a second, and what dense would save: 6.7.
+    kept["allocation.price"] = np.array([50.0])
+    summary = artifact.search.summary.model_copy(update={"winners": {"vertical_slash": 18}})
+    search = artifact.search.model_copy(update={"allocation": "model", "summary": summary})
+    pattern = artifacts.VerticalSlash(kind="vertical_slash", vertical=256, slash=256)
+    rows = tuple(("vs_256_256",) * shape[1] for _ in range(shape[0]))
+    prefill = artifact.prefill.model_copy(update={"layers": rows})
+    update = {"search": search, "patterns": {"vs_256_256": pattern}, "prefill": prefill}
+    out = tmp_path / "model.yaml"
+    artifacts.save(artifact.model_copy(update=update), out, kept)
+    return out
+
+
+def asked(file: Path, *head: int, **more: Any) -> dict[str, Any]:
+    return run(Question(file=file, **dict(zip(("layer", "head"), head, strict=False)), **more))
+
+
+def test_tells_what_was_tried_and_the_least_error_within_the_budget(found: Path) -> None:
+    _, arrays = artifacts.load_pair(found)
+    for layer in range(3):
+        for head in range(6):
+            answer = asked(found, layer, head)
+            tried = answer["candidates"]
+            assert len(tried) == 6
+            errors = [row["error"] for row in tried]
+            assert errors == sorted(errors)
+            (winner,) = (row for row in tried if row["chosen"])
+            assert winner["error"] == arrays["chosen.error"][layer, head]
+            assert winner["pattern"] == answer["pattern"]
+            assert winner["pattern"] in answer["why"][0]
+            if errors[0] == winner["error"]:
+                assert "the least error of the 6 candidates" in answer["why"][0]
+            else:
+                assert tried[0]["pattern"] in " ".join(answer["why"])
+
+
+def test_at_a_price_the_neighbours_on_the_hull_say_why(allocated: Path) -> None:
+    answer = asked(allocated, 1, 2)
+    assert [row["seconds"] for row in answer["candidates"]] == sorted(row["seconds"] for row in answer["candidates"])
+    on_hull = {row["pattern"] for row in answer["candidates"] if row["on_hull"]}
+    assert on_hull == {"vs_64_64", "vs_128_128", "vs_256_256", "dense"}
+    first, cheaper, dearer = answer["why"]
+    assert "price of 0.05 squared error a ms" in first
+    assert "vs_256_256" in first
+    # (0.4 - 0.1) / 3 ms and 0.1 / 15 ms.
+    assert "vs_128_128, would save 3 ms and add error at 0.1, more than the price" in cheaper
+    assert "dense, would cost 15 ms more and take away error at 0.00667, less than the price" in dearer
+
+
+def test_a_candidate_that_was_not_tried_for_a_head_is_not_told(allocated: Path) -> None:
+    assert len(asked(allocated, 0, 0)["candidates"]) == 4
+    assert len(asked(allocated, 0, 1)["candidates"]) == 5
+
+
+def test_a_layers_weight_counts(allocated: Path) -> None:
+    artifact, arrays = artifacts.load_pair(allocated)
+    arrays["allocation.weight"] = np.array([1.0, 1.0, 0.1])
+    artifacts.save(artifact, allocated, arrays)
+    assert "least sum" in asked(allocated, 1, 0)["why"][0]
+    # At a tenth of the weight the step to 5 ms saves 10 a second: not worth 50.
+    (why,) = asked(allocated, 2, 0)["why"]
+    assert "would have vs_64_64" in why or "would have vs_128_128" in why
+    assert "later step" in why
+
+
+def test_says_when_a_row_was_changed_after_the_search(found: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    rows = [list(row or ()) for row in artifact.prefill.layers]
+    rows[2][3] = "a_64_64"
+    used = {name: artifact.patterns[name] for row in rows for name in row if name in artifact.patterns}
+    patterns = {**used, "a_64_64": artifacts.AShape(kind="a_shape", sink=64, window=64)}
+    prefill = artifact.prefill.model_copy(update={"layers": tuple(map(tuple, rows))})
+    out = tmp_path / "edited.yaml"
+    artifacts.save(artifact.model_copy(update={"patterns": patterns, "prefill": prefill}), out, arrays)
+    assert "serves a_64_64 all the same" in asked(out, 2, 3)["why"][-1]
+    assert "all the same" not in asked(out, 2, 2)["why"][-1]
+
+
+def test_overviews_agree_with_the_arrays(found: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    layers = asked(found)["layers"]
+    np.testing.assert_allclose([layer["error"] for layer in layers], arrays["chosen.error"].mean(1), rtol=1e-5)
+    assert layers[1]["worst"] == f"1.{int(arrays['chosen.error'][1].argmax())}"
+    assert main([str(found), "--layer", "1", "--json"]) == 0
+    heads = json.loads(capsys.readouterr().out)["heads"]
+    assert [head["pattern"] for head in heads] == list(artifact.prefill.layers[1] or ())
+    assert main([str(found), "--head", "all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 3
+
+
+def test_the_text_marks_the_winner(found: Path) -> None:
+    answer = asked(found, 0, 4)
+    marked = [line for line in report(answer).splitlines() if re.match(r"\* \w+_\d", line)]
+    assert len(marked) == 1
+    assert answer["pattern"] in marked[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--head", "3.0"], "no head 3.0: tiny has layers 0 to 2, each with heads 0 to 5"),
+        (["--head", "0.6"], "no head 0.6"),
+        (["--layer", "7"], "no layer 7"),
+        (["--layer", "-1"], "no layer -1"),
+        (["--head", "3"], "must be LAYER.HEAD such as 3.5, or all"),
+        (["--head", "a.b"], "must be LAYER.HEAD"),
+        (["--layer", "0", "--model", "smollm2"], "give --head LAYER.HEAD"),
+    ],
+)
+def test_a_wrong_question_ends_in_one_line(found: Path, arguments: list[str], said: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
+        main([str(found), *arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_artifact_without_scores_is_refused(found: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    bare = tmp_path / "bare.yaml"
+    artifacts.save(artifact, bare, {})
+    with pytest.raises(HeadwiseError, match=r"bare\.yaml: this artifact has no scores of candidates"):
+        asked(bare, 0, 0)
+    del arrays[next(name for name in arrays if name.startswith("candidates.0.") and name.endswith(".error"))]
+    artifacts.save(artifact, bare, arrays)
+    with pytest.raises(HeadwiseError, match="has no error of the candidate a_shape"):
+        asked(bare, 0, 0)
+
+
+def test_an_import_and_a_layer_left_alone_are_refused(found: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    source = artifacts.Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
+    prefill = artifact.prefill.model_copy(update={"imported": source})
+    out = tmp_path / "imported.yaml"
+    artifacts.save(artifact.model_copy(update={"search": None, "prefill": prefill}), out, arrays)
+    with pytest.raises(HeadwiseError, match=r"was imported from best\.json \(minference\)"):
+        asked(out, 0, 0)
+    rows = (artifact.prefill.layers[0], None, artifact.prefill.layers[2])
+    used = {name: artifact.patterns[name] for row in rows for name in row or ()}
+    prefill = artifact.prefill.model_copy(update={"layers": rows})
+    artifacts.save(artifact.model_copy(update={"patterns": used, "prefill": prefill}), out, arrays)
+    with pytest.raises(HeadwiseError, match="layer 1 is left as it is"):
+        asked(out, 1, 0)
+    assert [layer["layer"] for layer in asked(out)["layers"]] == [0, 2]
+
+
+def test_arrays_of_another_shape_are_refused(found: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    arrays["chosen.candidate"] = arrays["chosen.candidate"][:, :5]
+    out = tmp_path / "short.yaml"
+    artifacts.save(artifact, out, arrays)
+    with pytest.raises(HeadwiseError, match=r"chosen\.candidate has the shape \(3, 5\)"):
+        asked(out, 0, 0)
+
+
+def trial(at: int, cost: float, squared: float) -> Trial:
+    scores = {"error": squared**0.5, "recall": 1.0, "density": 0.5, "seconds": cost}
+    return Trial(candidate=at, pattern=f"bs_{at + 1}", kind="block_sparse", **scores)
+
+
+def test_the_hull_holds_whoever_wins_at_some_price() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        trials = [trial(at, *rng.uniform(0.1, 1.0, 2)) for at in range(12)]
+        line = hull(trials)
+        prices = np.geomspace(1e-3, 1e3, 4001)
+        winners = {min(range(12), key=lambda at: trials[at].error ** 2 + p * trials[at].cost) for p in prices}
+        assert winners <= set(line)
+        costs = [trials[at].cost for at in line]
+        assert costs == sorted(costs)
+        assert all(trials[a].error > trials[b].error for a, b in pairwise(line))
+
+
+def test_kinds_are_read_from_either_sort_of_name() -> None:
+    assert [kind_of(name) for name in ("a_shape_1_2", "a_1_2", "vs_3_4_c99.5", "bs_3", "dense", "static_x")] == [
+        "a_shape",
+        "a_shape",
+        "vertical_slash",
+        "block_sparse",
+        "dense",
+        "static",
+    ]
+    patterns = [artifacts.Dense(kind="dense"), artifacts.TriShape(kind="tri_shape", sink=1, window=2, last=3)]
+    assert [kind_of(artifacts.pattern_name(pattern)) for pattern in patterns] == ["dense", "tri_shape"]
+
+
+def test_missed_mass_is_what_plain_softmax_says(found: Path, tiny_model: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    loaded = load_model(str(tiny_model), dtype="float32")
+    prompt = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=1, seed=3)[0]
+    layer, head = 1, 4
+    missed = missed_mass(loaded.model, artifact, arrays, prompt, layer, head)
+
+    def visit(inputs: LayerInputs) -> None:
+        if inputs.layer != layer:
+            return
+        row = artifact.prefill.layers[layer]
+        assert row is not None
+        patterns = [make(**artifact.patterns[name].model_dump()) for name in row]
+        index = LayerPlan(patterns, 2, dense_tail=artifact.prefill.dense_tail).build(inputs.q, inputs.k)
+        logits = inputs.q[0, head] @ inputs.k[0, head // 3].T * inputs.scale
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        weights = logits.masked_fill(~causal, float("-inf")).softmax(-1)
+        lost = weights * ~index.to_mask()[0, head]
+        np.testing.assert_allclose(missed.by_query, lost.sum(1), atol=1e-5)
+        np.testing.assert_allclose(missed.by_key, lost.sum(0), atol=1e-4)
+        cells = torch.nn.functional.pad(lost, (0, 24, 0, 24)).reshape(16, 64, 16, 64).sum((1, 3))
+        counts = torch.tensor([64.0] * 15 + [40.0])[:, None]
+        np.testing.assert_allclose(missed.cells, cells / counts, atol=1e-5)
+        assert missed.drawn.density == pytest.approx(float(index.density()[0, head]), abs=1e-6)
+
+    capture(loaded.model, torch.tensor([prompt.input_ids]), visit)
+    assert missed.by_query.sum() > 0
+    assert asdict(missed.drawn)["recall"] == pytest.approx(1 - missed.by_query.mean(), abs=1e-6)
+
+
+def test_the_picture_comes_with_its_numbers(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    answer = asked(found, 2, 1, model=str(tiny_model), length=500, out=tmp_path / "why", command="test")
+    names = {"head_2_1.png", "head_2_1.svg", "head_2_1.csv", "head_2_1_queries.csv"}
+    assert {path.name for path in (tmp_path / "why").iterdir()} == names
+    assert {Path(file).name for file in answer["files"]} == names
+    assert len((tmp_path / "why" / "head_2_1_queries.csv").read_text().splitlines()) == 1 + 500
+    assert answer["missed"]["sentence"] in report(answer)
+
+
+def test_another_model_and_a_length_beyond_it_are_refused(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    from tests.search.conftest import save_tiny
+
+    other = save_tiny(tmp_path / "other", num_hidden_layers=2)
+    with pytest.raises(HeadwiseError, match="num_layers is 3 in the artifact"):
+        asked(found, 0, 0, model=str(other), out=tmp_path)
+    with pytest.raises(HeadwiseError, match="--length 2000 is more than the 1024 positions"):
+        asked(found, 0, 0, model=str(tiny_model), length=2000, out=tmp_path)
+
+
+def test_searched_on_a_file_asks_for_it(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    assert artifact.search is not None
+    calibration = artifact.search.calibration.model_copy(update={"tasks": ("text:novel.txt",)})
+    out = tmp_path / "text.yaml"
+    search = artifact.search.model_copy(update={"calibration": calibration})
+    artifacts.save(artifact.model_copy(update={"search": search}), out, arrays)
+    with pytest.raises(HeadwiseError, match=r"looked at text:novel\.txt, whose file is not in the artifact"):
+        asked(out, 0, 0, model=str(tiny_model), out=tmp_path)
+
+
+def test_findings_need_no_model_and_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, search.explain; assert 'torch' not in sys.modules and 'optuna' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
