@@ -143,7 +143,9 @@ class Methods:
         found = self._remember(f"sizes/{name}", length, find)
         pattern = TypeAdapter(Pattern).validate_python(found["fields"])
         rows = self._rows(lambda layer, head: pattern_name(pattern))
-        prefill = self.artifact.prefill.model_copy(update={"dense_tail": own_tail, "layers": rows})
+        # Its size was fitted at this length.
+        update = {"dense_tail": own_tail, "layers": rows, "growth": None, "front": None}
+        prefill = self.artifact.prefill.model_copy(update=update)
         patterns = {pattern_name(pattern): pattern}
         return self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill}), found["density"]
 
@@ -156,7 +158,7 @@ class Methods:
                 for array, positions in zip(static.arrays, entries, strict=True):
                     arrays[array] = np.array(positions, dtype=np.int32)
         rows = self._rows(lambda layer, head: pattern_name(Static(indices=f"L{layer}H{head}")))
-        prefill = self.artifact.prefill.model_copy(update={"layers": rows})
+        prefill = self.artifact.prefill.model_copy(update={"layers": rows, "growth": None, "front": None})
         artifact = self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill})
         return Headwise(artifact, arrays)
 
@@ -237,7 +239,11 @@ def _counted(headwise: Headwise, length: int) -> float:
 def _identity(artifact: Artifact) -> str:
     return _digest(
         {name: pattern.model_dump() for name, pattern in artifact.patterns.items()},
-        artifact.prefill.model_dump(mode="json", exclude={"imported", "dense_below"}),
+        # What never grows keeps the name it had before sizes could.
+        artifact.prefill.model_dump(
+            mode="json",
+            exclude={"imported", "dense_below", "front", *({"growth"} if not artifact.prefill.growth else ())},
+        ),
         None
         if artifact.decode is None
         else artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}}),
