@@ -1,0 +1,156 @@
+"""Independent units of work that several processes share: each is done once, whoever is killed over it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+from tqdm import tqdm
+
+from search.alive import STALE_SECONDS
+from search.claims import Claims, Survey
+from search.study import open_study
+from search.workers import check_starter, is_worker
+
+_POLL_SECONDS = 0.5
+# A wait that a person begins to wonder about.
+_SILENT_SECONDS = 10.0
+# MySQL's TEXT holds 65,535 bytes, and JSON inside JSON may need two for a character.
+_PIECE = 30_000
+_ARRAY = "__array__"
+
+
+class Units:
+    """Units by key, whose results are JSON values and numpy arrays.
+
+    What one process put, all read back the same: tuples are lists then, and keys of mappings must be text.
+    """
+
+    def __init__(
+        self,
+        storage: BaseStorage,
+        name: str,
+        keys: Sequence[str],
+        settings: Mapping[str, Any],
+        *,
+        fresh: bool = False,
+        stale: float = STALE_SECONDS,
+    ) -> None:
+        """Start the units or join those of the same settings.
+
+        Args:
+            storage: as open_storage returns it.
+            name: of this work among others in the storage.
+            keys: all that is to be done, in the order in which it is handed out.
+            settings: all that the results depend on; JSON.
+            fresh: discard what was found before.
+            stale: seconds without a sign of life after which a process counts as gone.
+
+        Raises:
+            HeadwiseError: the storage has unfinished work of that name with other settings.
+        """
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"keys must differ, got {list(keys)}")
+        self.keys = tuple(keys)
+        self._study = open_study(storage, name, settings, fresh=fresh)
+        self._claims = Claims(storage, self._study.study_name, stale=stale)
+        self._claimed: dict[str, tuple[int, float]] = {}
+        self._results: dict[str, Any] = {}
+
+    def claim(self, *, description: str = "units", progress: bool | None = None) -> Iterator[str]:
+        """Keys for this process to work on, one at a time, until all are done by someone; put each before the next.
+
+        Args:
+            description: what the progress bar says.
+            progress: whether to show one; None shows it on a terminal, in the first process only.
+        """
+        shown = None if progress is None and not is_worker() else not progress
+        bar = tqdm(total=len(self.keys), desc=description, unit="unit", disable=shown)
+        with bar, self._claims.working():
+            while (key := self._next(bar)) is not None:
+                try:
+                    yield key
+                    if key in self._claimed:
+                        raise ValueError(f"{key} was claimed and has no result")
+                finally:
+                    # An error or an interruption: nobody needs to wait to see that.
+                    if key in self._claimed:
+                        self._claims.give_up(self._claimed.pop(key)[0])
+
+    def put(self, key: str, result: Any) -> None:
+        """Record the result of a unit that was claimed; when this returns it survives a kill."""
+        trial_id, began = self._claimed[key]
+        text = json.dumps(result, default=_array_to_json, separators=(",", ":"))
+        pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+        told = {f"result.{place}": piece for place, piece in enumerate(pieces)}
+        self._claims.finish(trial_id, TrialState.COMPLETE, [time.monotonic() - began], {**told, "pieces": len(pieces)})
+        del self._claimed[key]
+
+    def results(self) -> dict[str, Any]:
+        """The results so far, in the order of the keys."""
+        done = self._claims.survey().done
+        for key in self.keys:
+            if key in done and key not in self._results:
+                self._results[key] = _decode(done[key])
+        return {key: self._results[key] for key in self.keys if key in self._results}
+
+    def finish(self) -> None:
+        """Note that the whole search is over: work with other settings may start under this name."""
+        self._study.set_user_attr("finished", True)
+
+    def _next(self, bar: tqdm[Any]) -> str | None:
+        """The next key that this process has claimed; waits for what others do; None when all are done."""
+        began = time.monotonic()
+        told = is_worker()
+        while True:
+            check_starter()
+            survey = self._claims.survey()
+            done = sum(key in survey.done for key in self.keys)
+            bar.update(done - bar.n)
+            if done == len(self.keys):
+                return None
+            for key in self._free(survey):
+                trial_id = self._claims.take(key)
+                if trial_id is not None:
+                    self._claimed[key] = trial_id, time.monotonic()
+                    return key
+                break
+            else:
+                if not told and time.monotonic() - began > _SILENT_SECONDS:
+                    tqdm.write(f"waiting for {len(self.keys) - done} units that other processes work on", sys.stderr)
+                    told = True
+                time.sleep(_POLL_SECONDS)
+
+    def _free(self, survey: Survey) -> list[str]:
+        return [key for key in self.keys if key not in survey.done and key not in survey.busy]
+
+
+def _decode(trial: FrozenTrial) -> Any:
+    told = trial.user_attrs
+    text = "".join(told[f"result.{place}"] for place in range(told["pieces"]))
+    return json.loads(text, object_hook=_array_from_json)
+
+
+def _array_to_json(value: Any) -> dict[str, Any]:
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        raise TypeError(f"a result must be JSON or arrays of numbers, got {type(value).__name__}")
+    packed = base64.b64encode(zlib.compress(np.ascontiguousarray(value).tobytes())).decode()
+    return {_ARRAY: packed, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+
+def _array_from_json(found: dict[str, Any]) -> Any:
+    if _ARRAY not in found:
+        return found
+    raw = zlib.decompress(base64.b64decode(found[_ARRAY]))
+    array: np.ndarray = np.frombuffer(raw, dtype=np.dtype(found["dtype"])).reshape(found["shape"]).copy()
+    return array
