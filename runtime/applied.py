@@ -10,10 +10,11 @@ from torch import nn
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
-from runtime.attention import ATTENTION_NAME, register
+from runtime.attention import ATTENTION_NAME, headwise_attention, register
 from runtime.decode import OmniKV
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.low_memory import LowMemory
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
 from runtime.policies.rows import check_rows
@@ -37,6 +38,7 @@ class Applied:
         config = text_config(model)
         remember(config, layers, settings)
         config._attn_implementation = {**_implementations(config), "": ATTENTION_NAME}
+        self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -57,6 +59,9 @@ class Applied:
         model.config._attn_implementation = self._former
         forget(text_config(model), self._modules)
         self._modules = []
+        if self._low_memory is not None:
+            self._low_memory.remove()
+            self._low_memory = None
 
 
 def attach(
@@ -67,6 +72,7 @@ def attach(
     strict: bool,
     check_weights: bool,
     backend: str,
+    low_memory: bool = False,
 ) -> Applied:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
     if backend not in ("auto", *BACKENDS):
@@ -86,6 +92,7 @@ def attach(
         backend=backend,
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
         evicts=artifact.kv_cache is not None,
+        low_memory=low_memory,
     )
     layers = _plan(artifact, arrays, modules, shards, settings)
     register()

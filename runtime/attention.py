@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from runtime.attention_tiles import tape_of
 from runtime.calls import Call
 from runtime.dense import attend_densely
 from runtime.masks import PrefillMask, headwise_mask, starts_of
@@ -45,6 +46,10 @@ def headwise_attention(
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where asked for.
     """
     layer = layer_of(module)
+    tape = None if layer is None or not layer.settings.low_memory else tape_of(module)
+    if tape is not None:
+        asked = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return tape.attend(query, key, value, attention_mask, asked)
     call = Call(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
     if layer is None:
         return attend_densely(call)

@@ -47,7 +47,13 @@ class Headwise:
         self.arrays = arrays
 
     def apply(
-        self, model: nn.Module, *, strict: bool = False, check_weights: bool = True, backend: str = "auto"
+        self,
+        model: nn.Module,
+        *,
+        strict: bool = False,
+        check_weights: bool = True,
+        backend: str = "auto",
+        low_memory: bool = False,
     ) -> Handle:
         """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
 
@@ -57,6 +63,8 @@ class Headwise:
             check_weights: compare a sample of the weights too, not only the configuration.
             backend: the kernel; "auto" takes the fastest that serves the call, and dense attention where none
                 is fast.
+            low_memory: prefill with as little memory beside weights and cache as can be: norms, MLPs and projections by
+                tiles of tokens, attention by KV heads, and no mask of query by key size. For the longest prompts.
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
@@ -67,9 +75,16 @@ class Headwise:
         """
         from runtime.applied import attach
 
-        return Handle(
-            self, attach(self.artifact, self.arrays, model, strict=strict, check_weights=check_weights, backend=backend)
+        applied = attach(
+            self.artifact,
+            self.arrays,
+            model,
+            strict=strict,
+            check_weights=check_weights,
+            backend=backend,
+            low_memory=low_memory,
         )
+        return Handle(self, applied)
 
     def new_cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
         """An empty cache for the model's `past_key_values`, as the artifact's decode and kv_cache sections want it.

@@ -22,6 +22,8 @@ from runtime.state import settings_of
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
 MIN_QUERIES = 64
+# Entries from which on a mask counts as memory.
+LARGE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Layout:
 
     fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the cache is one that asks
         for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
+    window: how many tokens a query sees, itself included, where the layer slides; None for all.
     """
 
     q_start: int
@@ -39,6 +42,7 @@ class Layout:
     k_len: int
     ranges: tuple[tuple[int, int], ...] | None
     fresh: tuple[tuple[int, int], ...] | None = None
+    window: int | None = None
 
     @property
     def longest(self) -> int:
@@ -79,6 +83,11 @@ class PrefillMask(Tensor):
         mask = self._once(False)
         assert mask is not None
         return mask
+
+    def empty(self) -> PrefillMask:
+        """One over no tokens, to be told by who it is."""
+        nothing = torch.empty(0, dtype=self.dtype)
+        return PrefillMask(Layout(0, 0, 0, ()), lambda _: nothing, dtype=self.dtype, device=self.device)
 
     def _once(self, may_skip: bool) -> Tensor | None:
         if may_skip not in self._made:
@@ -172,6 +181,10 @@ def headwise_mask(
     if settings is not None and settings.evicts and not torch.compiler.is_compiling():
         mask = _fresh_mask(given, dense, name)
         return dense(**given) if mask is None else mask
+    if settings is not None and settings.low_memory and not torch.compiler.is_compiling():
+        mask = _large_mask(given, dense, name)
+        if mask is not None:
+            return mask
     if (
         settings is None
         or kv_offset != 0
@@ -215,6 +228,23 @@ def _fresh_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> 
         return None
     ranges = None if given.get("local_size") is not None else _ranges(padding, batch, end)
     layout = Layout(start, q_len, int(given["kv_length"]), ranges, fresh)
+    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
+
+
+def _large_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:
+    """The mask of a call that dense would make a large one for, layers that slide included; None for other calls."""
+    start, gone, window = int(given["q_offset"]), int(given["kv_offset"]), given.get("local_size")
+    q_len, k_len = int(given["q_length"]), int(given["kv_length"])
+    if q_len < MIN_QUERIES or q_len * k_len < LARGE or given.get("use_vmap") or (gone and window is None):
+        return None
+    if start + q_len > gone + k_len or not _plain(given["mask_function"], window):
+        return None
+    ranges = _ranges(given["attention_mask"], int(given["batch_size"]), start + q_len)
+    if ranges is None:
+        return None
+    # A layer that slides counts its slots from the first token that it still has.
+    here = tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
+    layout = Layout(start - gone, q_len, k_len, here, window=window)
     return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
 
 

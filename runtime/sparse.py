@@ -13,6 +13,7 @@ from kernels.attention import sparse_attention
 from kernels.ragged import Ragged
 from runtime.calls import Call
 from runtime.dense import attend_densely, causal_mask
+from runtime.head_groups import by_kv_heads
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask
 
 
@@ -52,8 +53,13 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) 
     """(B, H, Q, E) of sequences that are all long: the index of every head, and attention over it."""
     layer = call.layer
     assert layer is not None and layer.plan is not None
-    index = layer.plan.build(q, k, scale=call.scale, ragged=ragged)
-    return sparse_attention(q, k, v, index, scale=call.scale, softcap=call.softcap, backend=layer.settings.backend)
+    plan, settings, how = layer.plan, layer.settings, {"scale": call.scale, "softcap": call.softcap}
+
+    def attend(head: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        index = (plan if head is None else plan.of((head,))).build(q, k, scale=call.scale, ragged=ragged)
+        return sparse_attention(q, k, v, index, backend=settings.backend, **how)
+
+    return by_kv_heads(attend, q, k, v) if settings.low_memory else attend(None, q, k, v)
 
 
 class _Part(NamedTuple):

@@ -59,6 +59,7 @@ class Settings:
     backend: str
     decode: OmniKV | None = None
     evicts: bool = False
+    low_memory: bool = False
     calls: Calls = field(default_factory=Calls)
     said: set[str] = field(default_factory=set)
 

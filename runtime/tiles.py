@@ -1,0 +1,130 @@
+"""Modules that treat each token by itself, run a tile of tokens at a time: what they make in between stays small.
+
+Shapes: B batch, S tokens of a call, T tokens of a tile, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Tokens of a tile, all sequences together: enough to keep matrix units busy, little beside a long prompt.
+TOKENS = {"cpu": 1024}
+TOKENS_ELSEWHERE = 4096
+# Where the first tokens of a call are cut to see whether a module treats each by itself.
+PROBE = (0, 7, 16)
+
+
+class Tiled:
+    """Stands in for the forward of one module, on that instance alone; `remove` takes it off again.
+
+    Classes are not touched, and hooks on the module see whole tensors as ever: only modules inside it see tiles. A copy
+    of the module, deep or pickled, has the plain forward.
+    """
+
+    def __init__(self, module: nn.Module, warn: Callable[[str], None]) -> None:
+        """Take the place; `warn` hears of a module that cannot be tiled."""
+        self.module, self._warn = module, warn
+        # Another library may have put a function of its own there (accelerate does).
+        self._former = module.__dict__.get("forward")
+        self._active = True
+        self._fits: bool | None = None
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.original,)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward that was there before."""
+        return MethodType(type(self.module).forward, self.module) if self._former is None else self._former
+
+    def remove(self) -> None:
+        """Give the module its forward back. What another library has put over it stays, and goes straight through."""
+        self._active = False
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self._former is None:
+            del self.module.forward
+        else:
+            self.module.forward = self._former
+
+    def _cuts(self, x: object) -> list[int] | None:
+        """Where to cut the tokens of (B, S, C); None for a call that is served whole."""
+        if not self._active or self._fits is False or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return None
+        if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
+            return None
+        step = max(TOKENS.get(x.device.type, TOKENS_ELSEWHERE) // max(x.shape[0], 1), PROBE[-1])
+        return None if x.shape[1] <= step else [*range(0, x.shape[1], step), x.shape[1]]
+
+    def _try(self, is_tileable: Callable[[], bool]) -> bool:
+        """Whether the module can be tiled, found out once."""
+        if self._fits is None:
+            self._fits = is_tileable()
+            if not self._fits:
+                self._warn(f"{type(self.module).__name__} is not tiled: what it gives a token depends on others")
+        return self._fits
+
+
+class PositionWise(Tiled):
+    """A norm, an MLP, a mixture of experts: one tensor in, one of as many tokens out, each token by itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output, (B, S, any)."""
+        given = (*args, *kwargs.values())
+        x = given[0] if len(given) == 1 else None
+        cuts = self._cuts(x)
+        if cuts is None:
+            return self.original(*args, **kwargs)
+        assert isinstance(x, Tensor)
+        name = next(iter(kwargs), None)
+
+        def run(tile: Tensor) -> Any:
+            return self.original(tile) if name is None else self.original(**{name: tile})
+
+        if not self._try(lambda: _each_by_itself(run, x)):
+            return run(x)
+        out: Tensor | None = None
+        for start, stop in pairwise(cuts):
+            tile = run(x[:, start:stop])
+            out = tile.new_empty(x.shape[0], x.shape[1], *tile.shape[2:]) if out is None else out
+            out[:, start:stop] = tile
+            del tile
+        return out
+
+
+def slices(cuts: list[int]) -> Iterator[slice]:
+    """The tiles between these places."""
+    return (slice(start, stop) for start, stop in pairwise(cuts))
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results are equal but for the rounding of products of other sizes; a NaN equals a NaN."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    wide, other = found.float(), expected.float()
+    apart = (wide - other).abs().nan_to_num_(0, 0, 0)
+    limit = min(64 * torch.finfo(expected.dtype).eps, 0.1) * other.nan_to_num(0, 0, 0).abs().amax()
+    return bool((apart <= limit).all() & (wide.isfinite() == other.isfinite()).all())
+
+
+def _each_by_itself(run: Callable[[Tensor], Any], x: Tensor) -> bool:
+    """Whether the first tokens come out of two tiles as they do out of one."""
+    whole = run(x[:, PROBE[0] : PROBE[-1]])
+    if not isinstance(whole, Tensor) or whole.shape[:2] != (x.shape[0], PROBE[-1]):
+        return False
+    tiles = [run(x[:, place]) for place in slices(list(PROBE))]
+    return same(torch.cat(tiles, dim=1), whole)
+
+
+def _itself(value: Any) -> Any:
+    return value
