@@ -13,7 +13,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from artifacts.growth import grown
 from artifacts.patterns import (
+    TILE,
     AnyPattern,
     AShape,
     BlockSparse,
@@ -30,7 +32,6 @@ from artifacts.schema import Artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-TILE = 64
 # Longer than any model's prompts; a file may claim any length, and counting takes time and memory for each tile.
 LONGEST = 2**24
 
@@ -46,7 +47,7 @@ def density(
     """Computed tiles over causal tiles on a prompt of `length` tokens; above 1 where a pattern costs more than dense.
 
     Args:
-        pattern: whose sizes are counted.
+        pattern: whose sizes are counted, as they are at this length (artifacts.growth).
         length: of the prompt, in tokens; the density is None above LONGEST.
         dense_tail: last queries that see every key, whatever the pattern.
         arrays: the sidecar's, for the entries of a static pattern; its density is None without them.
@@ -78,7 +79,9 @@ def densities(
     known: dict[str, float | None] = {
         name: 1.0
         if length < prefill.dense_below
-        else density(pattern, length, dense_tail=prefill.dense_tail, arrays=arrays)
+        else density(
+            grown(pattern, prefill.growth, min(length, LONGEST)), length, dense_tail=prefill.dense_tail, arrays=arrays
+        )
         for name, pattern in artifact.patterns.items()
     }
     return [None if row is None else [known[name] for name in row] for row in prefill.layers]

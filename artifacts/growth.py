@@ -8,10 +8,8 @@ from pydantic import Field, model_validator
 
 from artifacts.errors import shorten
 from artifacts.fields import Count, KindName
-from artifacts.patterns import AnyPattern, Record
+from artifacts.patterns import TILE, AnyPattern, Record
 
-# Lengths count in tiles, as the kernels', so that a growing prompt does not change its patterns with every token.
-TILE = 64
 Power = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -22,6 +22,8 @@ KINDS = (
     "block_sparse",
     "memory_units",
 )
+# The kernels compute in tiles of so many queries by so many keys.
+TILE = 64
 DEFAULT_LAST_Q = 64
 DEFAULT_REPRESENTATIVES = 4
 

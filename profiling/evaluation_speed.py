@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from artifacts import HeadwiseError
-from kernels.patterns import LayerPlan
 from profiling.capture import LayerInputs, capture
 from profiling.latency import interleaved
 from profiling.methods import Method, Methods
@@ -24,6 +23,7 @@ from profiling.models import LoadedModel
 from profiling.prompts import make_prompts
 from runtime.caches import cache_bytes
 from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
 
 _TASK, _SEED = "passkey", 424_242
 _BUILDS = 3
@@ -91,11 +91,9 @@ def build_seconds(loaded: LoadedModel, methods: Sequence[Method], ids: torch.Ten
 
     def visit(inputs: LayerInputs) -> None:
         for name, headwise in with_patterns.items():
-            prefill = headwise.artifact.prefill
-            row = prefill.layers[inputs.layer]
-            if row is None:
+            plan = layer_plan(headwise.artifact, patterns[name], inputs.layer, slice(None), inputs.k.shape[1])
+            if plan is None:
                 continue
-            plan = LayerPlan([patterns[name][p] for p in row], inputs.k.shape[1], dense_tail=prefill.dense_tail)
             took = []
             for _ in range(_BUILDS):
                 _wait(inputs.q.device)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from artifacts import Artifact, HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.index import TILE, SparseIndex, num_tiles
-from kernels.patterns import LayerPlan, Pattern
+from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.attention_rows import cover, logits, pooled_map, sparsity_and_totals
 from profiling.capture import LayerInputs, capture
@@ -29,6 +29,7 @@ from profiling.prompts import Prompt, Task, make_prompts
 from profiling.tokens import Encoder
 from runtime.layers import attention_layers, text_config
 from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
 
 # A map has at most so many cells a side, however long the prompt.
 CELLS = 128
@@ -96,8 +97,11 @@ def survey(
             return
         small, sums = sparsity_and_totals(inputs, queries)
         sparsity[inputs.layer], totals[inputs.layer] = small.cpu().numpy(), sums.cpu().numpy()
-        row = artifact.prefill.layers[inputs.layer] if artifact is not None and wanted else None
-        built = _built(inputs, [patterns[name] for name in row], artifact) if row and artifact else None
+        row, built = None, None
+        if artifact is not None and wanted:
+            row = artifact.prefill.layers[inputs.layer]
+            plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+            built = None if plan is None else _built(inputs, plan)
         for head in wanted:
             attention = pooled_map(inputs, head, cell).cpu().numpy()
             drawn = {} if built is None or row is None else {"pattern": row[head], **_drawn(*built, head, cell)}
@@ -123,11 +127,10 @@ def check_heads(loaded: LoadedModel, heads: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def _built(inputs: LayerInputs, row: Sequence[Pattern], artifact: Artifact) -> tuple[SparseIndex, torch.Tensor]:
+def _built(inputs: LayerInputs, plan: LayerPlan) -> tuple[SparseIndex, torch.Tensor]:
     """The layer's index, and the attention mass that each head keeps with it, (H)."""
-    plan = LayerPlan(row, inputs.k.shape[1], dense_tail=artifact.prefill.dense_tail)
     index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-    whole = dense_index(1, len(row), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
+    whole = dense_index(1, len(plan.patterns), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
     options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "return_lse": True}
     (_, every), (_, kept) = (
         sparse_attention(inputs.q, inputs.k, inputs.v, which, **options) for which in (whole, index)

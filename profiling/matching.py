@@ -21,6 +21,7 @@ from profiling.frozen import Frozen, frozen
 from profiling.models import LoadedModel
 from profiling.prompts import make_prompts
 from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -83,14 +84,13 @@ class Meter:
         self.frozen: dict[int, list[Frozen]] = {}
         self._prepared: dict[int, dict[str, Callable[[Sequence[Any]], SparseIndex]]] = {}
         self._densities: dict[int, list[float]] = {}
-        patterns, tail = kernel_patterns(artifact, arrays), artifact.prefill.dense_tail
+        patterns = kernel_patterns(artifact, arrays)
         prompt = make_prompts(CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED)[0]
 
         def visit(inputs: LayerInputs) -> None:
-            row = artifact.prefill.layers[inputs.layer]
-            if row is None:
+            plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+            if plan is None:
                 return
-            plan = LayerPlan([patterns[name] for name in row], inputs.k.shape[1], dense_tail=tail)
             index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
             self._densities[inputs.layer] = index.density()[0].tolist()
             self.frozen[inputs.layer] = frozen(index)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from artifacts import Artifact, Static
 from artifacts.static import check_static
-from kernels.patterns import Pattern, make
+from kernels.patterns import Growth, Pattern, make
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -33,3 +33,9 @@ def kernel_patterns(artifact: Artifact, arrays: Mapping[str, Array] | None = Non
         else:
             made[name] = make(**pattern.model_dump())
     return made
+
+
+def kernel_growth(artifact: Artifact) -> Growth | None:
+    """How the patterns' sizes go with the number of keys; None where they do not."""
+    growth = artifact.prefill.growth
+    return None if growth is None else Growth(length=growth.length, powers=growth.powers)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from artifacts import Artifact
 from kernels.patterns import LayerPlan, Pattern
+from runtime.patterns import kernel_growth
 
 
 def layer_plan(
@@ -18,4 +19,9 @@ def layer_plan(
     row = artifact.prefill.layers[layer]
     if row is None:
         return None
-    return LayerPlan([patterns[name] for name in row[heads]], num_kv_heads, dense_tail=artifact.prefill.dense_tail)
+    return LayerPlan(
+        [patterns[name] for name in row[heads]],
+        num_kv_heads,
+        dense_tail=artifact.prefill.dense_tail,
+        growth=kernel_growth(artifact),
+    )

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any, get_args
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+import artifacts.growth as growth_data
 import artifacts.patterns as data
 import kernels.patterns as code
 from artifacts.page import LETTERS
 from profiling.pattern_map import COLOURS
+
+SIZES = st.integers(1, 10_000)
+POWERS = st.floats(0, 1)
+LENGTHS = st.integers(1, 2**24)
 
 
 def sizes_in_code(cls: type[code.Pattern]) -> dict[str, Any]:
@@ -36,3 +44,16 @@ def test_every_kind_has_a_colour_and_a_letter_of_its_own() -> None:
     for marks in (COLOURS, LETTERS):
         assert set(marks) == set(code.KINDS)
         assert len(set(marks.values())) == len(marks)
+
+
+@given(st.data(), st.sampled_from(sorted(growth_data.SIZES)), LENGTHS, LENGTHS)
+def test_sizes_grow_alike(drawn: st.DataObject, kind: str, at: int, length: int) -> None:
+    names = growth_data.SIZES[kind]
+    if kind == "static":
+        return
+    sizes = {name: drawn.draw(SIZES) for name in names}
+    powers = {kind: {name: drawn.draw(POWERS) for name in names}}
+    record = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}[kind](**sizes)
+    grown = growth_data.grown(record, growth_data.Growth(length=at, powers=powers), length)
+    made = code.Growth(length=at, powers=powers).grown(code.make(**record.model_dump()), length)
+    assert code.make(**grown.model_dump()) == made

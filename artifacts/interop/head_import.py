@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from artifacts.density import TILE, mean_density
+from artifacts.density import mean_density
 from artifacts.errors import ArtifactError, one_line
 from artifacts.imported import Imported
 from artifacts.interop.files import read_bytes
 from artifacts.interop.head_config import FEW_COLUMNS, LEFT_OUT, MORE_COLUMNS, NAMES, Entry, read, scores_of, to_pattern
 from artifacts.interop.report import Notes, Report
 from artifacts.interop.shape import Given, Shape, model_shape
-from artifacts.patterns import AnyPattern, VerticalSlash, pattern_name
+from artifacts.patterns import TILE, AnyPattern, VerticalSlash, pattern_name
 from artifacts.schema import Artifact, Prefill
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from artifacts.density import TILE, densities, density
+from artifacts.density import densities, density
+from artifacts.growth import grown
 from artifacts.lint.finding import Case, Finding, heads, some
-from artifacts.patterns import AnyPattern, AShape, BlockSparse, Dilated, MemoryUnits, VerticalSlash, pattern_name
+from artifacts.patterns import TILE, AnyPattern, AShape, BlockSparse, Dilated, MemoryUnits, VerticalSlash, pattern_name
 
 # Sparse kernels cost more a tile than dense ones: from this share on nothing is left to win.
 NEAR_DENSE = 0.95
@@ -104,11 +105,12 @@ def sizes(case: Case) -> Iterator[Finding]:
     effective: dict[AnyPattern, str] = {}
     for name, pattern in artifact.patterns.items():
         where = f"patterns.{name}"
-        tokens = {field: value for field, value in pattern if field in ("sink", "window", "vertical", "slash", "last")}
-        if isinstance(pattern, BlockSparse):
-            tokens["blocks"] = pattern.blocks * TILE
-        if isinstance(pattern, MemoryUnits):
-            tokens["units"] = pattern.units * TILE
+        largest = grown(pattern, artifact.prefill.growth, most)
+        tokens = {field: value for field, value in largest if field in ("sink", "window", "vertical", "slash", "last")}
+        if isinstance(largest, BlockSparse):
+            tokens["blocks"] = largest.blocks * TILE
+        if isinstance(largest, MemoryUnits):
+            tokens["units"] = largest.units * TILE
         if large := [field for field, value in tokens.items() if value > most]:
             yield Finding(
                 code="beyond-model",

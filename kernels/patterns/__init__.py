@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.index import SparseIndex, cat_heads, cat_sequences, with_dense_tail
+from kernels.index import SparseIndex, cat_heads, cat_sequences, num_tiles, with_dense_tail
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense
 from kernels.patterns.dilated import Dilated
+from kernels.patterns.growth import Growth
 from kernels.patterns.memory_units import MemoryUnits
 from kernels.patterns.static import Static, freeze
 from kernels.patterns.strided import Strided
@@ -31,6 +32,7 @@ __all__ = [
     "BlockSparse",
     "Dense",
     "Dilated",
+    "Growth",
     "LayerPlan",
     "MemoryUnits",
     "Pattern",
@@ -64,16 +66,33 @@ def make(kind: str, **sizes: Any) -> Pattern:
     return KINDS[kind](**sizes)
 
 
+# Plans for other lengths that a plan remembers: chunks of a prompt ask for each once, a batch for a few at once.
+_LENGTHS = 16
+
+
 class LayerPlan:
     """The patterns of one layer, sorted by kind once so that each forward builds each kind in one call."""
 
-    def __init__(self, patterns: Sequence[Pattern], num_kv_heads: int, *, dense_tail: int = 0) -> None:
-        """Plan one pattern a query head; the last `dense_tail` queries of a call see every key in any case."""
+    def __init__(
+        self, patterns: Sequence[Pattern], num_kv_heads: int, *, dense_tail: int = 0, growth: Growth | None = None
+    ) -> None:
+        """Plan one pattern a query head.
+
+        Args:
+            patterns: in the order of the query heads.
+            num_kv_heads: KV heads that they read.
+            dense_tail: the last so many queries of a call see every key in any case.
+            growth: how the patterns' sizes go with the number of keys; None leaves them as they are.
+
+        Raises:
+            ValueError: heads that do not divide; growth of a field that is no size of its kind.
+        """
         if not patterns or num_kv_heads < 1 or len(patterns) % num_kv_heads:
             raise ValueError(f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads")
         self.patterns = tuple(patterns)
         self.num_kv_heads = num_kv_heads
         self.dense_tail = dense_tail
+        self.growth = growth
         self._kinds: dict[type[Pattern], list[int]] = {}
         for head, pattern in enumerate(patterns):
             self._kinds.setdefault(type(pattern), []).append(head)
@@ -82,14 +101,38 @@ class LayerPlan:
         self._place = sorted(range(len(grouped)), key=grouped.__getitem__)
         self._places: dict[torch.device, Tensor] = {}
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
+        self._lengths: dict[int, LayerPlan] = {}
+        if growth is not None:
+            self.at(growth.length)
 
     def of(self, kv_heads: tuple[int, ...]) -> LayerPlan:
         """The plan of these KV heads and the query heads that read them."""
         if kv_heads not in self._parts:
-            group = len(self.patterns) // self.num_kv_heads
-            some = [self.patterns[kv_head * group + i] for kv_head in kv_heads for i in range(group)]
-            self._parts[kv_heads] = LayerPlan(some, len(kv_heads), dense_tail=self.dense_tail)
+            some = [self.patterns[head] for head in self.query_heads(kv_heads)]
+            self._parts[kv_heads] = LayerPlan(some, len(kv_heads), dense_tail=self.dense_tail, growth=self.growth)
         return self._parts[kv_heads]
+
+    def at(self, k_len: int) -> LayerPlan:
+        """The plan with the sizes that its patterns have on `k_len` keys; itself where nothing grows."""
+        if self.growth is None:
+            return self
+        tiles = num_tiles(k_len)
+        # Taken out and put back, so that the one not asked for longest is the first.
+        plan = self._lengths.pop(tiles, None)
+        if plan is None:
+            grown = {pattern: self.growth.grown(pattern, k_len) for pattern in dict.fromkeys(self.patterns)}
+            some = [grown[pattern] for pattern in self.patterns]
+            plan = LayerPlan(some, self.num_kv_heads, dense_tail=self.dense_tail)
+            plan._places = self._places
+            if len(self._lengths) == _LENGTHS:
+                del self._lengths[next(iter(self._lengths))]
+        self._lengths[tiles] = plan
+        return plan
+
+    def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:
+        """The query heads that read these KV heads, KV head by KV head."""
+        group = len(self.patterns) // self.num_kv_heads
+        return [kv_head * group + i for kv_head in kv_heads for i in range(group)]
 
     def build(
         self,
@@ -108,6 +151,9 @@ class LayerPlan:
             window: a sliding layer's window: a query sees itself and the window - 1 keys before it.
             ragged: where the sequences lie, if they are not all as long as the tensors.
 
+        Sizes that grow are those for K keys, or for each sequence's own number of them: what a sequence gets does not
+        depend on the others of its batch.
+
         Raises:
             ValueError: shapes that do not go together, or heads that the plan was not made for.
         """
@@ -122,7 +168,7 @@ class LayerPlan:
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if ragged is None:
-            index = self._build(q, k, scale, window)
+            index = self.at(k.shape[2])._build(q, k, scale, window)
         else:
             if fault := ragged.fault(q.shape, k.shape):
                 raise ValueError(fault)
@@ -132,7 +178,7 @@ class LayerPlan:
             ):
                 one = slice(row, row + 1)
                 queries, keys = q[one, :, q_start : q_start + q_len], k[one, :, k_start : k_start + k_len]
-                parts.append(self._build(queries, keys, scale, window))
+                parts.append(self.at(k_len)._build(queries, keys, scale, window))
             index = cat_sequences(parts, ragged)
         return with_dense_tail(replace(index, window=window), self.dense_tail)
 

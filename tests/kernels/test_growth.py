@@ -1,0 +1,145 @@
+"""Sizes that go with the number of keys: the plan for a length is that of patterns with the sizes written down."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.patterns import Growth, LayerPlan, Pattern, make
+from kernels.ragged import Ragged
+
+GROWTH = Growth(
+    length=256,
+    powers={
+        "vertical_slash": {"vertical": 0.5, "slash": 1.0},
+        "block_sparse": {"blocks": 1.0},
+        "a_shape": {"window": 0.5},
+        "tri_shape": {"last": 0.25},
+        "strided": {"stride": 1.0},
+        "dilated": {"window": 1.0, "sink": 0.0},
+        "memory_units": {"units": 1.0},
+    },
+)
+
+
+def problem(q_len: int, k_len: int, heads: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, heads, q_len, 8, generator=generator), torch.randn(1, 2, k_len, 8, generator=generator)
+
+
+def round_about(layer: tuple[Pattern, ...], heads: int = 16) -> list[Pattern]:
+    return [layer[i % len(layer)] for i in range(heads)]
+
+
+@pytest.mark.parametrize(
+    ("k_len", "vertical", "slash", "blocks", "window"),
+    [
+        (256, 100, 70, 3, 101),  # where they were found
+        (250, 100, 70, 3, 101),  # the same tiles
+        (257, 112, 88, 4, 113),  # 5 tiles for 4
+        (1024, 200, 280, 12, 202),
+        (60, 50, 18, 1, 50),  # never below one; round(0.75) blocks
+    ],
+)
+def test_sizes_at_a_length(k_len: int, vertical: int, slash: int, blocks: int, window: int) -> None:
+    assert GROWTH.grown(make("vertical_slash", vertical=100, slash=70, last_q=9, coverage=0.9), k_len) == make(
+        "vertical_slash", vertical=vertical, slash=slash, last_q=9, coverage=0.9
+    )
+    assert GROWTH.grown(make("block_sparse", blocks=3), k_len) == make("block_sparse", blocks=blocks)
+    assert GROWTH.grown(make("a_shape", sink=64, window=101), k_len) == make("a_shape", sink=64, window=window)
+    static = make("static", columns=(1, 2), diagonals=(3,))
+    assert GROWTH.grown(static, k_len) is static
+
+
+def test_no_size_ends_below_one() -> None:
+    assert GROWTH.grown(make("block_sparse", blocks=1), 1) == make("block_sparse", blocks=1)
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(700, 700), (64, 700), (100, 100), (256, 256)])
+def test_a_layer_is_built_with_the_sizes_of_its_keys(
+    layer_of_unlike_heads: tuple[Pattern, ...], q_len: int, k_len: int
+) -> None:
+    q, k = problem(q_len, k_len)
+    patterns = round_about(layer_of_unlike_heads)
+    index = LayerPlan(patterns, 2, dense_tail=70, growth=GROWTH).build(q, k)
+    written = LayerPlan([GROWTH.grown(pattern, k_len) for pattern in patterns], 2, dense_tail=70).build(q, k)
+    assert torch.equal(index.to_mask(), written.to_mask())
+    if q_len == 700:
+        assert not torch.equal(index.to_mask(), LayerPlan(patterns, 2, dense_tail=70).build(q, k).to_mask())
+
+
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+    lengths = [130, 700, 300]
+    plan = LayerPlan(round_about(layer_of_unlike_heads), 2, growth=GROWTH)
+    alone = [problem(n, n, seed=n) for n in lengths]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    q, k = (torch.cat(parts, dim=2) for parts in zip(*alone, strict=True))
+    index = plan.build(q, k, ragged=Ragged.packed(starts, starts))
+    out = sparse_attention(q, k, k, index, backend="reference")
+    for s, (own_q, own_k) in enumerate(alone):
+        own = sparse_attention(own_q, own_k, own_k, plan.build(own_q, own_k), backend="reference")
+        torch.testing.assert_close(out[:, :, starts[s] : starts[s + 1]], own)
+
+
+def test_some_kv_heads_grow_as_all_do(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+    q, k = problem(300, 600)
+    plan = LayerPlan(round_about(layer_of_unlike_heads), 2, growth=GROWTH)
+    some = plan.of((1,)).build(q[:, 8:], k[:, 1:])
+    assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
+
+
+def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LayerPlan([make("block_sparse", blocks=3), make("dense")], 1, growth=GROWTH)
+    assert plan.at(257) is plan.at(320) and plan.at(320) is not plan.at(321)
+    first = plan.at(257)
+    for tiles in range(6, 100):
+        plan.at(64 * tiles)
+        plan.at(257)
+    assert plan.at(257) is first
+    assert len(plan._lengths) <= 16
+    monkeypatch.setattr(Growth, "grown", None)
+    plan.at(64 * 99)
+    with pytest.raises(TypeError):
+        plan.at(64 * 6)
+
+
+def test_what_does_not_grow_is_the_plan_itself() -> None:
+    plan = LayerPlan([make("dense")], 1)
+    assert plan.at(5) is plan and plan.growth is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "message"),
+    [
+        ("vertical_slash", "coverage", "vertical_slash has no size 'coverage'; it has: last_q, slash, vertical"),
+        ("vertical_slash", "blocks", "vertical_slash has no size 'blocks'"),
+        ("static", "columns", "static has no size 'columns'; it has: none"),
+    ],
+)
+def test_only_sizes_grow(kind: str, field: str, message: str) -> None:
+    sizes = {"vertical_slash": {"vertical": 1, "slash": 1}, "static": {"columns": (1,), "diagonals": (0,)}}
+    with pytest.raises(ValueError, match=message):
+        LayerPlan([make(kind, **sizes[kind])], 1, growth=Growth(length=64, powers={kind: {field: 1.0}}))
+
+
+@pytest.mark.parametrize(
+    ("length", "power", "message"),
+    [
+        (0, 1.0, "length must be at least 1, got 0"),
+        (64, 1.5, "the power of a_shape's sink must be from 0 to 1, got 1.5"),
+        (64, float("nan"), "the power of a_shape's sink must be from 0 to 1, got nan"),
+    ],
+)
+def test_growth_that_cannot_be(length: int, power: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Growth(length=length, powers={"a_shape": {"sink": power}})
+
+
+def test_every_kind_of_the_layer_grows_where_it_can(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+    """The cases above would say little if a kind were missing."""
+    can = {p.kind for p in layer_of_unlike_heads if any("fault" not in f.metadata for f in fields(p))}
+    assert can == GROWTH.powers.keys()
