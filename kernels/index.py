@@ -123,27 +123,32 @@ class SparseIndex:
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.diagonals, self.tiles, self.columns))
 
-    def computed_tiles(self) -> Tensor:
+    def computed_tiles(self, every: int = 1) -> Tensor:
         """TILE x TILE products computed for each head, (B, H) int64, counted as the kernels execute them.
 
         A group of TILE columns costs a tile in each row where at least one of its columns is not already in a tile.
+        With `every` only one row in so many is counted, from the middle of the first so many on.
         """
         if self.ragged is not None:
-            return torch.cat([self.sequence(s).computed_tiles() for s in range(self.batch)])
+            return torch.cat([self.sequence(s).computed_tiles(every) for s in range(self.batch)])
         count = torch.zeros(self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device)
         touched = self._tiles_of_column_groups()
-        for rows, mask in self.row_masks():
+        for rows, mask in self.row_masks(every):
             count += mask.sum(dim=(2, 3))
             # A group is computed in a row if one of the tiles it touches lies before the row's own and is not held.
             free = ~mask & self._before(rows, mask.device)
             count += (free.float() @ touched > 0).sum(dim=(2, 3))
         return count
 
-    def density(self) -> Tensor:
-        """Share of the causal tiles that is computed, (B, H) float32."""
+    def density(self, most_rows: int | None = None) -> Tensor:
+        """Share of the causal tiles that is computed, (B, H) float32; of at most so many rows, evenly spread."""
         if self.ragged is not None:
-            return torch.cat([self.sequence(s).density() for s in range(self.batch)])
-        return self.computed_tiles().float() / self.causal_tiles
+            return torch.cat([self.sequence(s).density(most_rows) for s in range(self.batch)])
+        every = 1 if most_rows is None else -(-self.num_rows // most_rows)
+        if every == 1:
+            return self.computed_tiles().float() / self.causal_tiles
+        own = range(self.first_row + every // 2, self.first_row + self.num_rows, every)
+        return self.computed_tiles(every).float() / sum(min(tile, self.reach) + 1 for tile in own)
 
     def flops(self, head_dim: int, v_dim: int | None = None) -> Tensor:
         """Floating-point operations of both matrix products, (B, H) int64.
@@ -209,19 +214,23 @@ class SparseIndex:
         if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
             raise ValueError("every head must compute diagonal 0: a query always sees itself")
 
-    def row_masks(self) -> Iterator[tuple[range, Tensor]]:
-        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out; one sequence."""
+    def row_masks(self, every: int = 1) -> Iterator[tuple[range, Tensor]]:
+        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out; one sequence.
+
+        With `every` one row in so many, from the middle of the first so many on.
+        """
         n, heads = num_tiles(self.k_len), self.batch * self.num_heads
         step = max(1, _SCRATCH // (heads * max(n, self.columns.shape[-1], 1)))
         device = self.diagonals.device
-        for start in range(0, self.num_rows, step):
-            rows = range(start, min(start + step, self.num_rows))
-            at = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.first_row
+        sample = range(every // 2, self.num_rows, every)
+        for start in range(0, len(sample), step):
+            rows = sample[start : start + step]
+            at = torch.arange(rows.start, rows.stop, every, device=device)[:, None] + self.first_row
             # One column more than there are tiles takes what lies outside the causal limit, then goes.
             mask = torch.zeros(self.batch, self.num_heads, len(rows), n + 1, dtype=torch.bool, device=device)
             key = at - self.diagonals.long()[:, :, None]
             mask.scatter_(-1, torch.where(key >= 0, key, n), True)
-            listed = self.tiles[:, :, rows.start : rows.stop].long()
+            listed = self.tiles[:, :, rows.start : rows.stop : every].long()
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             tile = torch.arange(n, device=device)
             if self.dense_tail:
@@ -231,7 +240,7 @@ class SparseIndex:
 
     def _before(self, rows: range, device: torch.device) -> Tensor:
         """Key tiles before each row's own that it can see, (rows, N) bool."""
-        at = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.first_row
+        at = torch.arange(rows.start, rows.stop, rows.step, device=device)[:, None] + self.first_row
         tile = torch.arange(num_tiles(self.k_len), device=device)
         return (tile < at) & (tile >= at - self.reach)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from artifacts.sidecar import Array
+    from runtime.watch import Watch
 
 
 class Applied:
@@ -34,7 +35,8 @@ class Applied:
         self._model: PreTrainedModel | None = model
         self._former = _implementations(model.config)
         self._modules = list(layers)
-        self.calls = settings.calls
+        self.settings = settings
+        self.first_heads = {layer.number: layer.first_head for layer in layers.values()}
         config = text_config(model)
         remember(config, layers, settings)
         config._attn_implementation = {**_implementations(config), "": ATTENTION_NAME}
@@ -73,8 +75,12 @@ def attach(
     check_weights: bool,
     backend: str,
     low_memory: bool = False,
+    watch: bool = False,
+    min_recall: float | None = None,
 ) -> Applied:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
+    if min_recall is not None and not 0 < min_recall <= 1:
+        raise HeadwiseError(f"min_recall must be above 0 and at most 1, got {min_recall}")
     if backend not in ("auto", *BACKENDS):
         raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
     modules = attention_layers(model)
@@ -93,10 +99,17 @@ def attach(
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
+        watch=_watch(min_recall) if watch or min_recall is not None else None,
     )
     layers = _plan(artifact, arrays, modules, shards, settings)
     register()
     return Applied(model, layers, settings)
+
+
+def _watch(min_recall: float | None) -> Watch:
+    from runtime.watch import Watch
+
+    return Watch(min_recall)
 
 
 def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
@@ -129,7 +142,7 @@ def _plan(
             decode = settings.decode
             slides = decode is None or number in sliding_layers(modules)
             role = None if decode is None or slides else decode.role(number)
-            layers[modules[number]] = Layer(settings, number, plan, role)
+            layers[modules[number]] = Layer(settings, number, plan, role, shard.heads.start)
     return layers
 
 

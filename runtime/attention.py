@@ -5,22 +5,26 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from artifacts import HeadwiseError
 from runtime.attention_tiles import tape_of
 from runtime.calls import Call
 from runtime.dense import attend_densely
+from runtime.faults import fault, message
 from runtime.masks import PrefillMask, headwise_mask, starts_of
 from runtime.offload import on_device
 from runtime.policies.kept import attend_kept
 from runtime.policies.standin import NewTokens
 from runtime.reasons import no_kernel, special, why_dense
 from runtime.sparse import attend_sparsely
-from runtime.state import layer_of
+from runtime.state import Layer, layer_of
 
 ATTENTION_NAME = "headwise"
+_Served = TypeVar("_Served")
 
 
 def register() -> None:
@@ -56,14 +60,34 @@ def headwise_attention(
     if isinstance(key, NewTokens):
         reason = special(call._replace(more={**kwargs, "sliding_window": None}))
         return attend_kept(layer, query, key.layer, attention_mask, scaling, call.softcap, reason), None
-    if layer.role is not None:
-        chosen = _chosen(call)
-        if chosen is not None:
-            return chosen.transpose(1, 2), None
+    chosen = None if layer.role is None else _attempt(layer, lambda: _chosen(call))
+    if isinstance(chosen, Tensor):
+        return chosen.transpose(1, 2), None
     call = call._replace(key=on_device(key), value=on_device(value))
-    why = why_dense(call)
-    layer.count(why or "sparse")
-    return attend_densely(call) if why is not None else (attend_sparsely(call), None)
+    why = chosen or why_dense(call)
+    if why is None:
+        served = _attempt(layer, lambda: attend_sparsely(call))
+        if isinstance(served, Tensor):
+            layer.count("sparse")
+            return served, None
+        why = served
+    layer.count(why)
+    return attend_densely(call)
+
+
+def _attempt(layer: Layer, serve: Callable[[], _Served]) -> _Served | str:
+    """What a kernel of ours gives, or in words what went wrong inside it; strict applications raise that."""
+    try:
+        return serve()
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        why = fault(error)
+        if why is None:
+            raise
+        layer.settings.refuse(why, message(error))
+    # Out here the error and all that its frames held are gone: dense attention has their memory.
+    return why
 
 
 def _chosen(call: Call) -> Tensor | None:

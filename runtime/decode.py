@@ -95,6 +95,8 @@ class OmniKV:
         """
         tokens = ends = None
         k_len = k.shape[2]
+        # A step that fails in here leaves no choice behind that another request could take for its own.
+        self._chosen().pop(layer, None)
         if role.filter is not None and isinstance(k, OffloadedTensor):
             attended = k.offload.attended()
             if attended is None:
@@ -146,6 +148,7 @@ class OmniKV:
         if ratio is None or not gains(ratio, q_len, k_len):
             return None
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": self.backend}
+        self._pasts().pop(layer, None)
         if role.filters:
             chosen = choose_past(
                 q, on_device(k), firsts, starts, ratio=ratio, window=self.window, group=self.group, **how

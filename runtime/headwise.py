@@ -54,6 +54,8 @@ class Headwise:
         check_weights: bool = True,
         backend: str = "auto",
         low_memory: bool = False,
+        watch: bool = False,
+        min_recall: float | None = None,
     ) -> Handle:
         """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
 
@@ -65,13 +67,16 @@ class Headwise:
                 is fast.
             low_memory: prefill with as little memory beside weights and cache as can be: norms, MLPs and projections by
                 tiles of tokens, attention by KV heads, and no mask of query by key size. For the longest prompts.
+            watch: keep density, estimated recall and times of each layer and head: see Handle.stats.
+            min_recall: a head whose recall, estimated from the last queries, is lower than this is served densely, for
+                this sequence and call; implies `watch`. None leaves it.
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
 
         Raises:
             HeadwiseError: the model is another one (the first field that differs is named), does not go
-                through transformers' attention interface, or has an artifact applied already.
+                through transformers' attention interface, or has an artifact applied already; an option is unknown.
         """
         from runtime.applied import attach
 
@@ -83,6 +88,8 @@ class Headwise:
             check_weights=check_weights,
             backend=backend,
             low_memory=low_memory,
+            watch=watch,
+            min_recall=min_recall,
         )
         return Handle(self, applied)
 
@@ -134,12 +141,23 @@ class Handle:
 
         "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
         are steps by chosen tokens, and with a kv_cache section "kept" calls served from a cache under policies.
+
+        Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
+        form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
+        head, from "first_head" on: mean "density", mean "recall" and "lowest_recall" as estimated from the last
+        queries (None where there was none), and "fallbacks", sequences that went dense for want of recall. Reading
+        waits for devices.
         """
-        artifact, calls = self._headwise.artifact, self._applied.calls.total()
-        sparse, decode, kept = (calls.pop(name, 0) for name in ("sparse", "chosen", "kept"))
-        more = {"decode": decode} if artifact.decode is not None else {}
-        more |= {"kept": kept} if artifact.kv_cache is not None else {}
-        return {"sparse": sparse, **more, "dense": dict(calls)}
+        from runtime.metrics import stats
+
+        return stats(self._headwise.artifact, self._applied.settings, self._applied.first_heads)
+
+    def prometheus(self, *, model: str | None = None) -> str:
+        """What stats() says in Prometheus' text format, by layer and head; `model` names the model in every line."""
+        from runtime.metrics import prometheus
+
+        artifact, applied = self._headwise.artifact, self._applied
+        return prometheus(model or artifact.model.name, applied.settings, applied.first_heads)
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ from runtime.calls import Call
 from runtime.dense import attend_densely, causal_mask
 from runtime.head_groups import by_kv_heads
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask
+from runtime.state import Layer
 
 
 def attend_sparsely(call: Call) -> Tensor:
@@ -50,16 +51,40 @@ def attend_sparsely(call: Call) -> Tensor:
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> Tensor:
-    """(B, H, Q, E) of sequences that are all long: the index of every head, and attention over it."""
-    layer = call.layer
-    assert layer is not None and layer.plan is not None
-    plan, settings, how = layer.plan, layer.settings, {"scale": call.scale, "softcap": call.softcap}
+    assert call.layer is not None
+    return attend_by_patterns(call.layer, q, k, v, scale=call.scale, softcap=call.softcap, ragged=ragged)
 
-    def attend(head: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        index = (plan if head is None else plan.of((head,))).build(q, k, scale=call.scale, ragged=ragged)
-        return sparse_attention(q, k, v, index, backend=settings.backend, **how)
 
-    return by_kv_heads(attend, q, k, v) if settings.low_memory else attend(None, q, k, v)
+def attend_by_patterns(
+    layer: Layer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    ragged: Ragged | None = None,
+    kv_heads: tuple[int, ...] | None = None,
+) -> Tensor:
+    """(B, H, Q, E) of sequences that are all long: the index of every head, and attention over it.
+
+    kv_heads: those of the layer's that k and v hold, with the query heads that read them in q; None for all.
+    """
+    plan, settings = layer.plan, layer.settings
+    assert plan is not None
+    if settings.low_memory and k.shape[1] > 1:
+        heads = range(k.shape[1]) if kv_heads is None else kv_heads
+
+        def attend(head: int, *qkv: Tensor) -> Tensor:
+            mine = (heads[head],)
+            return attend_by_patterns(layer, *qkv, scale=scale, softcap=softcap, ragged=ragged, kv_heads=mine)
+
+        return by_kv_heads(attend, q, k, v)
+    if settings.watch is not None:
+        return settings.watch.attend(layer, kv_heads, q, k, v, scale=scale, softcap=softcap, ragged=ragged)
+    some = plan if kv_heads is None else plan.of(kv_heads)
+    index = some.build(q, k, scale=scale, ragged=ragged)
+    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=settings.backend)
 
 
 class _Part(NamedTuple):

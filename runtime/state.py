@@ -7,13 +7,16 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
 from runtime.decode import OmniKV, Role
+
+if TYPE_CHECKING:
+    from runtime.watch import Watch
 
 _log = logging.getLogger("headwise")
 
@@ -50,7 +53,8 @@ class Settings:
     """One application of an artifact to a model, shared by its layers.
 
     `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
-    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask.
+    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask. `watch` serves sparse prefills
+    and keeps what it sees; None where nobody asked.
     """
 
     dense_below: int
@@ -60,29 +64,36 @@ class Settings:
     decode: OmniKV | None = None
     evicts: bool = False
     low_memory: bool = False
+    watch: Watch | None = None
     calls: Calls = field(default_factory=Calls)
     said: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def refuse(self, reason: str) -> None:
-        """A prefill cannot be served sparsely: raise if strict, otherwise say so the first time."""
+    def refuse(self, reason: str, detail: str = "") -> None:
+        """A call cannot be served sparsely: raise if strict, otherwise say so the first time, whatever the detail."""
+        said = f"{reason}: {detail}" if detail else reason
         if self.strict:
-            raise HeadwiseError(f"cannot serve this prefill sparsely: {reason}")
-        if reason not in self.said:
+            raise HeadwiseError(f"cannot serve this call sparsely: {said}")
+        with self._lock:
+            first = reason not in self.said
             self.said.add(reason)
-            _log.warning("serving densely: %s", reason)
+        if first:
+            _log.warning("serving densely: %s", said)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     """The part of an application that one attention module needs.
 
-    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone.
+    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone. first_head: the first
+    query head that this process has of it.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
+    first_head: int = 0
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""

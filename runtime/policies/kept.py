@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.attention import sparse_attention
 from runtime.masks import MIN_QUERIES, PrefillMask
 from runtime.policies.base import Call, attend_all
+from runtime.sparse import attend_by_patterns
 from runtime.state import Layer
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ def _prefill(
 ) -> Tensor:
     """Attention of whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns if they are long enough."""
     settings, plan = layer.settings, layer.plan
-    sparse = plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES
-    if plan is None or not sparse:
+    if plan is None or k.shape[2] < settings.dense_below or q.shape[2] < MIN_QUERIES:
         return attend_all(q, k, v, scale=scale, softcap=softcap, backend=settings.backend)[0]
-    some = plan if heads is None else plan.of(heads)
-    index = some.build(q, k, scale=scale)
     layer.count("sparse")
-    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=settings.backend)
+    return attend_by_patterns(layer, q, k, v, scale=scale, softcap=softcap, kv_heads=heads)

@@ -108,6 +108,24 @@ def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor], window: in
 
 
 @settings(max_examples=30, deadline=None)
+@given(layers(), st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 9))
+def test_density_of_some_rows(layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, most: int) -> None:
+    patterns, kv_heads, q, k = layer
+    index = LayerPlan(patterns, kv_heads, dense_tail=30).build(q, k, window=window)
+    every = -(-index.num_rows // most)
+    rows = range(every // 2, index.num_rows, every)
+    assert 1 <= len(rows) <= most
+    dense = LayerPlan([make("dense")] * len(patterns), kv_heads).build(q, k, window=window)
+    for b in range(index.batch):
+        for head in range(index.num_heads):
+            found = [executed(index, b, head, row) for row in rows]
+            count = sum(len(tiles) + len(groups) for tiles, groups in found)
+            all_tiles = sum(len(executed(dense, b, head, row)[0]) for row in rows)
+            assert index.density(most)[b, head] == pytest.approx(count / all_tiles)
+    assert torch.equal(index.density(index.num_rows), index.density())
+
+
+@settings(max_examples=30, deadline=None)
 @given(layers())
 def test_a_head_is_built_alike_in_any_company(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
     patterns, kv_heads, q, k = layer
@@ -126,9 +144,11 @@ def test_more_budget_never_takes_a_key_away(
     layer: tuple[list[Pattern], int, Tensor, Tensor], data: st.DataObject
 ) -> None:
     patterns, kv_heads, q, k = layer
+    # The window of memory units is what chooses their representatives: a larger one may look up other units.
+    grows = [set(GROWING) - ({"window"} if p.kind == "memory_units" else set()) for p in patterns]
     larger = [
-        replace(p, **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name in GROWING})
-        for p in patterns
+        replace(p, **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name in names})
+        for p, names in zip(patterns, grows, strict=True)
     ]
     less = LayerPlan(patterns, kv_heads).build(q, k)
     more = LayerPlan(larger, kv_heads).build(q, k)

@@ -1,0 +1,125 @@
+"""What serving looks like from inside: density, estimated recall, fallbacks and times, by layer and head.
+
+Loaded where it is asked for only: an application that watches nothing takes no step of this module.
+
+Shapes: B batch, S sequences, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.attention.recall import dense_where, estimate_recall
+from kernels.patterns.base import on_device
+from kernels.ragged import Ragged
+from runtime.clock import Clock
+from runtime.state import Layer
+
+# Rows of tiles that density is counted in: all of them up to 32K tokens.
+_MOST_ROWS = 512
+STAGES = ("build", "attention", "estimate")
+
+
+class Watch:
+    """Serves prefills as ever, and keeps what it sees; sums stay on their device until somebody reads them.
+
+    min_recall: heads whose estimated recall is lower are served densely, sequence by sequence; None leaves them.
+    """
+
+    def __init__(self, min_recall: float | None = None) -> None:
+        self.min_recall = min_recall
+        self._layers: dict[int, _Layer] = {}
+        self._lock = threading.Lock()
+
+    def attend(
+        self,
+        layer: Layer,
+        kv_heads: tuple[int, ...] | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        ragged: Ragged | None,
+    ) -> Tensor:
+        """See runtime.sparse.attend_by_patterns."""
+        plan = layer.plan
+        assert plan is not None
+        some, heads = (plan, range(q.shape[1])) if kv_heads is None else (plan.of(kv_heads), plan.query_heads(kv_heads))
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": layer.settings.backend}
+        clock = self._layer(layer.number).clock
+        with clock.timing("build", q.device):
+            index = some.build(q, k, scale=scale, ragged=ragged)
+        with clock.timing("estimate", q.device):
+            recall = estimate_recall(q, k, v, index, **how)
+            low = torch.zeros_like(recall, dtype=torch.bool)
+            if self.min_recall is not None:
+                # NaN is below every bound.
+                low = ~(recall >= self.min_recall)
+                index = dense_where(index, low)
+            density = index.density(_MOST_ROWS)
+        with clock.timing("attention", q.device):
+            out = sparse_attention(q, k, v, index, **how)
+        with self._lock:
+            self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), density, recall, low)
+        return out
+
+    def read(self) -> dict[int, Seen]:
+        """What was seen so far by layer, in order; waits for the devices."""
+        with self._lock:
+            return {number: self._layers[number].read() for number in sorted(self._layers)}
+
+    def _layer(self, number: int) -> _Layer:
+        return self._layers.setdefault(number, _Layer())
+
+
+class Seen(NamedTuple):
+    """What was seen of a layer: seconds by stage, and by query head of this process sums over sequences.
+
+    sequences: how many were served. density: summed. known: of how many the recall is a number; recall: summed over
+    those; lowest: the lowest of them, inf where there is none. fallbacks: how many went dense for want of recall.
+    """
+
+    seconds: dict[str, float]
+    sequences: list[float]
+    density: list[float]
+    known: list[float]
+    recall: list[float]
+    fallbacks: list[float]
+    lowest: list[float]
+
+
+@dataclass(eq=False)
+class _Layer:
+    """Sums over sequences by head, (5, H) float64, and the lowest recall, (H,)."""
+
+    clock: Clock = field(default_factory=lambda: Clock(STAGES))
+    sums: Tensor | None = None
+    lowest: Tensor | None = None
+
+    def add(self, heads: Tensor, num_heads: int, density: Tensor, recall: Tensor, low: Tensor) -> None:
+        """Take in density, recall and fallbacks, (S, h) each, of these of the layer's heads."""
+        if self.sums is None or self.lowest is None:
+            # In inference mode these would be tensors that cannot be written to outside of it.
+            with torch.inference_mode(False):
+                self.sums = torch.zeros(5, num_heads, dtype=torch.float64, device=recall.device)
+                self.lowest = torch.full((num_heads,), torch.inf, device=recall.device)
+        known = ~recall.isnan()
+        # In the order of Seen.
+        rows = torch.stack([torch.ones_like(density), density, known, recall.nan_to_num(), low])
+        self.sums.index_add_(1, heads, rows.sum(1, dtype=torch.float64))
+        lowest = recall.masked_fill(~known, torch.inf).amin(0)
+        self.lowest.index_copy_(0, heads, torch.minimum(self.lowest.index_select(0, heads), lowest))
+
+    def read(self) -> Seen:
+        if self.sums is None or self.lowest is None:
+            return Seen(self.clock.read(), [], [], [], [], [], [])
+        sequences, density, known, recall, fallbacks = self.sums.tolist()
+        return Seen(self.clock.read(), sequences, density, known, recall, fallbacks, self.lowest.tolist())
