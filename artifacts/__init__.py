@@ -6,7 +6,7 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
-from artifacts.front import Front, Point
+from artifacts.front import Front, Point, at_target
 from artifacts.growth import Growth, grown
 from artifacts.imported import Imported
 from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
@@ -71,6 +71,7 @@ __all__ = [
     "Summary",
     "TriShape",
     "VerticalSlash",
+    "at_target",
     "grown",
     "load",
     "load_arrays",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import isclose
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from artifacts.errors import HeadwiseError
 from artifacts.fields import Count, Positive, Rows, Share
 from artifacts.patterns import Record
+
+if TYPE_CHECKING:
+    from artifacts.schema import Artifact
 
 MAX_POINTS = 32
 
@@ -70,31 +73,58 @@ class Front(Record):
         """The best point for one target.
 
         Args:
-            target_speedup: at least so many times dense attention's speed: of these the one with the least kl.
+            target_speedup: at least so many times as fast as dense attention: of these the point with the least kl.
             target_kl: at most so many nats a token from dense: of these the fastest.
             target_recall: at least this share of the attention mass kept: of these the fastest.
 
         Raises:
-            HeadwiseError: no target or several, one that is out of range, or one that no point meets.
+            HeadwiseError: no target or several, one that is no number, or one that no point meets.
         """
         given = {"target_speedup": target_speedup, "target_kl": target_kl, "target_recall": target_recall}
         targets = {name: value for name, value in given.items() if value is not None}
         if len(targets) != 1:
             raise HeadwiseError(f"give one of {', '.join(given)}, got {', '.join(targets) or 'none'}")
-        name, target = targets.popitem()
-        if not (isinstance(target, int | float) and not isinstance(target, bool) and target >= 0):
+        ((name, target),) = targets.items()
+        if isinstance(target, bool) or not isinstance(target, int | float) or not target >= 0:
             raise HeadwiseError(f"{name} must be a number from 0 on, got {target!r}")
-        if name == "target_speedup":
-            met, offers = [p for p in self.points if p.speedup >= target], max(p.speedup for p in self.points)
-            said = f"the fastest point is {offers:.4g}x dense attention's speed"
-            # The dearest of them is the best.
-            met.reverse()
-        elif name == "target_kl":
-            met, offers = [p for p in self.points if p.kl <= target], min(p.kl for p in self.points)
-            said = f"the most exact point has a kl of {offers:.4g} nats a token"
-        else:
-            met, offers = [p for p in self.points if p.recall >= target], max(p.recall for p in self.points)
-            said = f"the highest recall of a point is {offers:.4g}"
+        match name:
+            case "target_speedup":
+                # The dearest of those that are fast enough is the nearest to dense.
+                met = [point for point in reversed(self.points) if point.speedup >= target]
+            case "target_kl":
+                met = [point for point in self.points if point.kl <= target]
+            case _:
+                met = [point for point in self.points if point.recall >= target]
         if not met:
-            raise HeadwiseError(f"no point of the front meets {name} {target:g}: {said} (at {self.length:,} tokens)")
+            raise HeadwiseError(f"no point of the front meets {name} {target:g}: {self.offers()}")
         return met[0]
+
+    def offers(self) -> str:
+        """What the points range over, in a line."""
+        recalls = [point.recall for point in self.points]
+        first, last = self.points[0], self.points[-1]
+        return (
+            f"its points have speedups of attention from {last.speedup:.3g} to {first.speedup:.3g}, kl from "
+            f"{last.kl:.3g} to {first.kl:.3g} nats a token and recall from {min(recalls):.3g} to {max(recalls):.3g}, "
+            f"at {self.length:,} tokens"
+        )
+
+
+def at_target(artifact: Artifact, **targets: float | None) -> Artifact:
+    """The artifact with the rows of the point that Front.choose gives; itself where all targets are None.
+
+    All else stays: `search`, `evidence` and hashes are still those of the file and its own rows.
+
+    Raises:
+        HeadwiseError: there is no front, or see Front.choose.
+    """
+    given = [name for name, value in targets.items() if value is not None]
+    if not given:
+        return artifact
+    if artifact.prefill.front is None:
+        raise HeadwiseError(
+            f"{given[0]}: the artifact has no front to choose from: load it without, or search with one budget for the "
+            "whole model"
+        )
+    layers = artifact.prefill.front.choose(**targets).layers
+    return artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"layers": layers})})

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import artifacts
+from artifacts.errors import HeadwiseError, one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,14 +19,37 @@ if TYPE_CHECKING:
     from runtime.caches import CacheBytes, MemoryReport
 
 
-def load(path: str | PathLike[str], *, verify: str | PathLike[str] | bytes | None = None) -> Headwise:
-    """Load an artifact, ready to be applied; with `verify`, a public key, only if the key's holder signed it.
+def load(
+    path: str | PathLike[str],
+    *,
+    target_speedup: float | None = None,
+    target_kl: float | None = None,
+    target_recall: float | None = None,
+    verify: str | PathLike[str] | bytes | None = None,
+) -> Headwise:
+    """Load an artifact, ready to be applied; with a target, at the point of its front that meets it best.
+
+    Args:
+        path: the YAML file.
+        target_speedup: at least so many times as fast as dense attention (attention alone, predicted at the front's
+            length): of these points the one nearest to dense.
+        target_kl: at most so many nats a token from dense: of these the fastest.
+        target_recall: at least this share of the attention mass kept: of these the fastest.
+        verify: a public key: what its holder did not sign is refused.
 
     Raises:
         ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema; it is not signed by the key.
-        HeadwiseError: `verify` is no public key.
+        HeadwiseError: several targets, one that no point meets (the line says what they offer), or no front to choose
+            from; `verify` is no public key.
     """
-    return Headwise(*artifacts.load_pair(path, verify=verify))
+    artifact, arrays = artifacts.load_pair(path, verify=verify)
+    try:
+        artifact = artifacts.at_target(
+            artifact, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
+        )
+    except HeadwiseError as error:
+        raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
+    return Headwise(artifact, arrays)
 
 
 def memory_report(cache: Cache) -> MemoryReport:

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 import artifacts
-from kernels.patterns import LayerPlan, make
+from kernels.patterns import Growth, LayerPlan, make
 from runtime import Handle, Headwise
 from runtime.fingerprint import fingerprint
 from tests.runtime.omnikv import DECODE
@@ -104,10 +104,15 @@ def sparse_rows(config: Any) -> list[list[str] | None]:
 
 @pytest.fixture
 def artifact_for() -> Callable[..., artifacts.Artifact]:
-    """artifact_for(model, dense=, dense_below=, rows=) -> an artifact with mixed patterns for it."""
+    """artifact_for(model, dense=, dense_below=, rows=, growth=) -> an artifact with mixed patterns for it."""
 
     def artifact_for(
-        model: Any, *, dense: bool = False, dense_below: int = DENSE_BELOW, rows: Any = None
+        model: Any,
+        *,
+        dense: bool = False,
+        dense_below: int = DENSE_BELOW,
+        rows: Any = None,
+        growth: artifacts.Growth | None = None,
     ) -> artifacts.Artifact:
         rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
         if dense:
@@ -120,7 +125,7 @@ def artifact_for() -> Callable[..., artifacts.Artifact]:
             model=fingerprint(model, name="tiny"),
             search=search_info(),
             patterns=patterns,
-            prefill=artifacts.Prefill(dense_below=dense_below, layers=layers),
+            prefill=artifacts.Prefill(dense_below=dense_below, growth=growth, layers=layers),
         )
 
     return artifact_for
@@ -152,8 +157,11 @@ def masked() -> Callable[[Any], Any]:
     """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index comes to."""
 
     @contextmanager
-    def masked(model: Any, dense_below: int = DENSE_BELOW) -> Iterator[None]:
-        rows = sparse_rows(model.config)
+    def masked(
+        model: Any, dense_below: int = DENSE_BELOW, *, rows: Any = None, growth: artifacts.Growth | None = None
+    ) -> Iterator[None]:
+        rows = sparse_rows(model.config) if rows is None else rows
+        grows = None if growth is None else Growth(length=growth.length, powers=growth.powers)
         kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -161,7 +169,7 @@ def masked() -> Callable[[Any], Any]:
             scale, softcap = kwargs["scaling"], kwargs.pop("softcap", None)
             q_len, k_len = q.shape[2], k.shape[2]
             if row is not None and q_len >= 64 and k_len >= dense_below:
-                plan = LayerPlan([make(**SPARSE[name]) for name in row], kv_heads)
+                plan = LayerPlan([make(**SPARSE[name]) for name in row], kv_heads, growth=grows)
                 mask = plan.build(q, k, scale=scale).to_mask()
             elif softcap is None:
                 return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
