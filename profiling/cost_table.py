@@ -1,24 +1,28 @@
 """The cost table of a device: measured seconds, read back as a function of what an index computes.
 
 A safetensors file of columns of one length, a row for each measurement; names, device, versions and command lie in its
-metadata. docs/costs.md says what each column is.
+metadata. An artifact carries the same columns in its sidecar. docs/costs.md says what each column is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from artifacts import HeadwiseError
+from artifacts import Artifact, DeviceCosts, HeadwiseError
+from artifacts.costs import columns
+from artifacts.errors import shorten
 from artifacts.files import atomic_write
 from profiling.attention_speed import Size, Speed
 
 FORMAT = 1
+_NAMED = ("pattern", "dtype")
+_ABOUT = ("device", "backend", "versions", "command")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +102,7 @@ def save(table: CostTable, path: Path) -> None:
     """Write the table; the file is there whole or not at all."""
     from safetensors.numpy import save as to_bytes
 
-    columns = {field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)}
-    names = {name: sorted(set(columns[name])) for name in ("pattern", "dtype")}
-    arrays = {
-        name: np.array([names[name].index(v) for v in values] if name in names else values)
-        for name, values in columns.items()
-    }
+    names, arrays = _columns(table)
     about = {"format": FORMAT, **{f.name: getattr(table, f.name) for f in fields(table) if f.name != "costs"}, **names}
     atomic_write(path, to_bytes(arrays, metadata={"headwise": json.dumps(about)}))
 
@@ -122,13 +121,90 @@ def load(path: str | Path) -> CostTable:
     try:
         with safe_open(path, framework="numpy") as file:
             about: dict[str, Any] = json.loads((file.metadata() or {})["headwise"])
-            columns = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 (no mapping)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, KeyError, ValueError) as error:
         raise HeadwiseError(f"{path} is not a cost table: write one with python -m profiling.kernels") from error
-    if about.get("format") != FORMAT or set(columns) != {field.name for field in fields(Cost)}:
+    if about.get("format") != FORMAT:
         raise HeadwiseError(f"{path} is a cost table of format {about.get('format')}, this headwise reads {FORMAT}")
-    for name in ("pattern", "dtype"):
-        columns[name] = [about[name][i] for i in columns[name]]
-    rows = zip(*columns.values(), strict=True)
-    costs = tuple(Cost(**dict(zip(columns, row, strict=True))) for row in rows)
-    return CostTable(costs=costs, **{name: about[name] for name in ("device", "backend", "versions", "command")})
+    costs = _rows({name: about[name] for name in _NAMED}, arrays, str(path))
+    return CostTable(costs=costs, **{name: about[name] for name in _ABOUT})
+
+
+def embed(
+    tables: Sequence[CostTable], *, optimised: CostTable | None = None
+) -> tuple[tuple[DeviceCosts, ...], dict[str, np.ndarray]]:
+    """The tables as an artifact carries them: its section `costs`, and the arrays for its sidecar.
+
+    optimised: the one of them that the search's objective is made of, where it counts seconds.
+    """
+    section, arrays = [], dict[str, np.ndarray]()
+    for number, table in enumerate(tables):
+        names, columns = _columns(table)
+        section.append(
+            DeviceCosts(
+                **{name: getattr(table, name) for name in _ABOUT},
+                optimised=table is optimised,
+                patterns=tuple(names["pattern"]),
+                dtypes=tuple(names["dtype"]),
+            )
+        )
+        arrays |= {f"cost.{number}.{name}": column for name, column in columns.items()}
+    return tuple(section), arrays
+
+
+def embedded(artifact: Artifact, arrays: Mapping[str, np.ndarray]) -> tuple[CostTable, ...]:
+    """The tables that an artifact carries, in the order of its section `costs`.
+
+    Raises:
+        HeadwiseError: the sidecar's arrays are not those of the section.
+    """
+    tables = []
+    for number, entry in enumerate(artifact.costs):
+        names = {"pattern": list(entry.patterns), "dtype": list(entry.dtypes)}
+        costs = _rows(names, columns(arrays, number), f"costs[{number}]")
+        tables.append(CostTable(costs=costs, **{name: getattr(entry, name) for name in _ABOUT}))
+    return tuple(tables)
+
+
+def attach(
+    artifact: Artifact, arrays: Mapping[str, np.ndarray], table: CostTable
+) -> tuple[Artifact, dict[str, np.ndarray]]:
+    """The artifact with one more device's table, or a newer one of a device and backend that it has already.
+
+    Raises:
+        HeadwiseError: the search's objective is made of that device's table, so it has to stay.
+    """
+    tables = dict(zip(((t.device, t.backend) for t in artifact.costs), embedded(artifact, arrays), strict=True))
+    counted = {(t.device, t.backend) for t in artifact.costs if t.optimised}
+    key = table.device, table.backend
+    if key in counted:
+        raise HeadwiseError(
+            f"the artifact is optimised for {shorten(table.device)} by the table that it carries: that one stays; "
+            "search again to use another"
+        )
+    tables[key] = table
+    section, own = embed(list(tables.values()), optimised=next((tables[key] for key in counted), None))
+    others = {name: array for name, array in arrays.items() if not name.startswith("cost.")}
+    return artifact.model_copy(update={"costs": section}), {**others, **own}
+
+
+def _columns(table: CostTable) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
+    """The names that numbers in the columns `pattern` and `dtype` stand for, and the columns."""
+    values = {field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)}
+    names = {name: sorted(set(values[name])) for name in _NAMED}
+    return names, {
+        name: np.array([names[name].index(v) for v in column] if name in names else column)
+        for name, column in values.items()
+    }
+
+
+def _rows(names: Mapping[str, Sequence[str]], arrays: Mapping[str, np.ndarray], where: str) -> tuple[Cost, ...]:
+    wanted = [field.name for field in fields(Cost)]
+    if sorted(arrays) != sorted(wanted):
+        raise HeadwiseError(f"{where}: a cost table has the columns {', '.join(wanted)}, got {', '.join(arrays)}")
+    values = {name: arrays[name].tolist() for name in wanted}
+    for name in _NAMED:
+        if wrong := [at for at in values[name] if at not in range(len(names[name]))]:
+            raise HeadwiseError(f"{where}: the column {name} names entry {wrong[0]!r} of {len(names[name])}")
+        values[name] = [names[name][int(at)] for at in values[name]]
+    return tuple(Cost(**dict(zip(wanted, row, strict=True))) for row in zip(*values.values(), strict=True))

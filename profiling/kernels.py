@@ -1,8 +1,11 @@
 """Measures what attention costs on a device: seconds by pattern, density, length, head dim and dtype, as a table.
 
     python -m profiling.kernels --device cpu --out cost.safetensors
+    python -m profiling.kernels --device cpu --out cost.safetensors --attach cfg.yaml
+    python -m profiling.kernels --table cost.safetensors --attach cfg.yaml
 
-The search weighs candidates by this table where it is given one. A killed run goes on where it was.
+The search weighs candidates by this table where it is given one; an artifact can carry those of several devices. A
+killed run goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import artifacts
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from kernels.patterns import KINDS
 from profiling.attention_speed import Size, Speed, measure, patterns_for
 from profiling.bench import backend_of, environment, head_pair
-from profiling.cost_table import Cost, CostTable, save
+from profiling.cost_table import Cost, CostTable, attach, load, save
 from profiling.journal import Journal
 from profiling.models import check_device
 
@@ -102,7 +106,9 @@ def _plain(settings: dict[str, object]) -> dict[str, object]:
 def parser() -> argparse.ArgumentParser:
     """The command line of python -m profiling.kernels."""
     p = ArgumentParser(prog="python -m profiling.kernels", description=__doc__)
-    p.add_argument("--out", type=Path, required=True, help="the table, a .safetensors file")
+    p.add_argument("--out", type=Path, help="the table, a .safetensors file")
+    p.add_argument("--table", type=Path, help="with --attach: a table that was measured before; measures nothing")
+    p.add_argument("--attach", type=Path, metavar="CFG", help="put the table into this artifact, beside those it has")
     p.add_argument("--device", default="cpu", help="cpu (default) or a GPU, as torch names it")
     p.add_argument("--lengths", type=int, nargs="+", help="in tokens (default: by device)")
     p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
@@ -143,12 +149,31 @@ def config_from(options: argparse.Namespace) -> Grid:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
-    grid = config_from(options)
-    check_writable(options.out)
-    words = sys.argv[1:] if argv is None else argv
-    table = run(grid, options.out, command="python -m profiling.kernels " + " ".join(words), fresh=options.fresh)
-    print(f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> {options.out}")
+    _check_files(options)
+    if options.table is not None:
+        table = load(options.table)
+    else:
+        words = sys.argv[1:] if argv is None else argv
+        command = "python -m profiling.kernels " + " ".join(words)
+        table = run(config_from(options), options.out, command=command, fresh=options.fresh)
+        print(f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> {options.out}")
+    if options.attach is not None:
+        saved = artifacts.update(options.attach, lambda artifact, arrays: attach(artifact, arrays, table))
+        print(f"{options.attach}: carries the costs of {', '.join(entry.device for entry in saved.costs)}")
     return 0
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise HeadwiseError before anything is measured where files are missing or cannot be written."""
+    if (options.out is None) == (options.table is None):
+        raise HeadwiseError("give --out, where to write what is measured, or --table, what was measured before")
+    if options.table is not None and options.attach is None:
+        raise HeadwiseError("--table measures nothing: name the artifact that it goes into with --attach")
+    if options.out is not None:
+        check_writable(options.out)
+    if options.attach is not None:
+        artifacts.load(options.attach)
+        check_writable(options.attach)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from artifacts import HeadwiseError
+import artifacts
+from artifacts import HeadwiseError, SearchCost
 from profiling import kernels
-from profiling.cost_table import Cost, CostTable, load, save
+from profiling.cost_table import Cost, CostTable, attach, embed, embedded, load, save
+from tests.artifacts.conftest import build, build_arrays
 
 OPTIONS = ["--lengths", "256", "320", "--head-dims", "64", "--heads", "3/1", "--densities", "0.5", "--repeats", "1"]
 
@@ -103,3 +105,84 @@ def test_round_trip_and_damage(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(HeadwiseError, match="is not a cost table"):
         load(path)
+
+
+HERE = CostTable(
+    device="here", backend="cpu", versions={"torch": "2"}, command="measure",
+    costs=(COST, replace(COST, pattern="dense", tiles=9), replace(COST, dtype="float32", length=8192)),
+)  # fmt: skip
+THERE = replace(HERE, device="there", costs=(COST,))
+
+
+def optimised_for(table: CostTable) -> tuple[artifacts.Artifact, dict[str, object]]:
+    artifact = build()
+    assert artifact.search is not None
+    section, arrays = embed([table], optimised=table)
+    search = artifact.search.model_copy(update={"cost": SearchCost(unit="seconds", device=table.device)})
+    return artifact.model_copy(update={"search": search, "costs": section}), {**build_arrays(), **arrays}
+
+
+def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path: Path) -> None:
+    artifact, arrays = attach(*optimised_for(HERE), THERE)
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    back, beside = artifacts.load_pair(tmp_path / "cfg.yaml")
+    assert embedded(back, beside) == (HERE, THERE)
+    assert [entry.optimised for entry in back.costs] == [True, False]
+    assert build_arrays().keys() <= beside.keys()
+    newer = replace(THERE, costs=(COST, replace(COST, tiles=1)))
+    assert embedded(*attach(back, beside, newer)) == (HERE, newer)
+    other = replace(THERE, backend="triton")
+    assert embedded(*attach(back, beside, other)) == (HERE, THERE, other)
+    with pytest.raises(HeadwiseError, match=r"optimised for 'here' by the table that it carries: that one stays"):
+        attach(back, beside, replace(HERE, costs=(COST,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.pop("cost.0.tiles"), r"costs\[0\]: a cost table has the columns pattern, .* got "),
+        (lambda a: a.update({"cost.0.more": a["cost.0.tiles"]}), r"costs\[0\]: a cost table has the columns"),
+        (
+            lambda a: a.update({"cost.0.dtype": a["cost.0.dtype"] + 1}),
+            r"costs\[0\]: the column dtype names entry 2 of 2",
+        ),
+        (lambda a: a.update({"cost.0.pattern": a["cost.0.pattern"] - 1}), "the column pattern names entry -1 of 2"),
+    ],
+)
+def test_arrays_that_are_no_table(change, message: str) -> None:
+    artifact, arrays = optimised_for(HERE)
+    change(arrays)
+    with pytest.raises(HeadwiseError, match=message):
+        embedded(artifact, arrays)
+
+
+def test_a_table_is_attached_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg, table = tmp_path / "cfg.yaml", tmp_path / "cost.safetensors"
+    artifacts.save(build(), cfg, build_arrays())
+    save(THERE, table)
+    kernels.main(["--table", str(table), "--attach", str(cfg)])
+    kernels.main(["--out", str(tmp_path / "own.safetensors"), "--attach", str(cfg), *OPTIONS])
+    own = load(tmp_path / "own.safetensors")
+    assert embedded(*artifacts.load_pair(cfg)) == (THERE, own)
+    assert f"carries the costs of there, {own.device}" in capsys.readouterr().out
+    assert not any(entry.optimised for entry in artifacts.load(cfg).costs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give --out, .* or --table"),
+        (["--out", "a.safetensors", "--table", "b.safetensors"], "give --out, .* or --table"),
+        (["--table", "b.safetensors"], "--table measures nothing: name the artifact"),
+        (["--table", "b.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),
+        (["--out", "a.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),
+    ],
+)
+def test_files_are_looked_at_before_anything_is_measured(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernels, "measure", None)
+    with pytest.raises(HeadwiseError, match=message):
+        kernels.main(options)
+    assert not list(tmp_path.iterdir())
