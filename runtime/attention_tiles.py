@@ -44,7 +44,7 @@ class TiledAttention(Tiled):
         except _Untileable:
             return self.original(*args, **kwargs)
         query, key, value = tape.taken()
-        if tape.updated is not None:
+        if tape.given_cache is not None and tape.updated is not None:
             layer, rest, named = tape.updated
             key, value = tape.given_cache.update(key, value, layer, *rest, **named)
         # Of what the module handed on from its arguments, the whole is meant.
@@ -91,7 +91,6 @@ class Tape:
         self.given_cache = next((each for each in given if _is_cache(each)), None)
         # A tile is shown a mask and a cache that are only told by who they are.
         self._mask = None if self.given_mask is None else self.given_mask.empty()
-        self._cache = _StandIn(self)
         self._wholes: list[Tensor] = []
         self._states: tuple[Tensor, Tensor] | None = None
         self._place = slice(0, 0)
@@ -179,7 +178,8 @@ class Tape:
             return type(given)(self._cut(each) for each in given)
         if isinstance(given, dict):
             return {name: self._cut(each) for name, each in given.items()}
-        return self._cache if given is self.given_cache and given is not None else given
+        # Made anew each time: a tape that held it would hold all tensors until a collection of garbage.
+        return _StandIn(self) if given is self.given_cache and given is not None else given
 
     def _cut_tensor(self, given: Tensor) -> Tensor:
         along = [dim for dim, size in enumerate(given.shape) if size == self._size]
