@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,31 +35,61 @@ _FLAGS = (
 _log = logging.getLogger("headwise")
 
 
+_loading = threading.Lock()
+
+
 @functools.cache
 def load() -> str | None:
     """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
 
-    The library is compiled beside its place and renamed into it: an interrupted or a parallel build does no harm.
+    The library is compiled beside its place and renamed into it: an interrupted or a parallel build does no harm. One
+    that is there and does not load (cut off, or of another machine that shares the folder) is compiled again.
     HEADWISE_CACHE moves the cache folder, CXX names another compiler.
     """
+    # Threads that come first together would compile and load two, and torch takes operators of a name only once.
+    with _loading:
+        return _load()
+
+
+def _load() -> str | None:
     compiler = _compiler()
     if isinstance(compiler, str):
         return compiler
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
-        if not library.exists():
+        found = library.exists()
+        if not found or _why_not_loaded(library) is not None:
+            if found:
+                _log.warning("the compiled CPU kernels do not load: compiling them again")
             _log.info("compiling the CPU kernels, once for this machine")
             library.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, library)
+            return _why_not_loaded(library)
     except subprocess.CalledProcessError as error:
         return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
     except (OSError, RuntimeError) as error:
         return f"the compiled library cannot be stored: {error} (HEADWISE_CACHE moves the cache folder)"
+    return None
+
+
+def _why_not_loaded(library: Path) -> str | None:
+    if _cut_off(library):
+        return "the compiled library cannot be loaded: it is cut off"
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         return f"the compiled library cannot be loaded: {error}"
     return None
+
+
+def _cut_off(library: Path) -> bool:
+    """Whether the file ends before its table of sections does: loading such a one ends the process, not the call."""
+    with library.open("rb") as file:
+        head = file.read(64)
+    if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
+        return False
+    table, size, count = (int.from_bytes(head[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    return library.stat().st_size < table + size * count
 
 
 def cache_folder() -> Path:

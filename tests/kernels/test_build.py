@@ -6,7 +6,9 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,51 @@ def test_a_damaged_library(cache: Path, tmp_path: Path, monkeypatch: pytest.Monk
     compiler = script(tmp_path / "c++", 'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"')
     monkeypatch.setenv("CXX", str(compiler))
     assert "the compiled library cannot be loaded" in str(load())
+
+
+def test_a_library_that_was_cut_off_is_compiled_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = f'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"; echo run >> {tmp_path}/runs'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", body)))
+    assert "the compiled library cannot be loaded" in str(load())
+    once = len((tmp_path / "runs").read_text().split())
+    assert caplog.messages == []
+    assert "the compiled library cannot be loaded" in str(load())
+    assert len((tmp_path / "runs").read_text().split()) == 2 * once
+    assert caplog.messages == ["the compiled CPU kernels do not load: compiling them again"]
+
+
+@pytest.mark.slow
+def test_a_library_that_was_cut_off_is_replaced(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.delenv("HEADWISE_CACHE")
+        library = built()
+    copy = 'while [ "$1" != "-o" ]; do shift; done; cp {0} "$2"'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", copy.format(library))))
+    compiler = build._compiler()
+    assert isinstance(compiler, list)
+    cache.mkdir(parents=True)
+    (cache / f"cpu-{build._key(compiler)}.so").write_bytes(library.read_bytes()[:5000])
+    program = "import torch\nfrom kernels.attention import cpu\nprint(cpu.engines(torch.float32))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["['float']"], done.stderr
+
+
+def test_threads_build_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+
+    def slow() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+
+    monkeypatch.setattr(build, "_load", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: load(), range(4))) == [None] * 4
+    assert most == 1
 
 
 def test_what_the_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
