@@ -19,6 +19,7 @@ from kernels.patterns.dense import dense_index
 from profiling.capture import LayerInputs, capture
 from profiling.prompts import Prompt
 from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,33 +43,42 @@ def fidelity(
     """
     patterns = kernel_patterns(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
-    tables = {name: np.full(shape, np.nan, dtype=np.float32) for name in ("error", "recall", "density")}
+    found = Fidelity(**{name: np.full(shape, np.nan, dtype=np.float32) for name in ("error", "recall", "density")})
 
     def visit(inputs: LayerInputs) -> None:
-        row = artifact.prefill.layers[inputs.layer]
-        if row is None:
+        plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+        if plan is None:
             return
-        plan = LayerPlan([patterns[name] for name in row], inputs.k.shape[1], dense_tail=artifact.prefill.dense_tail)
-        index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-        whole = dense_index(1, len(row), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
-        (dense, dense_lse), (sparse, lse) = (
-            sparse_attention(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                which,
-                scale=inputs.scale,
-                softcap=inputs.softcap,
-                return_lse=True,
-            )
-            for which in (whole, index)
-        )
-        for head in range(len(row)):
-            expected = dense[0, head].float()
-            distance = (sparse[0, head].float() - expected).norm() / expected.norm().clamp_min(1e-30)
-            tables["error"][inputs.layer, head] = distance.item()
-        tables["recall"][inputs.layer] = (lse - dense_lse)[0].exp().clamp(max=1.0).mean(-1).cpu().numpy()
-        tables["density"][inputs.layer] = index.density()[0].cpu().numpy()
+        one = layer_fidelity(inputs, plan)
+        for name in ("error", "recall", "density"):
+            getattr(found, name)[inputs.layer] = getattr(one, name)
 
     capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
-    return Fidelity(**tables)
+    return found
+
+
+def layer_fidelity(inputs: LayerInputs, plan: LayerPlan, *, backend: str = "auto") -> Fidelity:
+    """The same of one layer, (H,) each; backend as for kernels.attention.sparse_attention."""
+    heads = range(inputs.q.shape[1])
+    index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+    whole = dense_index(1, len(heads), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
+    (dense, dense_lse), (sparse, lse) = (
+        sparse_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            which,
+            scale=inputs.scale,
+            softcap=inputs.softcap,
+            return_lse=True,
+            backend=backend,
+        )
+        for which in (whole, index)
+    )
+    error = np.empty(len(heads), dtype=np.float32)
+    for head in heads:
+        # Head by head: the fp32 difference of a whole layer would be the largest tensor.
+        expected = dense[0, head].float()
+        error[head] = float((sparse[0, head].float() - expected).norm() / expected.norm().clamp_min(1e-30))
+    recall = (lse - dense_lse)[0].exp().clamp(max=1.0).mean(-1).cpu().numpy()
+    return Fidelity(error=error, recall=recall, density=index.density()[0].cpu().numpy())

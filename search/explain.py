@@ -135,10 +135,13 @@ def _heads(found: Findings, layer: int) -> list[dict[str, Any]]:
     assert row is not None
     heads = []
     for head, name in enumerate(row):
-        winner, trials = found.winner(layer, head), found.trials(layer, head)
-        measures = {} if winner is None else asdict(winner)
-        scores = {key: measures.get(key) for key in ("error", "recall", "density", "seconds")}
-        heads.append({"layer": layer, "head": head, "pattern": name, **scores, "tried": len(trials)})
+        winner = found.winner(layer, head)
+        scores: dict[str, float | None] = dict.fromkeys(("error", "recall", "density", "seconds"))
+        if winner is not None:
+            scores |= {key: getattr(winner, key) for key in scores}
+            scores |= {key: float(array[layer, head]) for key, array in found.scores.items()}
+        tried = len(found.trials(layer, head))
+        heads.append({"layer": layer, "head": head, "pattern": name, **scores, "tried": tried})
     return heads
 
 

@@ -76,6 +76,7 @@ class Findings:
 
     chosen: (L, H) candidate of each head, -1 in layers left alone. price: (L,) squared error that a unit of cost has to
     save, None where each head had a budget of its own. weight: (L,) of the layers' squared errors, ones without.
+    scores: (L, H) of each measure, of what was chosen; by a transfer measured on the model that it went to.
     drift, before, again: of an artifact that was transferred from another model, (L, H) each, see search.transfer.
     """
 
@@ -84,6 +85,7 @@ class Findings:
     chosen: np.ndarray
     price: np.ndarray | None
     weight: np.ndarray
+    scores: dict[str, np.ndarray]
     drift: np.ndarray | None = None
     before: np.ndarray | None = None
     again: np.ndarray | None = None
@@ -119,6 +121,7 @@ class Findings:
             chosen=chosen.astype(int),
             price=price,
             weight=np.ones(layers) if weight is None else weight,
+            scores={name: known for name in _ALL if (known := table(f"chosen.{name}", (layers, heads))) is not None},
             drift=table("transfer.drift", (layers, heads)),
             before=table("transfer.before", (layers, heads)),
             again=table("transfer.again", (layers, heads)),

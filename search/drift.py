@@ -1,0 +1,105 @@
+"""How far a model's heads have moved away from patterns that were found on another: the patterns' errors on it.
+
+Shapes: L layers, H query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from artifacts import Artifact, HeadwiseError
+from profiling.capture import LayerInputs, capture
+from profiling.head_fidelity import Fidelity, layer_fidelity
+from profiling.journal import Journal
+from profiling.models import LoadedModel
+from profiling.prompts import Prompt
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# Errors below this are as good as none: bfloat16 alone puts dense attention's output 0.003 or so off.
+FLOOR = 0.01
+_MEASURES = ("error", "recall", "density")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drift:
+    """before: (L, H) errors that the search measured on its model; here: what the same patterns do on this one.
+
+    NaN in layers left alone.
+    """
+
+    before: np.ndarray
+    here: Fidelity
+
+    @property
+    def by_head(self) -> np.ndarray:
+        """(L, H) growth of a head's error by what it was, 0.5 for half as much again, counted from FLOOR up."""
+        grown: np.ndarray = (self.here.error - self.before) / np.maximum(self.before, FLOOR)
+        return grown.astype(np.float32)
+
+    def moved(self, most: float) -> np.ndarray:
+        """(L, H) whether the error has grown by more than `most` of what it was."""
+        return np.nan_to_num(self.by_head, nan=-1.0) > most
+
+
+def measure_drift(
+    loaded: LoadedModel,
+    artifact: Artifact,
+    arrays: Mapping[str, Array],
+    prompts: Sequence[Prompt],
+    journal: Journal,
+    *,
+    backend: str = "auto",
+) -> Drift:
+    """Run the artifact's patterns beside dense attention on every prompt, one dense pass each.
+
+    Args:
+        loaded: the model that they may be served to; the artifact was searched on one of the same shape.
+        artifact, arrays: with `chosen.error`, what the search measured.
+        prompts: those of the search, so that what differs is the model.
+        journal: keeps each layer as it is finished; those that it has are not measured again.
+        backend: as for kernels.attention.sparse_attention.
+
+    Raises:
+        HeadwiseError: a layer that was searched slides in this model, or does not attend.
+    """
+    patterns = kernel_patterns(artifact, arrays)
+    served = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
+    with tqdm(total=len(served) * len(prompts), desc="drift", unit="layer", disable=None) as progress:
+        for sample, prompt in enumerate(prompts):
+            left = [layer for layer in served if f"drift.{sample}.{layer}" not in journal]
+            progress.update(len(served) - len(left))
+
+            def visit(inputs: LayerInputs, sample: int = sample, left: Sequence[int] = left) -> None:
+                if inputs.layer not in left:
+                    return
+                if inputs.sliding_window is not None:
+                    raise HeadwiseError(
+                        f"layer {inputs.layer} has patterns in the artifact, but slides over {inputs.sliding_window} "
+                        f"tokens in {loaded.name}"
+                    )
+                plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+                assert plan is not None, "only layers that have a row are left to be measured"
+                found = layer_fidelity(inputs, plan, backend=backend)
+                values = {name: getattr(found, name).tolist() for name in _MEASURES}
+                journal.add(f"drift.{sample}.{inputs.layer}", values)
+                progress.update()
+
+            if left:
+                capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
+    tables = {name: np.full_like(arrays["chosen.error"], np.nan) for name in _MEASURES}
+    for layer in served:
+        if f"drift.0.{layer}" not in journal:
+            raise HeadwiseError(f"layer {layer} has patterns in the artifact, but no attention in {loaded.name}")
+        for name, table in tables.items():
+            table[layer] = np.mean([journal[f"drift.{sample}.{layer}"][name] for sample in range(len(prompts))], axis=0)
+    return Drift(before=np.asarray(arrays["chosen.error"]), here=Fidelity(**tables))

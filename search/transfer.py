@@ -1,0 +1,229 @@
+"""python -m search.transfer: take an artifact over to a fine-tune of its model; search again what no longer fits."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from artifacts import Artifact, HeadwiseError, ModelInfo, load_pair
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import check_writable
+from profiling.journal import Journal
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from runtime.fingerprint import fingerprint
+from search.again import search_again
+from search.drift import Drift, measure_drift
+from search.transferred import write_transferred
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# Between prompts of one model the errors of most heads differ by less: docs/search.md, "A fine-tune".
+MAX_DRIFT = 0.25
+_EPILOG = """\
+The patterns of the artifact run beside dense attention on the prompts that it was searched on, in the other model. A
+head's drift is how much its error has grown: 0.5 is half as much again. Heads that have drifted further than
+--max-drift are searched again, with the artifact's own candidates and budget; the others keep their patterns.
+
+examples:
+  python -m search.transfer --from cfg.yaml --model ./finetune --out finetune.yaml
+  python -m search.transfer --from cfg.yaml --model ./finetune --out finetune.yaml --max-drift 0    whatever got worse
+  python -m search.explain finetune.yaml --head 3.5
+"""
+# What makes another shape, from what a person recognises first. Not the hash of the configuration: a fine-tune may have
+# more words, and how far its heads have moved is measured anyway.
+_SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What to take over to which model; None takes what the search had."""
+
+    source: Path
+    model: str
+    out: Path
+    max_drift: float = MAX_DRIFT
+    calibration: tuple[str, ...] = ()
+    dtype: str | None = None
+    device: str = "cpu"
+    backend: str = "auto"
+    revision: str | None = None
+    fresh: bool = False
+    picture: bool = True
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.max_drift >= 0:
+            raise HeadwiseError(f"--max-drift must be at least 0, got {self.max_drift}")
+        for task in self.calibration:
+            parse_task(task)
+
+
+def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
+    """Measure, search again, and write `config.out`; a killed run goes on from the layers it finished.
+
+    Returns:
+        The artifact that was written, the one it was taken from, the drift, and which heads moved, (L, H).
+
+    Raises:
+        HeadwiseError: the artifact was not searched, the model is of another shape or reads the prompts otherwise.
+    """
+    check_writable(config.out)
+    artifact, arrays = load_pair(config.source)
+    _check_searched(config.source, artifact, arrays)
+    assert artifact.search is not None
+    loaded = load_model(
+        config.model, dtype=config.dtype or artifact.search.dtype, device=config.device, revision=config.revision
+    )
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    _check_shape(artifact.model, model)
+    prompts = _prompts(config, artifact, loaded)
+    path = config.out.with_suffix(".resume.jsonl")
+    journal = Journal.open(path, _settings(config, artifact, model), fresh=config.fresh)
+    if len(journal):
+        print(f"going on with {path}: {len(journal)} layers are finished", file=sys.stderr)
+    drift = measure_drift(loaded, artifact, arrays, prompts, journal, backend=config.backend)
+    moved = drift.moved(config.max_drift)
+    heads = [(int(layer), int(head)) for layer, head in np.argwhere(moved)]
+    again = search_again(loaded, artifact, prompts, heads, journal, backend=config.backend)
+    written = write_transferred(config, artifact, arrays, model, drift, again)
+    if config.picture:
+        from profiling.pattern_map import draw_pattern_map
+
+        draw_pattern_map(config.out, config.out.with_suffix(""))
+    journal.remove()
+    return written, artifact, drift, moved
+
+
+def _check_searched(file: Path, artifact: Artifact, arrays: dict[str, Array]) -> None:
+    if artifact.search is None:
+        raise HeadwiseError(f"{file} was not searched here: there is nothing that its heads could have drifted from")
+    wanted = (artifact.model.num_layers, artifact.model.num_heads)
+    if "chosen.error" not in arrays or arrays["chosen.error"].shape != wanted:
+        raise HeadwiseError(f"{file} has no errors of its heads in its sidecar (chosen.error), which drift counts from")
+
+
+def _check_shape(expected: ModelInfo, actual: ModelInfo) -> None:
+    for field in _SHAPE:
+        wanted, found = getattr(expected, field), getattr(actual, field)
+        if wanted != found:
+            raise HeadwiseError(
+                f"{actual.name} is no fine-tune of {expected.name}: {field} is {wanted} in the artifact, {found} in it"
+            )
+
+
+def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[Prompt]:
+    """The search's own prompts, as this model's tokenizer writes them: the very same tokens."""
+    search = artifact.search
+    assert search is not None
+    calibration = search.calibration
+    tasks = config.calibration or calibration.tasks
+    named = tuple(parse_task(task).name for task in tasks) if config.calibration else tasks
+    for task in tasks:
+        if not config.calibration and ":" in task:
+            raise HeadwiseError(f"the search looked at {task}, whose file is not in the artifact: give --calibration")
+    if named != calibration.tasks:
+        raise HeadwiseError(
+            f"--calibration is {', '.join(named)}, but the search looked at {', '.join(calibration.tasks)}"
+        )
+    prompts = [
+        prompt
+        for task in tasks
+        for length in calibration.lengths
+        for prompt in make_prompts(task, loaded.tokenizer, length=length, samples=calibration.samples, seed=search.seed)
+    ]
+    if digest(prompts) != calibration.sha256:
+        raise HeadwiseError(
+            f"calibration.sha256 is {calibration.sha256[:12]}... in the artifact, {digest(prompts)[:12]}... by the "
+            f"tokenizer of {loaded.name}: it writes the same prompts otherwise, or a task's file was changed"
+        )
+    return prompts
+
+
+def _settings(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:
+    """All that the results of a layer depend on."""
+    return {
+        "artifact": artifact.content_sha256,
+        "model": model.name,
+        "weights": model.weights_sha256,
+        "max drift": config.max_drift,
+        "dtype": config.dtype,
+        "device": config.device,
+        "backend": config.backend,
+    }
+
+
+def report(written: Artifact, source: Artifact, drift: Drift, moved: np.ndarray, config: Transfer) -> str:
+    """What the transfer found, as text."""
+    by_head = drift.by_head
+    known = np.isfinite(by_head)
+    heads, again = int(known.sum()), int(moved.sum())
+    worst = np.unravel_index(np.nanargmax(by_head), by_head.shape)
+    lines = [
+        f"{written.model.name} with the patterns of {source.model.name}: {again} of {heads} heads drifted by more than "
+        f"{config.max_drift:g} and were searched again",
+        f"drift    median {np.median(by_head[known]):+.3f}, 95% {np.quantile(by_head[known], 0.95):+.3f}, largest "
+        f"{by_head[worst]:+.3f} (head {worst[0]}.{worst[1]}: error {drift.before[worst]:.4f} -> "
+        f"{drift.here.error[worst]:.4f})",
+    ]
+    assert written.search is not None and source.search is not None
+    taken, now = float(np.nanmean(drift.here.error)), written.search.summary
+    lines.append(f"error    {source.search.summary.error:.4f} there, {taken:.4f} as taken over, {now.error:.4f} now")
+    lines.append(f"density  {source.search.summary.density:.4f} there, {now.density:.4f} now")
+    if again:
+        counts = [(int(layer), int(count)) for layer, count in enumerate(moved.sum(1)) if count]
+        lines.append("layers   " + ", ".join(f"{layer} ({count})" for layer, count in counts))
+    left = [
+        name for name in ("decode", "kv_cache") if getattr(source, name) is not None and getattr(written, name) is None
+    ]
+    if left:
+        lines.append(f"not taken over: {' and '.join(left)}, which were found on {source.model.name}")
+    lines.append(f"wrote {config.out}, {written.sidecar.file if written.sidecar else ''}")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m search.transfer."""
+    p = ArgumentParser(
+        prog="python -m search.transfer",
+        description="Take an artifact over to a fine-tune of its model; search again the heads that moved.",
+        epilog=_EPILOG,
+    )
+    p.add_argument("--from", dest="source", required=True, type=Path, metavar="FILE", help="artifact with its sidecar")
+    p.add_argument("--model", required=True, help="the fine-tune: hub id, local folder or GGUF file")
+    p.add_argument("--out", required=True, type=Path, help="artifact to write")
+    p.add_argument(
+        "--max-drift", type=float, default=MAX_DRIFT, help="how much a head's error may grow (default %(default)s)"
+    )
+    p.add_argument(
+        "--calibration", action="append", metavar="TASK", help="the search's own task, where it has a file: text:FILE"
+    )
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as searched")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
+    p.add_argument("--revision", help="revision of a hub model")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
+    p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry point."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    options = vars(parser().parse_args(given))
+    options["calibration"] = tuple(options["calibration"] or ())
+    config = Transfer(**options, command="python -m search.transfer " + shlex.join(given))
+    print(report(*run(config), config))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

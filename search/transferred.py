@@ -1,0 +1,86 @@
+"""Writes the artifact of a transfer: patterns taken over, patterns found again, and each head's drift beside them.
+
+Shapes: L layers, H query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from artifacts import Artifact, ModelInfo, pattern_name
+from artifacts.merging import section_of
+from artifacts.sections import save_searched
+from search.again import Again
+from search.drift import Drift
+from search.record import MEASURES, as_artifact_pattern
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+    from search.transfer import Transfer
+
+
+def write_transferred(
+    config: Transfer, source: Artifact, arrays: Mapping[str, Array], model: ModelInfo, drift: Drift, again: Again
+) -> Artifact:
+    """Put the artifact together and write it to `config.out` with its sidecar.
+
+    Evidence, the front and the sections of decode and caches stay behind: they were found on the other model.
+    """
+    assert source.search is not None
+    patterns = dict(source.patterns)
+    rows = [None if row is None else list(row) for row in source.prefill.layers]
+    for (layer, head), choice in again.choices.items():
+        pattern = as_artifact_pattern(choice.pattern)
+        row = rows[layer]
+        assert row is not None, "only heads that were searched can have moved"
+        row[head] = pattern_name(pattern)
+        patterns[row[head]] = pattern
+    used = {name: patterns[name] for row in rows for name in row or ()}
+    kept = _arrays(source, arrays, drift, again)
+    winners: dict[str, int] = {}
+    for row in rows:
+        for name in row or ():
+            winners[used[name].kind] = winners.get(used[name].kind, 0) + 1
+    means = {name: float(np.nanmean(kept[f"chosen.{name}"])) for name in MEASURES}
+    ordered = dict(sorted(winners.items(), key=lambda item: -item[1]))
+    summary = source.search.summary.model_copy(update={**means, "winners": ordered})
+    heads = sum(winners.values())
+    taken = f"from {source.model.name} ({source.content_sha256[:8]})"
+    command = f"{config.command}  # {taken}: {len(again.choices)} of {heads} heads searched again"
+    search = source.search.model_copy(update={"command": command, "summary": summary})
+    layers = tuple(None if row is None else tuple(row) for row in rows)
+    artifact = Artifact(
+        model=model,
+        search=search,
+        patterns=used,
+        prefill=source.prefill.model_copy(update={"layers": layers, "front": None}),
+        costs=source.costs,
+    )
+    return save_searched(artifact, config.out, kept)
+
+
+def _arrays(source: Artifact, arrays: Mapping[str, Array], drift: Drift, again: Again) -> dict[str, np.ndarray]:
+    """The sidecar's arrays, with the scores that were measured on this model in place of the other's."""
+    kept = {name: np.array(array) for name, array in arrays.items() if section_of(name) == "prefill"}
+    for measure in MEASURES:
+        kept[f"chosen.{measure}"] = np.array(getattr(drift.here, measure), dtype=np.float32)
+    searched = np.zeros_like(drift.before, dtype=np.uint8)
+    for at, choice in again.choices.items():
+        searched[at] = 1
+        kept["chosen.candidate"][at] = choice.candidate
+        for measure in MEASURES:
+            kept[f"chosen.{measure}"][at] = getattr(choice.score, measure)
+        for c, family in enumerate(again.families):
+            score = again.scores[at][c]
+            for measure in MEASURES:
+                kept[f"candidates.{c}.{family.name}.{measure}"][at] = getattr(score, measure)
+            for size, value in score.sizes.items():
+                kept[f"candidates.{c}.{family.name}.{size}"][at] = value
+    return kept | {
+        "transfer.again": searched,
+        "transfer.before": np.array(drift.before, dtype=np.float32),
+        "transfer.drift": drift.by_head,
+    }
