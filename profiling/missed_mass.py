@@ -15,12 +15,12 @@ from torch import Tensor
 
 from artifacts import Artifact, HeadwiseError
 from kernels.index import TILE, SparseIndex, num_tiles
-from kernels.patterns import LayerPlan
 from profiling.attention_rows import by_cell, cover, rows
 from profiling.capture import LayerInputs, capture
 from profiling.head_survey import CELLS, HeadMap
 from profiling.prompts import Prompt
 from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -63,7 +63,8 @@ def missed_mass(
             return
         if inputs.sliding_window is not None:
             raise HeadwiseError(f"layer {layer} slides over {inputs.sliding_window} tokens in this model")
-        plan = LayerPlan([patterns[name] for name in row], inputs.k.shape[1], dense_tail=artifact.prefill.dense_tail)
+        plan = layer_plan(artifact, patterns, layer, slice(None), inputs.k.shape[1])
+        assert plan is not None, "the layer has a row"
         index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
         found.append(_measure(inputs, _of_head(index, head), head, row[head]))
         raise _SeenError
