@@ -19,7 +19,9 @@ BELOW: dict[str, set[str]] = {
     "search": {"profiling", "runtime", "kernels", "artifacts"},
 }
 # Needed by some calls only: a serving process imports runtime without them.
-HEAVY = {"optuna", "matplotlib", "transformers", "triton"}
+HEAVY = {"optuna", "matplotlib", "transformers", "triton", "vllm"}
+# The one place that knows of vLLM.
+ENGINE_ROOM = "runtime/vllm/"
 LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
 HEAVY_ROOMS = {
@@ -63,6 +65,8 @@ def wrong(package: str, path: str, source: str) -> list[str]:
             found.append(f"{path}:{line}: {package} may not import {module}")
         if top == "kernels" and not _is_room_of_kernels(module):
             found.append(f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like kernels.index")
+        if top == "vllm" and not path.startswith(ENGINE_ROOM):
+            found.append(f"{path}:{line}: only {ENGINE_ROOM} may import {module}")
         if top in HEAVY - HEAVY_ROOMS.get(path, set()) and now and package in LIGHT_PACKAGES:
             found.append(f"{path}:{line}: import {top} where it is used, not at the top of {package}")
     return found
@@ -102,6 +106,7 @@ def test_imports_run_downwards(package: str) -> None:
         ("runtime", "import transformers.utils"),
         ("kernels", "try:\n    import triton\nexcept ImportError: pass"),
         ("artifacts", "from matplotlib import pyplot"),
+        ("profiling", "def f():\n    from vllm import LLM"),
     ],
 )
 def test_the_check_sees(package: str, source: str) -> None:
@@ -128,6 +133,11 @@ def test_a_serving_process_loads_no_more_than_it_needs() -> None:
     )
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert out.strip() == "[]"
+
+
+def test_the_plugin_loads_nothing_before_the_engine_asks() -> None:
+    code = "import sys, runtime.vllm; print(sorted(sys.modules.keys() & {'torch', 'vllm', 'transformers'}))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
 
 
 def test_artifacts_needs_no_torch() -> None:

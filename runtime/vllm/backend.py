@@ -1,0 +1,88 @@
+"""The backends that vLLM gets by name: OnCPU over its CPU backend, OnGPU over what it would have chosen on a GPU.
+
+Neither is defined before vLLM asks for it: which class is the parent depends on the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from runtime.vllm.forward import SparseBuilder, SparseImpl, has_pages
+from runtime.vllm.options import options_of
+
+_log = logging.getLogger("vllm.headwise")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OnCPU":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return over(CPUAttentionBackend, name, "CPU_ATTN")
+    if name == "OnGPU":
+        return over(_chosen(), name, "CUSTOM")
+    raise AttributeError(name)
+
+
+@functools.cache
+def over(parent: Any, name: str, known_as: str) -> Any:
+    """A backend that is `parent` but for sparse prefill, and the parent itself for an engine without an artifact.
+
+    Args:
+        parent: an AttentionBackend of vLLM.
+        name: of the class, which this module has to know.
+        known_as: what vLLM's registry calls it.
+    """
+    members = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": f"{parent.__name__} with sparse prefill.",
+        "get_name": staticmethod(lambda: known_as),
+        "get_impl_cls": staticmethod(lambda: _impl(parent) if _asked() else parent.get_impl_cls()),
+        "get_builder_cls": staticmethod(lambda: _builder(parent)),
+    }
+    return type(parent)(name, (parent,), members)
+
+
+@functools.cache
+def _impl(parent: Any) -> Any:
+    base = parent.get_impl_cls()
+    return type(base)(f"Sparse{base.__name__}", (SparseImpl, base), {"in_pages": has_pages(parent)})
+
+
+@functools.cache
+def _builder(parent: Any) -> Any:
+    base = parent.get_builder_cls()
+    return type(base)(f"Sparse{base.__name__}", (SparseBuilder, base), {"parent": base})
+
+
+def _asked() -> bool:
+    """Whether the engine that is being built has an artifact."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    return config is not None and options_of(config.additional_config) is not None
+
+
+def _chosen() -> Any:
+    """What vLLM would have chosen on this GPU; FlashAttention where kernels cannot read the cache of that."""
+    from vllm.config import get_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    config = get_current_vllm_config()
+    model = config.model_config
+    wanted = AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        block_size=None,
+    )
+    parent = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
+    if has_pages(parent) is not None:
+        return parent
+    _log.info("Headwise takes FLASH_ATTN for a parent, not %s, whose cache it cannot read", parent.get_name())
+    return FlashAttentionBackend

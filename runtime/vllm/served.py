@@ -1,0 +1,197 @@
+"""An artifact at work in one process of an engine: checked against its model, planned for the heads that are here."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from artifacts import Artifact, HeadwiseError
+from artifacts.errors import shorten
+from kernels.patterns import LayerPlan
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+from runtime.reasons import no_kernel
+from runtime.vllm.counters import Counters
+from runtime.vllm.fit import misfits
+from runtime.vllm.options import HASH_KEY, Options, options_of
+
+# Below vLLM's own logger, whose level and format it has.
+_log = logging.getLogger("vllm.headwise")
+
+
+class Served:
+    """What an engine's additional configuration asked for, in one process."""
+
+    def __init__(self, options: Options, config: Any) -> None:
+        """Load and check.
+
+        Args:
+            options: which artifact.
+            config: vLLM's VllmConfig.
+
+        Raises:
+            HeadwiseError: the artifact cannot be loaded or cannot serve this engine; one line says why.
+        """
+        self._path = options.artifact
+        headwise = options.load()
+        self.artifact: Artifact = headwise.artifact
+        parallel = config.parallel_config
+        self._size = int(parallel.tensor_parallel_size)
+        self._check(config)
+        self._patterns = kernel_patterns(self.artifact, headwise.arrays)
+        self._plans: dict[tuple[int, int, int], LayerPlan | None] = {}
+        self._reasons: dict[str, str | None] = {}
+        self._said: set[str] = set()
+        self._told = False
+        file = None if options.stats is None else Path(options.stats) / f"headwise-{parallel.rank}.json"
+        self.counters = Counters(file)
+        atexit.register(self.counters.close)
+        # One of the builders counts the pieces that they all see.
+        self.counting: Any = None
+
+    @property
+    def dense_below(self) -> int:
+        """Shorter contexts are left to the parent."""
+        return self.artifact.prefill.dense_below
+
+    def why_dense(self, layer: Any) -> str | None:
+        """Why no prefill of an attention layer of vLLM can be sparse, None where it can."""
+        name = layer.layer_name
+        if name not in self._reasons:
+            self._reasons[name] = self._why_dense(layer)
+        return self._reasons[name]
+
+    def plan(self, layer: Any, num_heads: int, num_kv_heads: int) -> LayerPlan | None:
+        """The plan of the layer's heads in this process, None where the layer is left to the parent."""
+        if self.why_dense(layer) is not None:
+            return None
+        number = number_of(layer.layer_name)
+        assert number is not None
+        key = (number, num_heads, num_kv_heads)
+        if key not in self._plans:
+            heads = slice(self._rank() * num_heads, (self._rank() + 1) * num_heads)
+            self._plans[key] = layer_plan(self.artifact, self._patterns, key[0], heads, num_kv_heads)
+        return self._plans[key]
+
+    def refuse(self, reason: str) -> None:
+        """What should have been sparse is served by the parent: say so, once."""
+        if reason not in self._said:
+            self._said.add(reason)
+            _log.warning("a prefill is served densely: %s", reason)
+
+    def say(self, layers: list[Any]) -> None:
+        """One line, once: which of these layers are sparse here, and why others are not."""
+        if self._told:
+            return
+        self._told = True
+        by_reason: dict[str | None, list[int]] = {}
+        for layer in layers:
+            if (number := number_of(layer.layer_name)) is not None:
+                by_reason.setdefault(self.why_dense(layer), []).append(number)
+        sparse = ranges(by_reason.pop(None, []))
+        dense = "".join(f"; {ranges(numbers)} dense: {reason}" for reason, numbers in by_reason.items())
+        heads = "" if self._size == 1 else f", heads of rank {self._rank()} of {self._size}"
+        _log.info(
+            "Headwise serves prefill from %d tokens on by %s (content %s%s): layers %s sparse%s",
+            *(self.dense_below, self._path, str(self.artifact.content_sha256)[:12], heads, sparse, dense),
+        )
+
+    def tell(self) -> None:
+        """Now and then: what was served so far, to the log and to the file."""
+        if (line := self.counters.line()) is not None:
+            _log.info("Headwise: %s", line)
+        self.counters.keep()
+
+    def report(self) -> dict[str, Any]:
+        """See runtime.vllm.stats."""
+        about = {"artifact": self._path, "content_sha256": self.artifact.content_sha256, "rank": self._rank()}
+        return about | self.counters.report()
+
+    def _check(self, config: Any) -> None:
+        model = config.model_config
+        speculative = config.speculative_config
+        if speculative is not None and speculative.method not in ("ngram", "suffix"):
+            raise HeadwiseError(
+                f"speculative decoding by {speculative.method} is not served: use ngram, suffix or none"
+            )
+        parallel = config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) > 1:
+                raise HeadwiseError(f"{name} must be 1 with an artifact, got {getattr(parallel, name)}")
+        architecture = next(iter(getattr(model.hf_config, "architectures", None) or ()), "")
+        for reason in misfits(self.artifact, model.hf_text_config, architecture, tensor_parallel=self._size):
+            raise HeadwiseError(reason)
+        empty = torch.empty(
+            1, 1, 1, self.artifact.model.head_dim, dtype=model.dtype, device=config.device_config.device
+        )
+        if missing := no_kernel("auto", empty, empty, empty):
+            raise HeadwiseError(f"no prefill can be sparse here: {missing}")
+        config.additional_config[HASH_KEY] = self.artifact.content_sha256
+
+    def _why_dense(self, layer: Any) -> str | None:
+        impl, number = layer.impl, number_of(layer.layer_name)
+        if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
+            return "no causal self-attention"
+        if number is None or number >= self.artifact.model.num_layers:
+            return "no layer of the artifact's model"
+        row = self.artifact.prefill.layers[number]
+        if row is None:
+            return "left alone by the artifact"
+        if all(self.artifact.patterns[name].kind == "dense" for name in row):
+            return "every head is dense in the artifact"
+        if layer.sliding_window is not None:
+            return "it slides"
+        if layer.has_sink:
+            return "it uses attention sinks"
+        if impl.alibi_slopes is not None:
+            return "it uses ALiBi"
+        if layer.kv_cache_torch_dtype != layer.dtype:
+            return f"its cache holds {shorten(layer.kv_cache_dtype)}, not {layer.dtype}"
+        if layer.head_size_v != layer.head_size:
+            return "its keys and values differ in size"
+        return None
+
+    @staticmethod
+    def _rank() -> int:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        return int(get_tensor_model_parallel_rank())
+
+
+_latest: tuple[weakref.ref[Any], Served | None] | None = None
+
+
+def served(config: Any) -> Served | None:
+    """What a VllmConfig asks for, loaded at the first question; None where that is nothing."""
+    global _latest
+    if _latest is None or _latest[0]() is not config:
+        options = options_of(config.additional_config)
+        _latest = weakref.ref(config), None if options is None else Served(options, config)
+    return _latest[1]
+
+
+def latest() -> Served | None:
+    """What the latest engine of this process was asked for."""
+    return None if _latest is None else _latest[1]
+
+
+def number_of(layer_name: str) -> int | None:
+    """The number of a layer by vLLM's name for it, None where the name has none or several."""
+    numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def ranges(numbers: list[int]) -> str:
+    """0-3, 5 for [0, 1, 2, 3, 5]."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

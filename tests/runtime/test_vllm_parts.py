@@ -1,0 +1,374 @@
+"""The parts of the vLLM plugin that need no vLLM: options, batches, pages, counters, and the command `check`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import artifacts
+from kernels.attention.reference import sparse_attention as reference
+from kernels.patterns import LayerPlan, make
+from runtime.vllm.__main__ import main
+from runtime.vllm.batch import Piece, is_long, pieces_of, rest_of
+from runtime.vllm.counters import Counters
+from runtime.vllm.forward import SparseBuilder, SparseImpl
+from runtime.vllm.options import Options, options_of
+from runtime.vllm.pages import Packed, paged
+from runtime.vllm.served import Served, number_of, ranges
+from tests.runtime.omnikv import DECODE
+
+H, G, D, PAGE = 4, 2, 32, 16
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        (None, None),
+        ({"other": 1}, None),
+        ({"headwise": "a.yaml"}, Options(artifact="a.yaml")),
+        (
+            {"headwise": {"artifact": "a.yaml", "target_kl": 1, "stats": "/s"}},
+            Options(artifact="a.yaml", target_kl=1, stats="/s"),
+        ),
+    ],
+)
+def test_options(given: Any, expected: Options | None) -> None:
+    assert options_of(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (3, "must be a path or an object, got 3"),
+        ({}, "needs a field 'artifact'"),
+        ({"artifact": ""}, "artifact must be a text, got ''"),
+        ({"artifact": "a", "target_kl": True}, "target_kl must be a number, got True"),
+        ({"artifact": "a", "budget": 1}, "has no field 'budget'; it has: artifact, content_sha256, verify"),
+    ],
+)
+def test_options_that_are_wrong(given: Any, told: str) -> None:
+    with pytest.raises(artifacts.HeadwiseError, match=r'^"headwise" in --additional-config') as error:
+        options_of({"headwise": given})
+    assert told in str(error.value)
+
+
+@dataclass
+class Common:
+    """What the plugin reads of vLLM's CommonAttentionMetadata."""
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    causal: Any = True
+    positions: Tensor | None = None
+    is_prefilling: Tensor | None = None
+    req_idx: Any = None
+    logits_indices_padded: Any = None
+    mm_req_doc_ranges: Any = None
+    rswa_prefix_lens: Any = None
+    _num_computed_tokens_cache: Any = None
+    _token_to_req_indices_cache: Any = None
+
+
+def step(*requests: tuple[int, int], padded: int = 0) -> Common:
+    """A step with requests of (queries, keys), each with pages of its own, none of them in order."""
+    q_lens, k_lens = (list(part) for part in zip(*requests, strict=True))
+    starts = torch.tensor([0, *q_lens] + [0] * padded).cumsum(0).to(torch.int32)
+    pages = [-(-k // PAGE) for k in k_lens]
+    shuffled = torch.randperm(sum(pages)).to(torch.int32)
+    table = torch.zeros(len(requests) + padded, max(pages), dtype=torch.int32)
+    slots = []
+    for i, part in enumerate(shuffled.split(pages)):
+        table[i, : len(part)] = part
+        at = torch.arange(k_lens[i] - q_lens[i], k_lens[i])
+        slots.append(part[at // PAGE] * PAGE + at % PAGE)
+    lengths = torch.tensor(k_lens + [0] * padded, dtype=torch.int32)
+    return Common(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=len(requests) + padded,
+        num_actual_tokens=sum(q_lens),
+        max_query_len=max(q_lens),
+        max_seq_len=max(k_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.cat(slots),
+    )
+
+
+def test_pieces_and_the_rest() -> None:
+    common = step((1, 40), (100, 300), (10, 10), (200, 200), (64, 100), padded=2)
+    pieces = pieces_of(common)
+    assert pieces == [Piece(1, 1, 100, 300), Piece(2, 101, 10, 10), Piece(3, 111, 200, 200), Piece(4, 311, 64, 100)]
+    long = [piece for piece in pieces if is_long(piece, 128)]
+    assert [piece.request for piece in long] == [1, 3]
+    found = rest_of(common, long)
+    assert found is not None
+    rest, rows = found
+    assert rows.tolist() == [0, *range(101, 111), *range(311, 375)]
+    assert rest.query_start_loc_cpu.tolist() == [0, 1, 11, 75] and rest.seq_lens.tolist() == [40, 10, 100]
+    assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (3, 75, 64)
+    assert torch.equal(rest.block_table_tensor, common.block_table_tensor[[0, 2, 4]])
+    assert torch.equal(rest.slot_mapping, common.slot_mapping[rows])
+
+
+def test_a_rest_that_lies_together_is_a_slice() -> None:
+    common = step((1, 40), (1, 50), (200, 200))
+    found = rest_of(common, pieces_of(common))
+    assert found is not None and found[1] == slice(0, 2)
+    alone = step((200, 200), padded=1)
+    assert rest_of(alone, pieces_of(alone)) is None
+
+
+@pytest.mark.parametrize("change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}])
+def test_steps_that_are_not_plainly_causal_are_left_alone(change: dict[str, Any]) -> None:
+    common = step((200, 200))
+    for name, value in change.items():
+        setattr(common, name, value)
+    assert pieces_of(common) == []
+
+
+def columns(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Keys transposed in their page, values as they are: vLLM's vector kernels."""
+    pages, heads, size, width = cache.shape
+    k, v = cache.view(pages, heads, 2, -1).unbind(2)
+    at, within = slots // size, slots % size
+    k.view(pages, heads, width // 2, size)[at, :, :, within] = key
+    v.view(pages, heads, size, width // 2)[at, :, within] = value
+
+
+def tiles(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Pairs of numbers in tiles of 16: vLLM's AMX kernel."""
+    pages, heads, size, width = cache.shape
+    dim = width // 2
+    k, v = cache.view(pages, heads, 2, -1).unbind(2)
+    for row, slot in enumerate(slots.tolist()):
+        page, t = divmod(slot, size)
+        k.view(pages, heads, size // 16, dim // 2, 16, 2)[page, :, t // 16, :, t % 16] = key[row].view(heads, -1, 2)
+        v.view(pages, heads, dim // 16, size // 2, 16, 2)[page, :, :, t // 2, :, t % 2] = value[row].view(heads, -1, 16)
+
+
+def scrambled(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """A layout without a rule."""
+    columns(key, value, cache, slots)
+    cache.copy_(
+        cache.flatten(2)[:, :, torch.randperm(cache[0, 0].numel(), generator=torch.Generator().manual_seed(0))].view_as(
+            cache
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", [columns, tiles])
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_a_packed_cache_is_read_as_it_was_written(write: Any, dtype: torch.dtype, size: int) -> None:
+    for length in (1, size - 1, size, 3 * size + 5):
+        pages = torch.randperm(7)[: -(-length // size)].to(torch.int32)
+        cache = torch.full((7, G, size, 2 * D), float("nan"), dtype=dtype)
+        key, value = torch.randn(2, length, G, D).to(dtype)
+        at = torch.arange(length)
+        write(key, value, cache, pages[at // size].long() * size + at % size)
+        keys = Packed(write, cache)(cache, pages, length)
+        assert torch.equal(keys.k[0].transpose(0, 1), key) and torch.equal(keys.v[0].transpose(0, 1), value)
+        assert keys.dense is keys.k and keys.table is None
+
+
+def test_a_cache_that_is_not_understood_is_refused() -> None:
+    cache = torch.zeros(2, G, 16, 2 * D)
+    with pytest.raises(artifacts.HeadwiseError, match="places of tokens in a page follow no rule"):
+        Packed(scrambled, cache)
+    with pytest.raises(artifacts.HeadwiseError, match="512 numbers were written, 0 are there"):
+        Packed(lambda *_: None, cache)
+
+
+class Parent:
+    """A backend's implementation that attends densely, from a cache of plain pages."""
+
+    scale, num_heads, num_kv_heads, logits_soft_cap, kv_sharing_target_layer_name = 0.2, H, G, 0.0, None
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Any, value: Any, cache: Tensor, metadata: Any, output: Tensor
+    ) -> Tensor:
+        common = metadata.common
+        for i, (start, end) in enumerate(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])):
+            if end > start:
+                k_len = int(common.seq_lens[i])
+                keys = paged(cache, common.block_table_tensor[i, : -(-k_len // PAGE)], k_len)
+                q = query[start:end].transpose(0, 1)[None]
+                index = LayerPlan([make("dense")] * H, G).build(q, keys.dense)
+                output[start:end] = reference(
+                    q, keys.k, keys.v, index, scale=self.scale, softcap=None, block_table=keys.table
+                )[0][0].transpose(0, 1)
+        return output
+
+
+class ParentsBuilder:
+    def build(self, _: int, common: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(common=common, fast=fast_build)
+
+
+@pytest.fixture
+def engine() -> Any:
+    """An implementation and a builder over Parent, with a plan of its own."""
+    patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
+    served: Any = object.__new__(Served)
+    served.__dict__.update(
+        artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128)),
+        counters=Counters(),
+        plan=lambda *_: LayerPlan(patterns * 2, G),
+        _said=set(),
+    )
+    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"in_pages": True}))
+    impl.__dict__.update(_served=served, _reader=None)
+    builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
+    builder.__dict__.update(_served=served)
+    served.counting = builder
+    return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2)
+
+
+def serve(engine: Any, common: Common) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
+    """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K, G, D)."""
+    cache = torch.full((int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D), float("nan"))
+    query, inputs = torch.randn(common.num_actual_tokens, H, D), []
+    key, value = torch.full((2, common.num_actual_tokens, G, D), float("nan"))
+    spans = list(pairwise(common.query_start_loc_cpu.tolist()))
+    for i, (start, end) in enumerate(spans):
+        k_len = int(common.seq_lens[i])
+        k, v = torch.randn(2, k_len, G, D)
+        at = torch.arange(k_len)
+        cache[common.block_table_tensor[i, at // PAGE].long(), :, at % PAGE] = torch.cat([k, v], dim=-1)
+        key[start:end], value[start:end] = k[k_len - (end - start) :], v[k_len - (end - start) :]
+        inputs.append((query[start:end], k, v))
+    metadata = engine.builder.build(0, common)
+    output = torch.full_like(query, float("nan"))
+    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
+    assert engine.impl.forward(layer, query, key, value, cache, metadata, output) is output
+    return [output[start:end] for start, end in spans], inputs, metadata
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(200, 200)],
+        [(100, 300)],
+        [(1, 40), (100, 300), (10, 10), (200, 200), (64, 100), (1, 500)],
+        [(1, 40), (1, 300), (130, 130)],
+        [(1, 40), (63, 300)],
+    ],
+)
+def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: list[tuple[int, int]]) -> None:
+    outputs, inputs, metadata = serve(engine, step(*requests))
+    sparse = 0
+    for (q_len, k_len), out, (q, k, v) in zip(requests, outputs, inputs, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        long = q_len >= 64 and k_len >= 128
+        plan = LayerPlan(engine.patterns if long else [make("dense")] * H, G)
+        expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
+        torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
+        sparse += long
+    report = engine.served.counters.report()
+    assert report["prefills"].get("sparse", 0) == sparse
+    assert report["prefills"].get("short", 0) == sum(q_len > 1 for q_len, _ in requests) - sparse
+    assert (report["density"] is None) == (sparse == 0)
+    assert hasattr(metadata, "headwise") == (sparse > 0)
+
+
+def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("runtime.vllm.forward.sparse_attention", fails)
+    with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
+        for _ in range(2):
+            (out,), ((q, k, v),), _metadata = serve(engine, step((200, 200)))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    index = LayerPlan([make("dense")] * H, G).build(q, k)
+    expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected)
+    assert [record.getMessage() for record in caplog.records] == ["a prefill is served densely: out of memory: no room"]
+
+
+def test_names_of_layers() -> None:
+    assert number_of("model.layers.17.self_attn.attn") == 17
+    assert number_of("visual.blocks.3.attn.0") is None and number_of("lm_head") is None
+    assert ranges([]) == "none" and ranges([5, 0, 1, 2, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_counters_keep_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "headwise-0.json"
+    counters = Counters(file)
+    assert json.loads(file.read_text()) == {"prefills": {}, "tokens": {}, "density": None}
+    counters.piece("sparse", 100)
+    counters.piece("sparse", 50)
+    counters.piece("short", 7)
+    counters.close()
+    found = json.loads(file.read_text())
+    assert found == {"prefills": {"sparse": 2, "short": 1}, "tokens": {"sparse": 150, "short": 7}, "density": None}
+    assert [path.name for path in file.parent.iterdir()] == ["headwise-0.json"]
+
+
+@pytest.fixture
+def files(build: Any, artifact_for: Any, tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """files(**section of the artifact) -> the paths of a tiny model and of an artifact for it."""
+
+    def files(**changes: Any) -> tuple[str, str]:
+        model = build(num_hidden_layers=6)
+        model.save_pretrained(tmp_path / "model")
+        artifact = artifact_for(model).model_copy(update=changes)
+        artifacts.save(artifact, tmp_path / "cfg.yaml")
+        return str(tmp_path / "model"), str(tmp_path / "cfg.yaml")
+
+    return files
+
+
+def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cfg = files()
+    assert main(["check", cfg, "--model", model]) == 0
+    first, *_, command, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"ok: vLLM would serve {model} by {cfg} from ")
+    assert command.startswith(f"vllm serve {model} --additional-config '") and last.endswith("CUSTOM")
+    given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
+    assert given is not None and given.load().artifact == artifacts.load(cfg)
+
+
+def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
+    model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
+    assert main(["check", cfg, "--model", model]) == 1
+    assert capsys.readouterr().out == (
+        "no: the artifact has a decode section, and vLLM's cache serves no OmniKV's decode: "
+        "leave it out (python -m artifacts merge CFG --decode none --out NEW)\n"
+    )
+    model, cfg = files()
+    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "3"]) == 1
+    assert "KV heads do not divide among 3 processes" in capsys.readouterr().out
+    build(num_hidden_layers=3).save_pretrained(tmp_path / "other")
+    assert main(["check", cfg, "--model", str(tmp_path / "other")]) == 1
+    assert "no: this artifact is for another model: num_layers is 6" in capsys.readouterr().out
+
+
+def test_check_of_what_cannot_be_read(files: Any, tmp_path: Path) -> None:
+    model, cfg = files()
+    with pytest.raises(artifacts.HeadwiseError, match="no such file"):
+        main(["check", str(tmp_path / "none.yaml"), "--model", model])
+    with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
+        main(["check", cfg, "--model", str(tmp_path / "none")])
