@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import nn
 
@@ -28,6 +28,23 @@ if TYPE_CHECKING:
     from runtime.watch import Watch
 
 
+class _Name(str):
+    """The attention's name in the configuration it is applied to; a copy of that has the attention from before."""
+
+    former: str
+
+    def __new__(cls, name: str, former: str) -> _Name:
+        made = super().__new__(cls, name)
+        made.former = former
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.former
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[str], tuple[str]]:
+        return str, (self.former,)
+
+
 class Applied:
     """An artifact at work on a model; detach() ends it."""
 
@@ -39,7 +56,8 @@ class Applied:
         self.first_heads = {layer.number: layer.first_head for layer in layers.values()}
         config = text_config(model)
         remember(config, layers, settings)
-        config._attn_implementation = {**_implementations(config), "": ATTENTION_NAME}
+        former = _implementations(config)
+        config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
         self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
 
     @property

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from runtime.attention_tiles import tape_of
 from runtime.calls import Call
+from runtime.compiled import attend_traced
 from runtime.dense import attend_densely
 from runtime.faults import fault, message
 from runtime.masks import PrefillMask, headwise_mask, starts_of
@@ -55,6 +57,8 @@ def headwise_attention(
         asked = {"dropout": dropout, "scaling": scaling, **kwargs}
         return tape.attend(query, key, value, attention_mask, asked)
     call = Call(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
+    if torch.compiler.is_compiling():
+        return attend_traced(call)
     if layer is None:
         return attend_densely(call)
     if isinstance(key, NewTokens):

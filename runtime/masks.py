@@ -164,7 +164,8 @@ def headwise_mask(
     """What transformers calls for a mask: a PrefillMask for a long causal prefill, else what dense gets."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-    settings = settings_of(kwargs.get("config"))
+    # What is traced reads no table of applications: any change of it would have the graph made again.
+    settings = None if torch.compiler.is_compiling() else settings_of(kwargs.get("config"))
     name = "sdpa" if settings is None else settings.dense
     dense = ALL_MASK_ATTENTION_FUNCTIONS[name]
     mask_function = causal_mask_function if mask_function is None else mask_function
@@ -178,10 +179,10 @@ def headwise_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    if settings is not None and settings.evicts and not torch.compiler.is_compiling():
+    if settings is not None and settings.evicts:
         mask = _fresh_mask(given, dense, name)
         return dense(**given) if mask is None else mask
-    if settings is not None and settings.low_memory and not torch.compiler.is_compiling():
+    if settings is not None and settings.low_memory:
         mask = _large_mask(given, dense, name)
         if mask is not None:
             return mask
@@ -191,7 +192,6 @@ def headwise_mask(
         or mask_function is not causal_mask_function
         or kwargs.get("local_size") is not None
         or kwargs.get("use_vmap")
-        or torch.compiler.is_compiling()
     ):
         return dense(**given)
     if q_length < MIN_QUERIES or kv_length < settings.dense_below:

@@ -49,8 +49,6 @@ def _unexpected(call: Call) -> str | None:
 def special(call: Call) -> str | None:
     """What a call asks for that no kernel of ours does, None where it is plain causal attention."""
     query, key, value, more = call.query, call.key, call.value, call.more
-    if torch.compiler.is_compiling():
-        return "the call is being compiled"
     if not call.causal:
         return "attention is not causal"
     if call.wants_weights:

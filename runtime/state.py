@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -94,20 +95,36 @@ class Layer:
     plan: LayerPlan | None
     role: Role | None = None
     first_head: int = 0
+    # By which code that was compiled finds the module.
+    key: int = field(default_factory=itertools.count().__next__)
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""
         self.settings.calls.add(self.number, how)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module has nothing applied."""
 
-_layers: weakref.WeakKeyDictionary[nn.Module, Layer] = weakref.WeakKeyDictionary()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+# Where a module keeps what is applied to it: a table of all modules would be part of every compiled graph.
+_ATTRIBUTE = "_headwise_layer"
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # Configurations compare by value and do not hash, so they are held by identity.
 _configs: dict[int, tuple[weakref.ref[Any], Settings]] = {}
 
 
 def layer_of(module: nn.Module) -> Layer | None:
     """What is applied to an attention module, None where nothing is."""
-    return _layers.get(module)
+    layer: Layer | None = getattr(module, _ATTRIBUTE, None)
+    return layer
+
+
+def module_of(layer: int) -> nn.Module:
+    """The attention module to which the layer with this key is applied."""
+    return _modules[layer]
 
 
 def settings_of(config: Any) -> Settings | None:
@@ -119,10 +136,12 @@ def settings_of(config: Any) -> Settings | None:
 def remember(config: Any, modules: dict[nn.Module, Layer], settings: Settings) -> None:
     key = id(config)
     _configs[key] = (weakref.ref(config, lambda _: _configs.pop(key, None)), settings)
-    _layers.update(modules)
+    for module, layer in modules.items():
+        setattr(module, _ATTRIBUTE, layer)
+        _modules[layer.key] = module
 
 
 def forget(config: Any, modules: list[nn.Module]) -> None:
     _configs.pop(id(config), None)
     for module in modules:
-        _layers.pop(module, None)
+        vars(module).pop(_ATTRIBUTE, None)

@@ -1,0 +1,152 @@
+"""torch.compile: decode is one graph, a whole prefill stays sparse, and nothing is wrong where neither is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache
+
+import artifacts
+from runtime import Headwise
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+CLOSE = {"atol": 2e-4, "rtol": 1e-3}
+
+
+@pytest.fixture
+def graphs() -> Callable[..., Any]:
+    """A backend that runs what it is given as it is; graphs.made has what that was."""
+    torch._dynamo.reset()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        backend.made.append(graph)
+        return graph.forward
+
+    backend.made = []
+    return backend
+
+
+def config(backend: Any) -> CompileConfig:
+    made = CompileConfig(backend=backend, fullgraph=True, mode=None, dynamic=None)
+    # transformers compiles on accelerators only unless told so.
+    made._compile_all_devices = True
+    return made
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Gemma3"])
+def test_decode_in_static_slots_is_the_graphs_it_was(family, graphs, build, apply, masked, ids) -> None:
+    model, prompts = build(family), [ids(200), ids(200, seed=1)]
+    how = {"cache_implementation": "static", "compile_config": config(graphs)}
+    with masked(model):
+        expected = [model.generate(p, **OPTIONS).tolist() for p in prompts]
+        model.generate(prompts[0], **OPTIONS, **how)
+        usual = len(graphs.made)
+    with apply(model, strict=True) as handle:
+        found = [model.generate(p, **OPTIONS, **how).tolist() for p in prompts]
+        assert handle.stats()["sparse"] > 0
+        assert 0 < len(graphs.made) - usual <= usual
+        # Another model's artifact is no reason to compile this one's decode again.
+        other = build(seed=1)
+        with apply(other):
+            assert model.generate(prompts[0], **OPTIONS, **how).tolist() == expected[0]
+        assert len(graphs.made) <= 2 * usual
+    assert found == expected
+
+
+def test_a_compiled_prefill_is_sparse(graphs, build, apply, masked, ids) -> None:
+    model, prompt = build(), ids(200, batch=2)
+    dense = model(prompt).logits
+    with masked(model):
+        expected = model(prompt).logits
+    forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
+    with apply(model, strict=True) as handle:
+        for _ in range(3):
+            torch.testing.assert_close(forward(prompt).logits, expected, **CLOSE)
+        assert handle.stats() == {"sparse": 6, "dense": {}}
+        assert len(graphs.made) == 1
+    assert torch.equal(forward(prompt).logits, dense)
+
+
+def test_lengths_that_change_are_compiled_once_more(graphs, build, apply, masked, ids) -> None:
+    model, prompts = build(), [ids(n) for n in (200, 230, 150, 300, 100)]
+    with masked(model):
+        expected = [model(p).logits for p in prompts]
+    with apply(model, strict=True) as handle:
+        forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
+        for prompt, logits in zip(prompts, expected, strict=True):
+            torch.testing.assert_close(forward(prompt).logits, logits, **CLOSE)
+        assert handle.stats()["sparse"] == 4 * 2, "100 tokens are too few"
+    assert len(graphs.made) <= 4
+
+
+def test_a_prefill_compiled_with_a_mask_is_dense_and_said_once(graphs, build, apply, ids, warnings) -> None:
+    model, prompt = build(), ids(200, batch=2)
+    real = torch.ones_like(prompt)
+    real[0, :50] = 0
+    expected = model(prompt, attention_mask=real).logits
+    forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
+    with apply(model) as handle:
+        for _ in range(2):
+            torch.testing.assert_close(
+                forward(prompt, attention_mask=real).logits[real > 0], expected[real > 0], **CLOSE
+            )
+        assert handle.stats()["sparse"] == 0
+    assert len(warnings()) == 1 and "compiled with a mask" in warnings()[0]
+    # torch.compile wraps what is raised while it compiles.
+    with apply(model, strict=True), pytest.raises(Exception, match=r"cannot serve .* compiled with a mask"):
+        forward(prompt, attention_mask=real)
+
+
+def test_a_compiled_step_of_training_has_the_same_gradients(graphs, build, apply, ids, warnings) -> None:
+    model, prompt = build().train(), ids(200)
+
+    def gradients(forward: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.enable_grad():
+            forward(prompt, labels=prompt).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients(model.forward)
+    with apply(model):
+        found = gradients(torch.compile(model.forward, backend=graphs))
+    torch.testing.assert_close(found, expected)
+    assert len(warnings()) == 1 and "gradients" in warnings()[0]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
+def test_a_model_compiled_whole_generates_the_same(own, graphs, build, apply, masked, ids) -> None:
+    model, prompt, options = build(), ids(200), OPTIONS | {"max_new_tokens": 4}
+    with masked(model):
+        expected = model.generate(prompt, **options)
+    with apply(model, strict=True) as handle:
+        model.forward = torch.compile(model.forward, backend=graphs)
+        cache = handle.new_cache() if own else DynamicCache(config=model.config)
+        found = model.generate(prompt, past_key_values=cache, **options)
+        assert handle.stats()["sparse"] == 2
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("offload", ["never", pytest.param("packed", marks=pytest.mark.slow)])
+def test_compiled_decode_attends_to_every_token_and_says_so(offload, graphs, build, decoding, ids, warnings) -> None:
+    model, prompt, options = build(num_hidden_layers=6), ids(200), OPTIONS | {"max_new_tokens": 4}
+    expected = model.generate(prompt, **options)
+    with decoding(model).apply(model) as handle:
+        model.forward = torch.compile(model.forward, backend=graphs)
+        found = model.generate(prompt, past_key_values=handle.new_cache(offload=offload), **options)
+        assert handle.stats()["decode"] == 0
+    assert found.tolist() == expected.tolist()
+    assert warnings() == ["decode is being compiled: it attends to every token, not to chosen ones"]
+
+
+def test_a_cache_that_drops_tokens_is_not_compiled(graphs, build, artifact_for, ids) -> None:
+    model, prompt = build(), ids(200)
+    section = artifacts.KVCache(policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",) * 2)
+    artifact = artifact_for(model).model_copy(update={"kv_cache": section})
+    with Headwise(artifact).apply(model) as handle:
+        expected = model.generate(prompt, past_key_values=handle.new_cache(), **OPTIONS)
+        model.forward = torch.compile(model.forward, backend=graphs)
+        found = model.generate(prompt, past_key_values=handle.new_cache(), **OPTIONS)
+    assert found.tolist() == expected.tolist()
