@@ -18,6 +18,7 @@ from runtime.low_memory import LowMemory
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
 from runtime.policies.rows import check_rows
+from runtime.refusals import check_sections
 from runtime.sharding import Shard, shard_of
 from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
 
@@ -103,6 +104,7 @@ def attach(
         raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
     modules = attention_layers(model)
     model = _servable(model, modules)
+    check_sections(artifact, modules)
     check(artifact.model, model, weights=check_weights)
     size = artifact.model.num_heads, artifact.model.num_kv_heads
     shards = {number: shard_of(model, module, *size) for number, module in modules.items()}

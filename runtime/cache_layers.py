@@ -60,7 +60,9 @@ class GrowingLayer(DynamicLayer):
         return sum(room.nbytes for room in self._rooms or ())
 
     def reset(self) -> None:
-        self._rooms = None
+        # transformers before 5.17 keeps the length and zeroes the tokens.
+        self._rooms, self.is_initialized = None, False
+        self.keys = self.values = None  # type: ignore[assignment]
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

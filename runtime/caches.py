@@ -10,6 +10,7 @@ from runtime.decode import role_of
 from runtime.groups import Group, total
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.policies.rows import policy_layers
+from runtime.refusals import caches_latents, check_sections
 
 if TYPE_CHECKING:
     import torch
@@ -56,15 +57,19 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
     if offload not in OFFLOADS:
         raise HeadwiseError(f"unknown offload {offload!r}; known: {', '.join(OFFLOADS)}")
     modules = attention_layers(model)
+    check_sections(artifact, modules)
     sliding = sliding_layers(modules)
     cache = DynamicCache(config=text_config(model))
-    # Only what is the plain growing cache is replaced by a better one.
+    section = None if artifact.decode is None else artifact.decode.omnikv
+    # Only what is the plain growing cache is replaced by a better one. A bank is for keys, not for latents.
     plain = {
         number: _device(module)
         for number, module in modules.items()
-        if number < len(cache.layers) and number not in sliding and type(cache.layers[number]) is DynamicLayer
+        if number < len(cache.layers)
+        and number not in sliding
+        and type(cache.layers[number]) is DynamicLayer
+        and (section is None or not caches_latents(module))
     }
-    section = None if artifact.decode is None else artifact.decode.omnikv
     made = _layers(section, plain, offload)
     if artifact.kv_cache is not None:
         made |= policy_layers(artifact.kv_cache, model, modules, choosing=section is not None)

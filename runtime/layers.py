@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from artifacts import HeadwiseError
+from runtime.refusals import asks_interface, check_layers, without_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +33,8 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     linear attention in a hybrid model, are missing from the result.
 
     Raises:
-        HeadwiseError: not a transformers model; no layer of it goes through the attention interface; two
-            modules claim the same layer.
+        HeadwiseError: not a transformers model; no layer of it goes through the attention interface, or one that does
+            cannot be given a pattern (see runtime.refusals); two modules claim the same layer.
     """
     from transformers import PreTrainedModel
 
@@ -49,9 +50,8 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
             raise HeadwiseError(f"{type(model).__name__} has two attentions in layer {layer}, one is {name}")
         found[layer] = module
     if not found:
-        raise HeadwiseError(
-            f"{type(model).__name__} has no attention that goes through transformers' attention interface"
-        )
+        raise without_layers(model, config)
+    check_layers(model, found)
     return dict(sorted(found.items()))
 
 
@@ -93,14 +93,5 @@ def _is_layer(module: nn.Module, config: Any) -> bool:
         and getattr(module, "config", None) is config
         and getattr(module, "is_causal", True) is not False
         and not getattr(module, "is_cross_attention", False)
-        and _calls_interface(type(module))
+        and asks_interface(type(module))
     )
-
-
-def _calls_interface(cls: type[nn.Module]) -> bool:
-    for base in cls.__mro__:
-        for member in vars(base).values():
-            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
-            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
-                return True
-    return False

@@ -32,7 +32,7 @@ def why_dense(call: Call) -> str | None:
 def _unexpected(call: Call) -> str | None:
     layer, query, key, mask = call.layer, call.query, call.key, call.mask
     assert layer is not None and layer.plan is not None
-    if reason := special(call):
+    if reason := special(call._replace(more={**call.more, "s_aux": None})):
         return reason
     if not isinstance(mask, PrefillMask) or mask.tokens.ranges is None:
         return "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"

@@ -30,7 +30,11 @@ class Shard:
 
 def size_of(model: Any) -> int:
     """Over how many processes a model's heads are sharded."""
-    return int(getattr(model, "tp_size", None) or 1)
+    size = getattr(model, "tp_size", None)
+    if size is None and getattr(model, "_device_mesh", None) is not None:
+        # transformers 5.16 says so only where it was asked for.
+        size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None)
+    return int(size or 1)
 
 
 def shard_of(model: Any, module: nn.Module, num_heads: int, num_kv_heads: int) -> Shard:

@@ -5,16 +5,16 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.ragged import Ragged
 from runtime.calls import Call
 from runtime.dense import attend_densely, causal_mask
 from runtime.head_groups import by_kv_heads
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask
+from runtime.sinks import attend_with_sinks
 from runtime.state import Layer
 
 
@@ -52,7 +52,8 @@ def attend_sparsely(call: Call) -> Tensor:
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> Tensor:
     assert call.layer is not None
-    return attend_by_patterns(call.layer, q, k, v, scale=call.scale, softcap=call.softcap, ragged=ragged)
+    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.more.get("s_aux")}
+    return attend_by_patterns(call.layer, q, k, v, ragged=ragged, **how)
 
 
 def attend_by_patterns(
@@ -63,12 +64,14 @@ def attend_by_patterns(
     *,
     scale: float | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
     ragged: Ragged | None = None,
     kv_heads: tuple[int, ...] | None = None,
 ) -> Tensor:
     """(B, H, Q, E) of sequences that are all long: the index of every head, and attention over it.
 
-    kv_heads: those of the layer's that k and v hold, with the query heads that read them in q; None for all.
+    sinks: see runtime.sinks, (H,). kv_heads: those of the layer's that k and v hold, with the query heads that read
+    them in q; None for all.
     """
     plan, settings = layer.plan, layer.settings
     assert plan is not None
@@ -76,15 +79,16 @@ def attend_by_patterns(
         heads = range(k.shape[1]) if kv_heads is None else kv_heads
 
         def attend(head: int, *qkv: Tensor) -> Tensor:
-            mine = (heads[head],)
-            return attend_by_patterns(layer, *qkv, scale=scale, softcap=softcap, ragged=ragged, kv_heads=mine)
+            mine = None if sinks is None else sinks.view(k.shape[1], -1)[head]
+            how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": mine}
+            return attend_by_patterns(layer, *qkv, ragged=ragged, kv_heads=(heads[head],), **how)
 
         return by_kv_heads(attend, q, k, v)
     if settings.watch is not None:
-        return settings.watch.attend(layer, kv_heads, q, k, v, scale=scale, softcap=softcap, ragged=ragged)
+        return settings.watch.attend(layer, kv_heads, q, k, v, scale=scale, softcap=softcap, sinks=sinks, ragged=ragged)
     some = plan if kv_heads is None else plan.of(kv_heads)
     index = some.build(q, k, scale=scale, ragged=ragged)
-    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=settings.backend)
+    return attend_with_sinks(q, k, v, index, sinks=sinks, scale=scale, softcap=softcap, backend=settings.backend)
 
 
 class _Part(NamedTuple):

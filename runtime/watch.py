@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.attention.recall import dense_where, estimate_recall
 from kernels.patterns.base import on_device
 from kernels.ragged import Ragged
 from runtime.clock import Clock
+from runtime.sinks import attend_with_sinks
 from runtime.state import Layer
 
 # Rows of tiles that density is counted in: all of them up to 32K tokens.
@@ -47,6 +47,7 @@ class Watch:
         *,
         scale: float | None,
         softcap: float | None,
+        sinks: Tensor | None,
         ragged: Ragged | None,
     ) -> Tensor:
         """See runtime.sparse.attend_by_patterns."""
@@ -66,7 +67,7 @@ class Watch:
                 index = dense_where(index, low)
             density = index.density(_MOST_ROWS)
         with clock.timing("attention", q.device):
-            out = sparse_attention(q, k, v, index, **how)
+            out = attend_with_sinks(q, k, v, index, sinks=sinks, **how)
         with self._lock:
             self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), density, recall, low)
         return out

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -20,7 +19,7 @@ from kernels.patterns import Growth, LayerPlan, make
 from runtime import Handle, Headwise
 from runtime.fingerprint import fingerprint
 from tests.runtime.omnikv import DECODE
-from tests.runtime.tiny import DENSE_BELOW, FAMILIES, SIZES
+from tests.runtime.tiny import DENSE_BELOW, SIZES, tiny_model
 
 SPARSE: dict[str, dict[str, Any]] = {
     "a_64_64": {"kind": "a_shape", "sink": 64, "window": 64},
@@ -52,15 +51,7 @@ def build() -> Callable[..., Any]:
     """build(family, seed=0, **config) -> a random causal model in evaluation mode."""
 
     def build(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-        sizes = SIZES | FAMILIES.get(family, {}) | changes
-        config = getattr(transformers, sizes.pop("config", f"{family}Config"))(**sizes)
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-        # The usual initialisation makes attention nearly uniform: every pattern would give the same output.
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
-        return model
+        return tiny_model(family, seed, **changes)
 
     return build
 
@@ -160,18 +151,17 @@ def masked() -> Callable[[Any], Any]:
     def masked(
         model: Any, dense_below: int = DENSE_BELOW, *, rows: Any = None, growth: artifacts.Growth | None = None
     ) -> Iterator[None]:
-        rows = sparse_rows(model.config) if rows is None else rows
+        rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
         grows = None if growth is None else Growth(length=growth.length, powers=growth.powers)
-        kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
             row = rows[module.layer_idx]
-            scale, softcap = kwargs["scaling"], kwargs.pop("softcap", None)
+            scale, softcap, sinks = kwargs["scaling"], kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
             q_len, k_len = q.shape[2], k.shape[2]
             if row is not None and q_len >= 64 and k_len >= dense_below:
-                plan = LayerPlan([make(**SPARSE[name]) for name in row], kv_heads, growth=grows)
+                plan = LayerPlan([make(**SPARSE[name]) for name in row], k.shape[1], growth=grows)
                 mask = plan.build(q, k, scale=scale).to_mask()
-            elif softcap is None:
+            elif softcap is None and sinks is None:
                 return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
             elif mask is None:
                 mask = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
@@ -179,7 +169,11 @@ def masked() -> Callable[[Any], Any]:
             logits = (q @ repeat_kv(k, group).transpose(2, 3)).float() * scale
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
-            weights = logits.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
+            logits = logits.masked_fill(~mask, float("-inf"))
+            if sinks is not None:
+                sinks = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+                logits = torch.cat([logits, sinks], dim=-1)
+            weights = logits.softmax(-1)[..., :k_len].to(q.dtype)
             return (weights @ repeat_kv(v, group)).transpose(1, 2).contiguous(), None
 
         AttentionInterface.register("masked", attention)

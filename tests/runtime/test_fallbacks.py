@@ -135,15 +135,14 @@ def test_bidirectional_attention_is_dense(build, apply, ids, warnings):
     assert len(warnings()) == 1 and "not causal" in warnings()[0]
 
 
-def test_attention_sinks_are_dense(build, apply, ids, warnings):
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    kinds = ["full_attention"] * 2
-    model = build("GptOss", head_dim=64, layer_types=kinds, num_local_experts=4, rope_parameters=rope)
-    prompt = ids(200)
-    expected = model(prompt).logits
-    with apply(model):
-        torch.testing.assert_close(model(prompt).logits, expected)
-    assert len(warnings()) == 1 and "sinks" in warnings()[0]
+def test_a_position_bias_is_dense(build, apply, ids, warnings):
+    model, prompt = build(), ids(200)
+    bias = torch.zeros(1, 4, 200, 200)
+    expected = model(prompt, position_bias=bias).logits
+    with apply(model) as handle:
+        assert torch.equal(model(prompt, position_bias=bias).logits, expected)
+        assert handle.stats()["sparse"] == 0
+    assert len(warnings()) == 1 and "position bias" in warnings()[0]
 
 
 def test_no_fast_kernel_is_dense_and_named(build, apply, ids, warnings, monkeypatch):

@@ -1,6 +1,9 @@
-"""Sizes of the tiny random models, one set for each architecture."""
+"""Sizes of the tiny random models: architectures that are served, and such as cannot be."""
 
 from typing import Any
+
+import torch
+import transformers
 
 DENSE_BELOW = 128
 SIZES = {
@@ -15,9 +18,54 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 32,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 32,
+    "long_factor": [1.0 + 0.1 * i for i in range(32)],
+    "original_max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+# Sizes that are not those of SIZES. model, config: names of classes where they are not the family's.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 64},
+    "Llama3": {"model": "Llama", "head_dim": 64, "rope_parameters": LLAMA3},
+    "Yi": {"model": "Llama", "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+    "Qwen2": {"hidden_size": 256},
     "Qwen3": {"head_dim": 64},
+    "Qwen3Moe": {"head_dim": 64, **EXPERTS},
+    "Mistral": {"head_dim": 64, "sliding_window": None},
+    "Mixtral": {"head_dim": 64, "sliding_window": None, "num_local_experts": 4},
+    "Phi3": {"hidden_size": 256},
+    "Phi3LongRoPE": {"model": "Phi3", "hidden_size": 256, "rope_parameters": LONGROPE},
+    "Glm4": {"head_dim": 64},
+    "Gemma2": {"head_dim": 64, **HYBRID, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
     "Gemma3": {
         "head_dim": 64,
         "num_hidden_layers": 3,
@@ -25,13 +73,94 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "config": "Gemma3TextConfig",
     },
-    "Phi3": {"hidden_size": 256},
+    "Gemma3Wide": {"model": "Gemma3", "config": "Gemma3TextConfig", "head_dim": 256, **HYBRID},
     "GPTNeoX": {"hidden_size": 256, "num_key_value_heads": 4},
-    "Gemma2": {
+    "Phi": {"hidden_size": 256, "partial_rotary_factor": 0.5},
+    "Olmo2": {"hidden_size": 256},
+    "Cohere2": {"hidden_size": 256, **HYBRID},
+    "SmolLM3": {"hidden_size": 256, "no_rope_layers": [1, 0]},
+    "Granite": {"hidden_size": 256, "attention_multiplier": 0.05},
+    "StableLm": {"hidden_size": 256, "partial_rotary_factor": 0.25},
+    "GptOss": {"head_dim": 64, **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Lfm2": {"hidden_size": 256, "layer_types": ["conv", "full_attention"]},
+    "Qwen3Next": {
         "head_dim": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 32,
-        "attn_logit_softcapping": 5.0,
-        "attn_implementation": "eager",
+        "layer_types": ["linear_attention", "full_attention"],
+        **EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "DeepseekV2": LATENT | ROUTED,
+    "DeepseekV3": LATENT | ROUTED,
+}
+
+_OWN = "and never asks transformers' attention interface"
+# What apply refuses, by class: the configuration's sizes, and the cause that it names.
+REFUSED: dict[str, dict[str, Any]] = {
+    "FalconForCausalLM": {
+        "alibi": True,
+        "cause": f"adds ALiBi inside its own attention (FalconAttention) {_OWN}",
+    },
+    "MptForCausalLM": {
+        "cause": f"adds ALiBi inside its own attention (MptAttention) {_OWN}",
+    },
+    "BloomForCausalLM": {
+        "cause": f"adds ALiBi inside its own attention (BloomAttention) {_OWN}",
+    },
+    "GPTJForCausalLM": {
+        "n_positions": 128,
+        "rotary_dim": 8,
+        "cause": f"computes attention by itself (GPTJAttention) {_OWN}",
+    },
+    "CodeGenForCausalLM": {
+        "n_positions": 128,
+        "rotary_dim": 8,
+        "cause": f"computes attention by itself (CodeGenAttention) {_OWN}",
+    },
+    "MambaForCausalLM": {"cause": "has no attention that could be sparse"},
+    "BertLMHeadModel": {
+        "config": "BertConfig",
+        "cause": "is not causal: no query of BertSelfAttention is kept from later keys",
+    },
+    "T5ForConditionalGeneration": {
+        "config": "T5Config",
+        "d_model": 64,
+        "d_ff": 64,
+        "num_layers": 1,
+        "cause": "is an encoder with a decoder: only causal models with nothing but a decoder are served",
+    },
+    "DeepseekV32ForCausalLM": {
+        **LATENT,
+        **ROUTED,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_topk": 64,
+        "cause": "chooses the keys of each query itself (DeepseekV32Indexer): no other choice can be put in its place",
     },
 }
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random causal model in evaluation mode, of a family of FAMILIES or of transformers."""
+    sizes = SIZES | FAMILIES.get(family, {}) | changes
+    name = sizes.pop("model", family)
+    config = getattr(transformers, sizes.pop("config", f"{name}Config"))(**sizes)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    # The usual initialisation makes attention nearly uniform: every pattern would give the same output.
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
+        elif name.endswith("sinks"):
+            parameter.data.normal_(mean=4.0)
+    return model
+
+
+def refused_model(name: str) -> Any:
+    """A random model of a class of REFUSED."""
+    sizes = SIZES | {key: value for key, value in REFUSED[name].items() if key != "cause"}
+    config = getattr(transformers, sizes.pop("config", name.removesuffix("ForCausalLM") + "Config"))(**sizes)
+    return getattr(transformers, name)(config).eval()
