@@ -38,6 +38,7 @@ class Claims:
 
     def __init__(self, storage: BaseStorage, study_name: str, *, stale: float = STALE_SECONDS) -> None:
         self._storage = storage
+        self._study_name = study_name
         self._study_id = storage.get_study_id_from_name(study_name)
         self._alive = Alive(storage, self._study_id, stale=stale)
 
@@ -103,9 +104,13 @@ class Claims:
 
     def _trials(self) -> list[FrozenTrial]:
         try:
-            trials = self._storage.get_all_trials(self._study_id, deepcopy=False)
+            # SQLite gives the number of a study that was discarded to the next one, whose settings are others.
+            same = self._storage.get_study_id_from_name(self._study_name) == self._study_id
+            trials = self._storage.get_all_trials(self._study_id, deepcopy=False) if same else None
         except KeyError:
-            raise HeadwiseError("the study is gone: another process discarded it (--fresh)") from None
+            trials = None
+        if trials is None:
+            raise HeadwiseError("the study is gone: another process discarded it (--fresh)")
         return [trial for trial in trials if KEY in trial.user_attrs]
 
 

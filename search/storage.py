@@ -29,6 +29,7 @@ _DRIVERS = {
     "postgresql": (("psycopg", "psycopg", "psycopg[binary]"), ("psycopg2", "psycopg2", "psycopg2-binary")),
     "mysql": (("pymysql", "pymysql", "pymysql"), ("mysqldb", "MySQLdb", "mysqlclient")),
 }
+_PACKAGES = {name: package for drivers in _DRIVERS.values() for name, _, package in drivers}
 _GRPC_SECONDS = 10
 _SQLITE_SECONDS = 60
 _CONNECT_SECONDS = 15
@@ -81,7 +82,7 @@ def _proxy(url: str) -> BaseStorage:
         raise HeadwiseError(f"cannot use the storage {shorten(url)}: it must be grpc://HOST:PORT")
     missing = [package for package in ("grpc", "google.protobuf") if not _installed(package)]
     if missing:
-        raise HeadwiseError(f"cannot use the storage {shorten(url)}: pip install grpcio protobuf")
+        raise HeadwiseError(f"cannot use the storage {shorten(url)}: packages are missing: pip install grpcio protobuf")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         storage = optuna.storages.GrpcStorageProxy(host=host, port=int(port))
@@ -103,13 +104,18 @@ def _database(url: str) -> BaseStorage:
         parsed = sqlalchemy.make_url(url)
     except (sqlalchemy.exc.ArgumentError, ValueError):
         raise HeadwiseError(f"cannot use the storage {shown}: this is no URL; known: {KNOWN}") from None
+    backend = parsed.get_backend_name()
+    if backend not in ("sqlite", *_DRIVERS):
+        raise HeadwiseError(f"cannot use the storage {shown}: unknown kind of database {backend!r}; known: {KNOWN}")
+    if backend == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise HeadwiseError(f"cannot use the storage {shown}: it is in memory and ends with the process; give a file")
+    parsed = _with_driver(parsed)
     try:
-        parsed = _with_driver(parsed)
         return _connected(parsed)
     except sqlalchemy.exc.NoSuchModuleError:
-        raise HeadwiseError(f"cannot use the storage {shown}: unknown kind of database; known: {KNOWN}") from None
+        raise HeadwiseError(f"cannot use the storage {shown}: SQLAlchemy knows no driver of that name") from None
     except ImportError:
-        raise HeadwiseError(f"cannot use the storage {shown}: pip install {_package(parsed)}") from None
+        raise HeadwiseError(f"cannot use the storage {shown}: its driver is missing: {_install(parsed)}") from None
     except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
         reason = str(getattr(error, "orig", None) or error)
         if parsed.password:
@@ -124,7 +130,7 @@ def _connected(url: Any) -> BaseStorage:
     options: dict[str, Any] = {"pool_pre_ping": True}
     if url.get_backend_name() == "sqlite":
         options = {"connect_args": {"timeout": _SQLITE_SECONDS}}
-    elif url.get_backend_name() in _DRIVERS:
+    elif _driver(url) in _PACKAGES:
         options["connect_args"] = {"connect_timeout": _CONNECT_SECONDS}
     engine = sqlalchemy.create_engine(url, **options)
     # What is wrong with the connection shows here, and what is left after it is the race for the tables.
@@ -150,7 +156,7 @@ def _connected(url: Any) -> BaseStorage:
 @contextlib.contextmanager
 def _alone(url: Any) -> Iterator[None]:
     """One process at a time makes the tables of an SQLite file: two that start together break it."""
-    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+    if url.get_backend_name() != "sqlite":
         yield
         return
     from filelock import FileLock
@@ -184,11 +190,12 @@ def _with_driver(url: Any) -> Any:
     return url.set(drivername=f"{backend}+{(drivers or [_DRIVERS[backend][0][0]])[0]}")
 
 
-def _package(url: Any) -> str:
-    """What to install for the driver of a URL."""
-    _, _, driver = url.drivername.partition("+")
-    packages = {name: package for drivers in _DRIVERS.values() for name, _, package in drivers}
-    return packages.get(driver, driver or url.drivername)
+def _install(url: Any) -> str:
+    return f"pip install '{_PACKAGES.get(_driver(url), _driver(url))}'"
+
+
+def _driver(url: Any) -> str:
+    return str(url.drivername.partition("+")[2])
 
 
 def _installed(module: str) -> bool:

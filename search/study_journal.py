@@ -34,19 +34,32 @@ class StudyJournal(JournalFileBackend):
         # Absolute: a process may change its folder.
         self._path = path.absolute()
         super().__init__(str(self._path), JournalFileOpenLock(str(self._path)))
+        # Optuna passes over a last line that it cannot read, and over all that comes after it.
+        with self._path.open("rb") as file:
+            end = _end_of_lines(file, file.seek(0, os.SEEK_END))
+            start = _end_of_lines(file, end - 1)
+            file.seek(start)
+            last = file.read(end - start)
+        try:
+            json.loads(last or "{}")
+        except ValueError as error:
+            raise self._damaged(error) from error
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         """Append operations; when this returns they survive a kill."""
         text = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         try:
             with self._path.open("r+b") as file, self._locked(file):
-                file.seek(_end_of_lines(file))
+                file.seek(_end_of_lines(file, file.seek(0, os.SEEK_END)))
                 file.truncate()
                 file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
         except FileNotFoundError:
             raise self._gone() from None
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise HeadwiseError(f"cannot write the journal {self._path}: {reason}") from error
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
         """The operations from a number on."""
@@ -55,8 +68,7 @@ class StudyJournal(JournalFileBackend):
         except FileNotFoundError:
             raise self._gone() from None
         except ValueError as error:
-            reason = one_line(str(error))
-            raise HeadwiseError(f"the journal {self._path} is damaged ({reason}): remove it to start again") from error
+            raise self._damaged(error) from error
 
     @contextlib.contextmanager
     def _locked(self, file: BinaryIO) -> Iterator[None]:
@@ -77,14 +89,17 @@ class StudyJournal(JournalFileBackend):
         finally:
             self._lock.release()
 
+    def _damaged(self, error: ValueError) -> HeadwiseError:
+        reason = one_line(str(error))
+        return HeadwiseError(f"the journal {self._path} is damaged ({reason}): remove it to start again")
+
     def _gone(self) -> HeadwiseError:
         return HeadwiseError(f"the journal {self._path} is gone: someone removed it, and all that was found with it")
 
 
-def _end_of_lines(file: BinaryIO) -> int:
-    """Where the last whole line ends."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
+def _end_of_lines(file: BinaryIO, end: int) -> int:
+    """Where the last whole line of the first `end` bytes ends."""
+    while end > 0:
         start = max(0, end - _BLOCK)
         file.seek(start)
         newline = file.read(end - start).rfind(b"\n")

@@ -61,9 +61,11 @@ class Units:
             raise ValueError(f"keys must differ, got {list(keys)}")
         self.keys = tuple(keys)
         self._study = open_study(storage, name, settings, fresh=fresh)
-        self._claims = Claims(storage, self._study.study_name, stale=stale)
+        self.study_name = self._study.study_name
+        self._claims = Claims(storage, self.study_name, stale=stale)
         self._claimed: dict[str, tuple[int, float]] = {}
         self._results: dict[str, Any] = {}
+        self._finished = 0
 
     def claim(self, *, description: str = "units", progress: bool | None = None) -> Iterator[str]:
         """Keys for this process to work on, one at a time, until all are done by someone; put each before the next.
@@ -81,9 +83,8 @@ class Units:
                     if key in self._claimed:
                         raise ValueError(f"{key} was claimed and has no result")
                 finally:
-                    # An error or an interruption: nobody needs to wait to see that.
                     if key in self._claimed:
-                        self._claims.give_up(self._claimed.pop(key)[0])
+                        self._abandon(key)
 
     def put(self, key: str, result: Any) -> None:
         """Record the result of a unit that was claimed; when this returns it survives a kill."""
@@ -113,9 +114,9 @@ class Units:
         while True:
             check_starter()
             survey = self._claims.survey()
-            done = sum(key in survey.done for key in self.keys)
-            bar.update(done - bar.n)
-            if done == len(self.keys):
+            self._finished = sum(key in survey.done for key in self.keys)
+            bar.update(self._finished - bar.n)
+            if self._finished == len(self.keys):
                 return None
             for key in self._free(survey):
                 trial_id = self._claims.take(key)
@@ -125,9 +126,21 @@ class Units:
                 break
             else:
                 if not told and time.monotonic() - began > _SILENT_SECONDS:
-                    tqdm.write(f"waiting for {len(self.keys) - done} units that other processes work on", sys.stderr)
+                    left = len(self.keys) - self._finished
+                    tqdm.write(f"waiting for {left} units that other processes work on", sys.stderr)
                     told = True
                 time.sleep(_POLL_SECONDS)
+
+    def _abandon(self, key: str) -> None:
+        """After an error or an interruption: others need not find out by themselves that this unit is free."""
+        trial_id, _ = self._claimed.pop(key)
+        # An interpreter that is going down can write nothing; the process is gone then, and others see that.
+        if sys.is_finalizing():
+            return
+        self._claims.give_up(trial_id)
+        if not is_worker():
+            line = f"{self._finished} of {len(self.keys)} units are finished; the same command goes on from there"
+            tqdm.write(line, sys.stderr)
 
     def _free(self, survey: Survey) -> list[str]:
         return [key for key in self.keys if key not in survey.done and key not in survey.busy]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import IO
 from tqdm import tqdm
 
 from artifacts import HeadwiseError
+from artifacts.command_line import INTERRUPTED
 from artifacts.errors import one_line
 
 # Set in the copies: which of them this is, and who started it.
@@ -101,7 +103,8 @@ class _Copy:
 
     def _report(self) -> None:
         code = self._process.wait()
-        if code == 0 or self._ending:
+        # A Ctrl-C reaches the copies too.
+        if self._ending or code in (0, INTERRUPTED, -signal.SIGINT):
             return
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").strip().splitlines()
