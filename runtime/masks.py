@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from runtime.packed import Rows, packed_rows
 from runtime.state import settings_of
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
@@ -35,6 +36,7 @@ class Layout:
     fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the cache is one that asks
         for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
     window: how many tokens a query sees, itself included, where the layer slides; None for all.
+    packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
     """
 
     q_start: int
@@ -43,11 +45,23 @@ class Layout:
     ranges: tuple[tuple[int, int], ...] | None
     fresh: tuple[tuple[int, int], ...] | None = None
     window: int | None = None
+    packed: Rows | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.fresh or self.ranges or self.packed or ())
+
+    @property
+    def sequences(self) -> list[tuple[int, int, int]] | None:
+        """Row, start and end of each sequence, in slots of the cache; None where they are not contiguous."""
+        if self.packed is not None:
+            return [(row, *slots) for row, all_slots in enumerate(self.packed) for slots in all_slots]
+        return None if self.ranges is None else [(row, *slots) for row, slots in enumerate(self.ranges)]
 
     @property
     def longest(self) -> int:
         """Real tokens in the longest sequence, those of the cache included."""
-        return max(end - start for start, end in self.ranges or ((0, 0),))
+        return max((end - start for _, start, end in self.sequences or ()), default=0)
 
 
 class PrefillMask(Tensor):
@@ -70,7 +84,7 @@ class PrefillMask(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillMask:
-        shape = (len(layout.fresh or layout.ranges or ()), 1, layout.q_len, layout.k_len)
+        shape = (layout.batch, 1, layout.q_len, layout.k_len)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         mask.tokens, mask._make, mask._made = layout, make, {}
         return mask
@@ -189,11 +203,13 @@ def headwise_mask(
     if (
         settings is None
         or kv_offset != 0
-        or mask_function is not causal_mask_function
         or kwargs.get("local_size") is not None
         or kwargs.get("use_vmap")
     ):
         return dense(**given)
+    if mask_function is not causal_mask_function:
+        mask = _packed_mask(given, dense, name)
+        return dense(**given) if mask is None else mask
     if q_length < MIN_QUERIES or kv_length < settings.dense_below:
         mask = dense(**given)
         whole = settings.decode is not None and int(q_offset) + q_length == kv_length
@@ -229,6 +245,15 @@ def _fresh_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> 
     ranges = None if given.get("local_size") is not None else _ranges(padding, batch, end)
     layout = Layout(start, q_len, int(given["kv_length"]), ranges, fresh)
     return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
+
+
+def _packed_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:
+    """The mask of sequences that lie end to end in the rows of a call without a cache; None for any other."""
+    q_len, k_len = int(given["q_length"]), int(given["kv_length"])
+    if q_len != k_len or given["attention_mask"] is not None or int(given["q_offset"]):
+        return None
+    packed = packed_rows(given["mask_function"], int(given["batch_size"]), q_len)
+    return None if packed is None else _prefill_mask(Layout(0, q_len, k_len, None, packed=packed), given, dense, name)
 
 
 def _large_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:

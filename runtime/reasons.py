@@ -34,8 +34,11 @@ def _unexpected(call: Call) -> str | None:
     assert layer is not None and layer.plan is not None
     if reason := special(call._replace(more={**call.more, "s_aux": None})):
         return reason
-    if not isinstance(mask, PrefillMask) or mask.tokens.ranges is None:
-        return "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+    if not isinstance(mask, PrefillMask) or mask.tokens.sequences is None:
+        return "the mask is not causal over contiguous tokens (overlaid, with holes, or made by hand)"
+    lengths = call.more.get("cu_seq_lens_q")
+    if lengths is not None and lengths.numel() > 2 and mask.tokens.packed is None:
+        return "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
     batch, _, q_len, k_len = mask.shape
     if (query.shape[0], query.shape[2], key.shape[2]) != (batch, q_len, k_len):
         return "the cache holds other keys than the mask is for"

@@ -114,6 +114,5 @@ class _Part(NamedTuple):
 
 def _parts(layout: Layout) -> list[_Part]:
     """The sequences of a call that have queries in it."""
-    assert layout.ranges is not None
-    parts = [_Part(row, start, end, layout.q_start) for row, (start, end) in enumerate(layout.ranges)]
+    parts = [_Part(row, start, end, layout.q_start) for row, start, end in layout.sequences or ()]
     return [part for part in parts if part.q_len > 0]

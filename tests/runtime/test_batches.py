@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+from artifacts import HeadwiseError
+from runtime import Headwise
 
 DENSE_BELOW = 305
 LENGTHS = (400, 300, 90, 310)
@@ -123,3 +126,62 @@ def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
             hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu", io_same_device=True))
         assert torch.equal(model(tokens, attention_mask=real).logits, expected)
         assert handle.stats() == {"sparse": 4, "dense": {}}
+
+
+def packing(prompts):
+    """One row of prompts end to end, as DataCollatorWithFlattening gives it; and where each lies in it."""
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collator([{"input_ids": prompt.tolist()} for prompt in prompts])
+    ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()
+    del batch["labels"]
+    return batch, [slice(end - len(p), end) for p, end in zip(prompts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("watch", [False, True], ids=["", "watched"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3"])
+def test_packed_sequences_are_each_alone(family, watch, build, artifact_for, masked, ids):
+    model = build(family)
+    prompts = [ids(n, seed=n)[0] for n in (310, 90, 400, 305, 7)]
+    batch, places = packing(prompts)
+    with masked(model, dense_below=DENSE_BELOW):
+        expected = [model(prompt[None]).logits[0] for prompt in prompts]
+    dense = model(**batch, use_cache=False).logits[0]
+    headwise = Headwise(artifact_for(model, dense_below=DENSE_BELOW))
+    with headwise.apply(model, strict=True, backend="reference", watch=watch) as handle:
+        together = model(**batch, use_cache=False).logits[0]
+        assert handle.stats()["sparse"] == 2
+    for logits, place in zip(expected, places, strict=True):
+        torch.testing.assert_close(together[place], logits, atol=2e-4, rtol=1e-3)
+    assert (together - dense).abs().max() > 1e-2
+
+
+def test_several_rows_of_packed_sequences(build, apply, ids):
+    model = build()
+    prompts = [ids(n, seed=n)[0] for n in (310, 90, 60, 340)]
+    tokens = torch.stack([torch.cat(prompts[:2]), torch.cat(prompts[2:])])
+    at = torch.stack([torch.cat([torch.arange(len(p)) for p in prompts[i : i + 2]]) for i in (0, 2)])
+    with apply(model, strict=True, dense_below=DENSE_BELOW):
+        alone = [model(prompt[None]).logits[0] for prompt in prompts]
+        together = model(tokens, position_ids=at, use_cache=False).logits
+    torch.testing.assert_close(together.flatten(0, 1), torch.cat(alone), atol=2e-4, rtol=1e-3)
+
+
+def test_short_sequences_packed_to_a_long_row_are_dense(build, apply, ids):
+    model, prompts = build(), [ids(n, seed=n)[0] for n in (120, 100, 90)]
+    batch, _ = packing(prompts)
+    expected = model(**batch, use_cache=False).logits
+    with apply(model, strict=True) as handle:
+        assert torch.equal(model(**batch, use_cache=False).logits, expected)
+        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
+
+
+def test_packing_that_only_flash_attention_reads_is_refused(build, apply, ids, warnings):
+    model, prompts = build(), [ids(n, seed=n)[0] for n in (150, 200)]
+    batch, _ = packing(prompts)
+    expected = model(**batch).logits
+    with apply(model) as handle:
+        assert torch.equal(model(**batch).logits, expected)
+        assert handle.stats()["sparse"] == 0
+    assert len(warnings()) == 1 and "cu_seq_lens alone" in warnings()[0]
+    with apply(model, strict=True), pytest.raises(HeadwiseError, match="cu_seq_lens alone"):
+        model(**batch)

@@ -15,16 +15,11 @@ def holes(prompt):
     return {"attention_mask": real}
 
 
-def packed(prompt):
-    half = prompt.shape[1] // 2
-    return {"position_ids": torch.cat([torch.arange(half), torch.arange(half)])[None], "use_cache": False}
-
-
 def hand_made(prompt):
     return {"attention_mask": torch.ones(prompt.shape[1], prompt.shape[1], dtype=torch.bool).tril()[None, None]}
 
 
-MASKS = {"holes": holes, "packed": packed, "hand_made": hand_made}
+MASKS = {"holes": holes, "hand_made": hand_made}
 
 
 @pytest.mark.parametrize("mask", MASKS)

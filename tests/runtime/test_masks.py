@@ -6,12 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.masking_utils import (
+    and_masks,
     causal_mask_function,
+    create_causal_mask,
     eager_mask,
+    find_packed_sequence_indices,
+    or_masks,
+    packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
 
+from runtime.attention import ATTENTION_NAME, register
 from runtime.masks import PrefillMask, headwise_mask
 from runtime.state import Settings, forget, remember
 from tests.runtime.tiny import DENSE_BELOW
@@ -110,3 +116,40 @@ def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
     if whole:
         for row, (start, end) in zip(real, mask.tokens.ranges, strict=True):
             assert row.nonzero().flatten().tolist() == list(range(start, end))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=6), min_size=1, max_size=3))
+def test_packed_sequences_are_where_positions_restart(lengths):
+    width = max(map(sum, lengths))
+    # All rows are as long: the last sequence is the longer.
+    lengths = [[*row[:-1], row[-1] + width - sum(row)] for row in lengths]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    config = LlamaConfig(attn_implementation="sdpa")
+    given = {"inputs_embeds": torch.zeros(len(lengths), width, 1), "attention_mask": None, "past_key_values": None}
+    expected = create_causal_mask(config, **given, position_ids=positions)
+    register()
+    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense="sdpa", strict=False, backend="auto"))
+    config._attn_implementation = ATTENTION_NAME
+    mask = create_causal_mask(config, **given, position_ids=positions)
+    if width < DENSE_BELOW or all(len(row) == 1 for row in lengths):
+        found = mask.for_dense() if isinstance(mask, PrefillMask) else mask
+        assert (found is None and expected is None) or torch.equal(found, expected)
+        return
+    assert isinstance(mask, PrefillMask) and mask.tokens.longest == max(map(max, lengths))
+    assert [end - start for _, start, end in mask.tokens.sequences] == [n for row in lengths for n in row]
+    assert torch.equal(mask.for_dense(), expected)
+
+
+@pytest.mark.parametrize("overlay", ["union", "alone", "twice", "python"])
+def test_what_is_more_than_packed_is_not_taken_for_it(overlay, call):
+    numbers = find_packed_sequence_indices(torch.cat([torch.arange(70), torch.arange(80)])[None])
+    packed = packed_sequence_mask_function(numbers)
+    function = {
+        "union": or_masks(causal_mask_function, packed),
+        "alone": packed,
+        "twice": and_masks(causal_mask_function, packed, packed_sequence_mask_function(numbers.flip(1))),
+        "python": and_masks(causal_mask_function, packed, lambda b, h, q, k: k % 2 == 0),
+    }[overlay]
+    mask, expected = call(batch_size=1, q_length=150, kv_length=150, mask_function=function, allow_is_causal_skip=False)
+    assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)
