@@ -50,6 +50,23 @@ def check_costs(costs: Sequence[DeviceCosts], arrays: Mapping[str, Array] | None
             raise ArtifactError(f"costs[{number}]: {fault}")
 
 
+def with_others(
+    own: Sequence[DeviceCosts], others: Sequence[DeviceCosts], arrays: Mapping[str, Array]
+) -> tuple[tuple[DeviceCosts, ...], dict[str, Array]]:
+    """The tables of `own` and after them the `others` of other devices and backends, with these ones' arrays.
+
+    What a device costs is so whatever was searched; what the search counted by is said by `own` alone.
+    """
+    known = {(table.device, table.backend) for table in own}
+    section = list(own)
+    found: dict[str, Array] = {}
+    for number, table in enumerate(others):
+        if (table.device, table.backend) not in known:
+            found |= {f"cost.{len(section)}.{name}": array for name, array in columns(arrays, number).items()}
+            section.append(table.model_copy(update={"optimised": False}))
+    return tuple(section), found
+
+
 def cost_fault(number: int, arrays: Mapping[str, Array]) -> str | None:
     """What is wrong with the columns of a table, None where nothing is."""
     table = columns(arrays, number)

@@ -12,7 +12,17 @@ from artifacts.schema import Artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-SECTIONS = ("search", "prefill.imported", "decode", "kv_cache", "evidence", "sidecar")
+SECTIONS = (
+    "search",
+    "prefill.growth",
+    "prefill.front",
+    "prefill.imported",
+    "decode",
+    "kv_cache",
+    "evidence",
+    "costs",
+    "sidecar",
+)
 # What two runs that found the same may differ in, as in the content hash, and what is compared head by head.
 _VOLATILE = ("created_at", "content_sha256", "search.command", "sidecar.file", "sidecar.sha256")
 _NAMED = ("patterns", "kv_cache.policies")
@@ -172,7 +182,7 @@ def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
         name = f"{path}.{key}" if path else key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
             yield from _flat(entry, name)
-        elif name == "evidence":
+        elif name in ("evidence", "costs"):
             # Without the commands, as in the content hash.
             yield name, [{k: v for k, v in each.items() if k != "command"} for each in entry]
         else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
 
-from artifacts.errors import one_line
+from artifacts import page_search
+from artifacts.page_layout import labelled, number, plural, table
 from artifacts.schema import Artifact, Measurement
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ LETTERS = {
     "dense": "D",
 }
 LEFT_ALONE = "."
-_LABEL = 13
 # More heads than fit beside the means are wrapped.
 _MAP_HEADS = 48
 _MAP_WRAP = 32
@@ -46,6 +45,7 @@ def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sideca
     """
     parts = [
         _head(artifact, file, sidecar, width),
+        page_search.front(artifact),
         _winners(artifact),
         _map(artifact, arrays),
         _evidence(artifact.evidence, width),
@@ -64,38 +64,13 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
         ("content", artifact.content_sha256),
         ("sidecar", sidecar),
         ("model", f"{model.name}{revision}, {model.architecture or 'some architecture'}: {shape}, {facts}{unknown}"),
-        *_search(artifact),
-        (
-            "prefill",
-            f"dense below {artifact.prefill.dense_below:,} tokens; "
-            f"the last {artifact.prefill.dense_tail:,} queries see every key",
-        ),
+        *page_search.origin(artifact),
+        *page_search.costs(artifact),
+        *page_search.lengths(artifact),
     ]
     rows += [("decode" * (i == 0), text) for i, text in enumerate(_decode(artifact))]
     rows += [("KV cache" * (i == 0), text) for i, text in enumerate(_kv_cache(artifact))]
-    return [line for label, text in rows for line in _labelled(label, text, width)]
-
-
-def _search(artifact: Artifact) -> Iterator[tuple[str, str]]:
-    if imported := artifact.prefill.imported:
-        scores = {"recall": "its scores are recalls", "other": "its scores are no recalls", None: "without scores"}
-        yield "imported", f"{imported.file}, {imported.format}, {imported.sha256[:12]}; {scores[imported.scores]}"
-    search = artifact.search
-    if search is None:
-        return
-    summary, calibration = search.summary, search.calibration
-    lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
-    searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
-    origin = f"headwise {search.tool_version}, preset {search.preset}, budget {search.budget}, seed {search.seed}"
-    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
-    yield "search", f"{origin}; {search.device}, {search.dtype}, {search.kernel_backend} kernels"
-    yield "", f"$ {search.command}"
-    each = " each" if len(calibration.tasks) + len(calibration.lengths) > 2 else ""
-    tasks = ", ".join(calibration.tasks)
-    yield "calibration", f"{tasks}, {_plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
-    yield "found", f"{means} (target {search.target_density:.4f}); means over {_plural(searched, 'head')}"
-    if summary.best_single_kind is not None:
-        yield "", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"
+    return [line for label, text in rows for line in labelled(label, text, width)]
 
 
 def _decode(artifact: Artifact) -> Iterator[str]:
@@ -122,7 +97,7 @@ def _kv_cache(artifact: Artifact) -> Iterator[str]:
     counts = Counter(name for names in heads for name in names or ())
     for name, policy in artifact.kv_cache.policies.items():
         sizes = ", ".join(f"{field} {value}" for field, value in policy if field != "kind")
-        yield f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; {_plural(counts[name], 'KV head')}"
+        yield f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; {plural(counts[name], 'KV head')}"
     if imported := artifact.kv_cache.imported:
         yield f"imported from {imported.file}, {imported.format}, {imported.sha256[:12]}"
 
@@ -142,7 +117,7 @@ def _winners(artifact: Artifact) -> list[str]:
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
         more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
         rows.append([kind, str(heads), f"{heads / total:.1%}", common + more])
-    return ["winners by kind" if artifact.search else "heads by kind", *_table(rows, left=(0, 3))]
+    return ["winners by kind" if artifact.search else "heads by kind", *table(rows, left=(0, 3))]
 
 
 def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
@@ -181,41 +156,15 @@ def _evidence(evidence: Sequence[Measurement], width: int) -> list[str]:
         return ["evidence: none measured yet"]
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
     for m in evidence:
-        baseline = "-" if m.baseline is None else f"{_number(m.baseline)} {m.unit}".strip()
+        baseline = "-" if m.baseline is None else f"{number(m.baseline)} {m.unit}".strip()
         length = "-" if m.length is None else f"{m.length:,}"
         samples = "-" if m.samples is None else str(m.samples)
-        value = f"{_number(m.value)} {m.unit}".strip()
+        value = f"{number(m.value)} {m.unit}".strip()
         rows.append([m.name, value, baseline, m.baseline_name or "", length, samples])
-    lines = ["evidence", *_table(rows, left=(0, 3))]
+    lines = ["evidence", *table(rows, left=(0, 3))]
     # Most entries share a command and a machine: said once.
     for command in dict.fromkeys(m.command for m in evidence):
-        lines += _labelled("", f"$ {command}", width, indent=2)
+        lines += labelled("", f"$ {command}", width, indent=2)
     for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence):
-        lines += _labelled("", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2)
+        lines += labelled("", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2)
     return lines
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterator[str]:
-    """The text beside its label, wrapped under itself, without the power to move the cursor."""
-    lines = textwrap.wrap(one_line(text), width - indent, break_on_hyphens=False) or [""]
-    for i, line in enumerate(lines):
-        yield f"{label if i == 0 else '':{indent}}{line}"
-
-
-def _table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    cells = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        columns = enumerate(zip(row, widths, strict=True))
-        padded = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in columns]
-        lines.append(("  " + "  ".join(padded)).rstrip())
-    return lines
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

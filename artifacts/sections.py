@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from artifacts.costs import with_others
 from artifacts.errors import ArtifactError
 from artifacts.merging import section_of
 from artifacts.schema import Artifact, ModelInfo
@@ -22,8 +23,8 @@ _NAMES = {"name", "revision"}
 def save_searched(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> Artifact:
     """Write a search's result to `path`; sections that it lacks and an artifact of the same model there has are kept.
 
-    Their arrays are kept with them, their evidence is not: it was measured with the patterns that are replaced. What is
-    no whole artifact, or of another model, is replaced altogether.
+    Their arrays are kept with them, and so are cost tables of other devices. Their evidence is not: it was measured
+    with the patterns that are replaced. What is no whole artifact, or of another model, is replaced altogether.
 
     Returns:
         The artifact as save() returns it.
@@ -47,7 +48,8 @@ def _with_sections(
     kept = {name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None}
     kept = {name: section for name, section in kept.items() if section is not None}
     theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
-    return artifact.model_copy(update=kept), {**theirs, **arrays}
+    costs, tables = with_others(artifact.costs, old.costs, old_arrays)
+    return artifact.model_copy(update={**kept, "costs": costs}), {**theirs, **arrays, **tables}
 
 
 def _identity(model: ModelInfo) -> dict[str, object]:

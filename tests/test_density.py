@@ -96,3 +96,14 @@ def test_rows_of_an_artifact() -> None:
     assert mean_density(artifact, 4095) == 1.0
     flat = [value for row in densities(build(), 4096) for value in row or () if value is not None]
     assert len(flat) == 8 and mean_density(build(), 4096) == pytest.approx(sum(flat) / 8)
+
+
+def test_sizes_are_counted_as_they_are_at_the_length() -> None:
+    """What keeps its share of the prompt keeps its density."""
+    growth = artifacts.Growth(length=4096, powers={"a_shape": {"window": 1.0, "sink": 1.0}})
+    rows: tuple[tuple[str, ...] | None, ...] = (("a_1024_2048",) * 4, None, ("a_1024_2048",) * 4)
+    prefill = artifacts.Prefill(dense_below=0, growth=growth, layers=rows)
+    artifact = build(patterns={"a_1024_2048": artifacts.AShape(sink=1024, window=2048)}, prefill=prefill)
+    found, expected = mean_density(artifact, 1 << 18), density(artifacts.AShape(sink=1 << 16, window=1 << 17), 1 << 18)
+    assert found == pytest.approx(expected)
+    assert found == pytest.approx(mean_density(artifact, 4096), abs=0.02)

@@ -198,6 +198,11 @@ def _sections(artifact: Artifact, format: HeadFormat, notes: Notes) -> None:
             notes.add("same", f'set "sparse_attention_last_q" there: one of {sorted(last)} for all heads', 0)
     elif prefill.dense_below and prefill.imported is None:
         notes.add("keeps less", f"prompts below {prefill.dense_below} tokens are served sparsely, too", 0)
+    if prefill.growth is not None:
+        at = prefill.growth.length
+        notes.add("not carried over", f"sizes go with the length here; written are those of {at} tokens", 0)
+    if prefill.front is not None:
+        notes.add("not carried over", f"written is prefill.layers, of a front of {len(prefill.front.points)} points", 0)
     for section in ("decode", "kv_cache"):
         if getattr(artifact, section) is not None:
             notes.add("not carried over", f"the {section} section has no place in this format", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from artifacts.lint import imports, patterns, scores, sections
+from artifacts.lint import front, imports, patterns, scores, sections
 from artifacts.lint.finding import SEVERITIES, Case, Finding
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
@@ -14,6 +14,8 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     patterns.small,
     patterns.question,
     patterns.budget,
+    front.growth,
+    front.front,
     scores.sidecar,
     scores.shapes,
     scores.ranges,

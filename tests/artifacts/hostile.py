@@ -72,6 +72,8 @@ def artifact_files() -> Iterator[tuple[str, bytes]]:
     for name, change in (
         ("wrong names", lambda f: f["prefill"].update(layers=[[5] * 4000] * 24)),
         ("unknown names", lambda f: f["prefill"].update(layers=[["y" * 64] * 4000] * 24)),
+        ("wrong rows of points", lambda f: _points(f, [[5] * 4000] * 24)),
+        ("unknown names of points", lambda f: _points(f, [["y" * 64] * 4000] * 5)),
         ("wrong rows", lambda f: f["prefill"].update(layers=[5] * 4096)),
         ("unknown fields", lambda f: f.update({f"field{i}": 1 for i in range(16_000)})),
         ("unknown fields of a pattern", lambda f: f["patterns"]["bs_9"].update({f"x{i}": 1 for i in range(16_000)})),
@@ -93,6 +95,15 @@ def artifact_files() -> Iterator[tuple[str, bytes]]:
         change(fields)
         fields["content_sha256"] = content_sha256(fields)
         yield name, json.dumps(fields, ensure_ascii=False).encode()
+
+
+def _points(fields: dict[str, Any], layers: Any) -> None:
+    """As many points with these rows as a file may have values for."""
+    front = fields["prefill"]["front"]
+    point = front["points"][0] | {"layers": layers}
+    count = 1 + 90_000 // sum(map(len, layers))
+    costs = [{"cost": 1.0 + i, "speedup": 2.0 / (1.0 + i), "kl": 1.0 - i / 99} for i in range(count)]
+    front["points"] = [point | each for each in costs][:count]
 
 
 _POLICY = {"kind": "h2o", "heavy": "x", "recent": "x", "normalised": 5}

@@ -121,9 +121,32 @@ def test_show_every_kind(tmp_path, every_kind, capsys, monkeypatch):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
     text = page(tmp_path / "cfg.yaml", capsys, monkeypatch, columns=100)
-    rows = [line.split()[:2] for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "0123"]
-    assert rows == [["0", "VVAB"], ["1", "...."], ["2", "DTLS"], ["3", "FVBD"]]
+    rows = [line.split()[:2] for line in text.splitlines() if line[:6].isspace() and line.strip()[:2] in "0 1 2 3 4 "]
+    assert rows == [["0", "VVAB"], ["1", "...."], ["2", "DTLS"], ["3", "FVBD"], ["4", "DDDM"]]
     assert "T tri_shape, L dilated, S strided, F static" in text
+
+
+def test_show_what_can_be_chosen_and_what_it_was_counted_by(tmp_path, every_kind, capsys, monkeypatch):
+    artifact, arrays = every_kind
+    save(artifact, tmp_path / "cfg.yaml", arrays)
+    text = page(tmp_path / "cfg.yaml", capsys, monkeypatch)
+    assert all(len(line) <= 80 for line in text[: text.index("winners by kind")].splitlines())
+    prose = " ".join(text.split())
+    for expected in (
+        "budget 0.25 for all heads together, by seconds of a processor, 40 trials, seed 7",
+        "kv_retrieval, passkey, 2 prompts each of 2,048, 4,096 tokens",
+        "costs a processor, cpu kernels: a_shape, vertical_slash in bfloat16; the search counted by it",
+        "sizes hold at 4,096 tokens and go with powers of the length: vertical_slash vertical ^0.5, slash ^1 ",
+        "dense attention takes 2 s kl (nats a token) and recall: on held-out prompts",
+    ):
+        assert expected in prose
+    assert "best single kind" not in prose
+    front = text[text.index("front at 4,096 tokens") :].splitlines()[1:4]
+    assert [line.split() for line in front] == [
+        ["attention", "speedup", "kl", "recall", "density"],
+        ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000"],
+        ["*", "1", "s", "2.00x", "0.01", "0.9000", "0.2000"],
+    ]
 
 
 def test_show_names_no_kind_that_is_not_there(saved, capsys, monkeypatch):

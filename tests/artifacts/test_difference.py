@@ -103,6 +103,25 @@ def test_sections_fields_arrays(pair, make):
     assert data["heads"] == [] and data["recall"] == [pytest.approx(0.75), 1.0]
 
 
+def test_growth_front_and_costs(make):
+    other, arrays = build_every_kind()
+    plain = make(
+        model=other.model,
+        patterns=other.patterns,
+        prefill=other.prefill.model_copy(update={"growth": None, "front": None}),
+    )
+    found = compare(plain, other, {}, arrays, length=16_384)
+    assert set(found.added) == {"prefill.growth", "prefill.front", "costs", "decode", "kv_cache"}
+    assert "prefill.growth.length" not in [change.field for change in found.fields]
+    assert found.heads == () and found.density[0] != found.density[1]
+    front = other.prefill.front.model_copy(update={"dense_cost": 9.0})
+    changed = other.model_copy(update={"prefill": other.prefill.model_copy(update={"front": front})})
+    (change,) = compare(other, changed, arrays, arrays).fields
+    assert (change.field, change.before, change.after) == ("prefill.front.dense_cost", 2.0, 9.0)
+    again = other.costs[0].model_copy(update={"command": "another day"})
+    assert not compare(other, other.model_copy(update={"costs": (again,)}), arrays, arrays)
+
+
 def test_kv_heads(make):
     policies = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
     a = make(kv_cache=artifacts.KVCache(policies=policies, layers=("f", "s", ("f", "s"))))

@@ -149,6 +149,43 @@ def test_each_finding(changes, code):
     assert code not in codes(good())
 
 
+@pytest.mark.parametrize(
+    ("growth", "lengths", "odd"),
+    [
+        ({"vertical_slash": {"slash": 0.5}}, (8192,), True),
+        ({"vertical_slash": {"slash": 0.5}}, (8192, 8192), True),
+        ({"vertical_slash": {"slash": 0.5}}, (4096, 8192), False),
+        ({"vertical_slash": {"slash": 0.0}}, (8192,), False),
+        ({}, (8192,), False),
+    ],
+)
+def test_powers_that_nobody_fitted(growth, lengths, odd):
+    grows = prefilled(growth=artifacts.Growth(length=8192, powers=growth))
+    assert ("unfitted-growth" in codes(good(**grows, **calibrated(lengths=lengths)))) == odd
+
+
+def test_a_pattern_is_looked_at_as_large_as_it_gets():
+    """Half of 4,096 tokens is more than all of the 8,192 that the model takes, if it grows tenfold on the way."""
+    powers = artifacts.Growth(length=64, powers={"a_shape": {"window": 1.0}})
+    assert "beyond-model" in codes(good(**prefilled(growth=powers)))
+    assert "near-dense" in codes(good(**prefilled(growth=powers)))
+
+
+def fronted(own=(), **changes):
+    layers = good().prefill.layers
+    point = artifacts.Point(cost=1.0, speedup=2.0, kl=0.1, recall=0.9, density=0.2, layers=layers)
+    front = artifacts.Front(length=8192, unit="flops", dense_cost=2.0, measured_on="held_out", points=(point,))
+    return prefilled(front=front.model_copy(update=changes), **dict(own))
+
+
+def test_fronts_that_say_less_than_they_seem_to():
+    assert codes(good(**fronted())) == codes(good())
+    assert "front-below" in codes(good(**fronted(length=4000)))
+    assert "in-sample-front" in codes(good(**fronted(measured_on="calibration")))
+    other = (("dense",) * 4, None, ("dense",) * 4)
+    assert "off-front" in codes(good(**fronted({"layers": other})))
+
+
 def test_poor_filters():
     kept = build_every_kind()[0].decode.omnikv.similarity
     worse = kept.model_copy(update={"kept": kept.evenly_spaced - 0.1})

@@ -55,6 +55,19 @@ def test_prefill_of_b_decode_left_out_kv_cache_of_c(files):
     assert data["content_sha256"] == merged.content_sha256
 
 
+def test_cost_tables_go_with_the_search(tmp_path):
+    artifact, beside = build_every_kind()
+    save(artifact, tmp_path / "a.yaml", beside)
+    save(
+        build(model=artifact.model, patterns={}, prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 5)),
+        tmp_path / "b.yaml",
+    )
+    run(Config(file=tmp_path / "b.yaml", prefill=tmp_path / "a.yaml", out=tmp_path / "out.yaml"))
+    merged, arrays = load_pair(tmp_path / "out.yaml")
+    assert merged.costs == artifact.costs and merged.prefill == artifact.prefill
+    assert {"cost.0.pattern", "cost.0.sparse_seconds"} <= arrays.keys()
+
+
 def test_in_place(files):
     run(Config(file=files["a"], kv_cache=str(files["c"]), out=files["a"]))
     assert load_pair(files["a"])[0].kv_cache is not None

@@ -14,13 +14,16 @@ from artifacts import (
     BlockSparse,
     Dense,
     Dilated,
+    Growth,
     Prefill,
     Static,
     Strided,
     Summary,
     TriShape,
     VerticalSlash,
+    grown,
     pattern_name,
+    save,
 )
 from artifacts.validation import to_artifact
 
@@ -104,6 +107,147 @@ def test_importing_loads_nothing_heavy():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "artifacts.store" in loaded
     assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)
+
+
+def refused(fields, message):
+    with pytest.raises(ArtifactError) as caught:
+        to_artifact(fields)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("growth", "message"),
+    [
+        ({"length": 0, "powers": {}}, "prefill.growth.length: must be at least 1, got 0"),
+        ({"length": 64, "powers": {"a_shape": {"window": 1.5}}}, "powers.a_shape.window: must be at most 1.0, got 1.5"),
+        ({"length": 64, "powers": {"a_shape": {"window": -0.1}}}, "powers.a_shape.window: must be at least 0"),
+        (
+            {"length": 64, "powers": {"vertical": {"slash": 1.0}}},
+            "prefill.growth.powers.vertical: must be one of dense",
+        ),
+        (
+            {"length": 64, "powers": {"a_shape": {"slash": 1.0}}},
+            "powers.a_shape names 'slash', sizes of a_shape that may",
+        ),
+        (
+            {"length": 64, "powers": {"vertical_slash": {"coverage": 0.5}}},
+            "prefill.growth: powers.vertical_slash names 'coverage', sizes of vertical_slash that may grow are: v",
+        ),
+        ({"length": 64, "powers": {"vertical_slash": {"last_q": 0.5}}}, "powers.vertical_slash names 'last_q'"),
+        ({"length": 64, "powers": {"static": {"indices": 0.5}}}, "sizes of static that may grow are: none"),
+        ({"length": 64}, "prefill.growth.powers: missing"),
+    ],
+)
+def test_growth_that_cannot_be(growth, message, make):
+    fields = make().model_dump(mode="json")
+    fields["prefill"]["growth"] = growth
+    refused(fields, message)
+
+
+def test_sizes_at_a_length(make):
+    growth = Growth(length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "block_sparse": {}})
+    pattern = VerticalSlash(vertical=100, slash=1000, last_q=32, coverage=0.9)
+    assert grown(pattern, growth, 4096) == grown(pattern, growth, 4033) == pattern == grown(pattern, None, 9)
+    assert grown(pattern, growth, 16_384) == pattern.model_copy(update={"vertical": 200, "slash": 4000})
+    assert grown(pattern, growth, 1) == pattern.model_copy(update={"vertical": 12, "slash": 16})
+    assert grown(BlockSparse(blocks=9), growth, 16_384) == BlockSparse(blocks=9)
+
+
+def every_field(every_kind):
+    return every_kind[0].model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda points: points.reverse(), "prefill.front: points must get dearer, but points[1] costs 0.5 after 1"),
+        (lambda points: points[1].update(kl=0.25), "points[1] costs more than the one before without being better"),
+        (lambda points: points[1].update(speedup=3.0), "points[1].speedup is 3, dense_cost over cost is 2"),
+        (lambda points: points.clear(), "prefill.front.points: must not be empty"),
+        (lambda points: points.extend(points * 16), "at most 32"),
+        (lambda points: points[0]["layers"].pop(), "prefill.front.points[0].layers has 4 rows, the model has 5 layers"),
+        (lambda points: points[0]["layers"][2].pop(), "front.points[0].layers[2] has 3 names, the model has 4"),
+        (
+            lambda points: points[0]["layers"].__setitem__(1, ["dense"] * 4),
+            "front.points[0].layers[1]: a layer is left alone in prefill.layers and",
+        ),
+        (
+            lambda points: points[0]["layers"][2].__setitem__(3, "bs_8"),
+            "front.points[0].layers[2][3]: no pattern is called 'bs_8', did you mean bs_9?",
+        ),
+        (lambda points: points[0].update(kl=-0.1), "prefill.front.points[0].kl: must be at least 0"),
+        (lambda points: points[0].update(seconds=1.0), "prefill.front.points[0].seconds: unknown field"),
+    ],
+)
+def test_fronts_that_cannot_be(change, message, every_kind):
+    fields = every_field(every_kind)
+    change(fields["prefill"]["front"]["points"])
+    refused(fields, message)
+
+
+def test_a_pattern_that_only_the_front_uses_is_used(every_kind):
+    artifact = every_kind[0]
+    rows = tuple(row and ("dense",) * 4 for row in artifact.prefill.layers)
+    changed = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"layers": rows})})
+    assert to_artifact(changed.model_dump(mode="json")).prefill.layers == rows
+    plain = changed.model_copy(update={"prefill": changed.prefill.model_copy(update={"front": None})})
+    refused(plain.model_dump(mode="json"), "patterns.vs_100_1800 is used by no head")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda f: f["costs"][0].update(optimised=False),
+            "exactly one table is optimised for where search.cost has se",
+        ),
+        (
+            lambda f: f["costs"].append(f["costs"][0]),
+            "exactly one table is optimised for where search.cost has seconds",
+        ),
+        (lambda f: f["costs"][0].update(device="x"), "costs[0].device is 'x', but search.cost.device 'a processor'"),
+        (lambda f: f["search"].update(cost=None), "no table can be optimised for where search.cost has no unit"),
+        (
+            lambda f: f["search"]["cost"].update(unit="flops"),
+            "no table can be optimised for where search.cost has flops",
+        ),
+        (lambda f: f["prefill"]["front"].update(unit="flops"), "front.unit is flops, but search.cost has seconds"),
+        (lambda f: f["search"].update(allocation="heads"), "search: summary.best_single_kind: must be a kind where"),
+        (lambda f: f["search"]["summary"].update(best_single_kind="dense"), "go together: give both or neither"),
+        (lambda f: f["search"]["calibration"].update(tasks=[]), "search.calibration.tasks: must not be empty"),
+        (lambda f: f["search"].update(allocation="layers"), "search.allocation: must be 'heads' or 'model'"),
+        (lambda f: f["search"].update(n_trials=-1), "search.n_trials: must be at least 0, got -1"),
+    ],
+)
+def test_searches_and_costs_that_do_not_go_together(change, message, every_kind):
+    fields = every_field(every_kind)
+    change(fields)
+    refused(fields, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda a: [a.pop(name) for name in list(a) if name.startswith("cost.")],
+            "costs[0]: the sidecar has no arrays",
+        ),
+        (
+            lambda a: a.update({"cost.0.pattern": a["cost.0.pattern"][:1]}),
+            "must be columns of one length, got [(1,), (2",
+        ),
+        (
+            lambda a: [a.update({n: a[n][:0]}) for n in list(a) if n.startswith("cost.")],
+            "columns of one length, got [(0",
+        ),
+    ],
+)
+def test_cost_tables_are_in_the_sidecar(change, message, every_kind, tmp_path):
+    artifact, arrays = every_kind
+    change(arrays)
+    with pytest.raises(ArtifactError) as caught:
+        save(artifact, tmp_path / "cfg.yaml", arrays)
+    assert message in str(caught.value) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

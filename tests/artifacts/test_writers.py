@@ -14,9 +14,11 @@ import threading
 import numpy as np
 import pytest
 
+import artifacts
 from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
 from artifacts.lock import locked
 from artifacts.sections import save_searched
+from tests.artifacts.conftest import COSTS
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
 
@@ -198,6 +200,27 @@ def test_a_search_keeps_the_sections_of_others(saved, make):
     assert artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
     assert arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
     assert artifact.evidence == ()
+
+
+def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):
+    """Its own come first, and none of the others is what it counted by."""
+    here, there = (COSTS.model_copy(update={"device": device}) for device in ("here", "there"))
+    seconds = {"cost": artifacts.SearchCost(unit="seconds", device="here")}
+    searched = make().search.model_copy(update=seconds)
+
+    def tables(*values):
+        return {f"cost.{i}.sparse_seconds": np.array([value]) for i, value in enumerate(values)}
+
+    both = (there.model_copy(update={"optimised": False}), here)
+    save(make(search=searched, costs=both), saved, tables(1.0, 2.0))
+    save_searched(make(), saved, {})
+    artifact, arrays = load_pair(saved)
+    assert [(table.device, table.optimised) for table in artifact.costs] == [("there", False), ("here", False)]
+    assert arrays == tables(1.0, 2.0)
+    save_searched(make(search=searched, costs=(here,)), saved, tables(3.0))
+    artifact, arrays = load_pair(saved)
+    assert [(table.device, table.optimised) for table in artifact.costs] == [("here", True), ("there", False)]
+    assert arrays == tables(3.0, 1.0)
 
 
 def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make):

@@ -1,0 +1,39 @@
+"""How the page of an artifact lies on a terminal: labelled lines, tables, numbers."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from artifacts.errors import one_line
+
+_LABEL = 13
+
+
+def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterator[str]:
+    """The text beside its label, wrapped under itself, without the power to move the cursor."""
+    lines = textwrap.wrap(one_line(text), width - indent, break_on_hyphens=False) or [""]
+    for i, line in enumerate(lines):
+        yield f"{label if i == 0 else '':{indent}}{line}"
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Rows of cells in columns, those numbered in `left` to the left and the others to the right."""
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        columns = enumerate(zip(row, widths, strict=True))
+        padded = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in columns]
+        lines.append(("  " + "  ".join(padded)).rstrip())
+    return lines
+
+
+def plural(count: int, noun: str) -> str:
+    """1 head, 2 heads, 1,024 heads."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def number(value: float) -> str:
+    """A measured number in four digits, large ones whole."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,84 @@
+"""What the page of an artifact says of where its patterns come from, what they cost, and what else can be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from artifacts.page_layout import number, plural, table
+from artifacts.schema import Artifact, SearchInfo
+
+Row = tuple[str, str]
+_BUDGET = {"heads": "for each head", "model": "for all heads together"}
+
+
+def origin(artifact: Artifact) -> Iterator[Row]:
+    """Import and search, as labels and texts."""
+    if imported := artifact.prefill.imported:
+        scores = {"recall": "its scores are recalls", "other": "its scores are no recalls", None: "without scores"}
+        yield "imported", f"{imported.file}, {imported.format}, {imported.sha256[:12]}; {scores[imported.scores]}"
+    search = artifact.search
+    if search is None:
+        return
+    summary, calibration = search.summary, search.calibration
+    searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
+    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
+    yield "search", f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels"
+    yield "", f"$ {search.command}"
+    each = " each" if len(calibration.tasks) + len(calibration.lengths) > 2 else ""
+    lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
+    prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
+    yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
+    yield "found", f"{means} (target {search.target_density:.4f}); means over {plural(searched, 'head')}"
+    if summary.best_single_kind is not None:
+        yield "", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"
+
+
+def _how(search: SearchInfo) -> str:
+    budget = f"budget {search.budget} {_BUDGET[search.allocation]}"
+    parts = [f"headwise {search.tool_version}", f"preset {search.preset}", budget]
+    if search.cost is not None:
+        parts.append(f"by {search.cost.unit}" + (f" of {search.cost.device}" if search.cost.unit == "seconds" else ""))
+    if search.n_trials is not None:
+        parts.append(plural(search.n_trials, "trial"))
+    return ", ".join([*parts, f"seed {search.seed}"])
+
+
+def lengths(artifact: Artifact) -> Iterator[Row]:
+    """From where on prefill is sparse, and how sizes go with the length."""
+    prefill = artifact.prefill
+    sparse = f"dense below {prefill.dense_below:,} tokens; the last {prefill.dense_tail:,} queries see every key"
+    yield "prefill", sparse
+    if growth := prefill.growth:
+        powers = "; ".join(
+            f"{kind} {', '.join(f'{field} ^{power:g}' for field, power in fields.items())}"
+            for kind, fields in growth.powers.items()
+            if fields
+        )
+        yield "", f"sizes hold at {growth.length:,} tokens and go with powers of the length: {powers or 'none'}"
+
+
+def costs(artifact: Artifact) -> Iterator[Row]:
+    """The devices whose cost tables the artifact carries."""
+    for i, entry in enumerate(artifact.costs):
+        made = "; the search counted by it" if entry.optimised else ""
+        kinds = f"{', '.join(entry.patterns)} in {', '.join(entry.dtypes)}"
+        yield "costs" * (i == 0), f"{entry.device}, {entry.backend} kernels: {kinds}{made}"
+
+
+def front(artifact: Artifact) -> list[str]:
+    """The points that can be chosen, the cheapest first; the one that prefill.layers is has a mark."""
+    found = artifact.prefill.front
+    if found is None:
+        return []
+    unit = {"seconds": " s", "flops": " FLOPs"}[found.unit]
+    rows = [["", "attention", "speedup", "kl", "recall", "density"]]
+    for point in found.points:
+        figures = [f"{point.speedup:.2f}x", f"{point.kl:.4g}", f"{point.recall:.4f}", f"{point.density:.4f}"]
+        mark = "*" if point.layers == artifact.prefill.layers else ""
+        rows.append([mark, f"{number(point.cost)}{unit}", *figures])
+    return [
+        f"front at {found.length:,} tokens (*: what is served where no target is given)",
+        *table(rows, left=(0,)),
+        f"  attention: predicted; dense attention takes {number(found.dense_cost)}{unit}",
+        f"  kl (nats a token) and recall: on {found.measured_on.replace('_', '-')} prompts",
+    ]
