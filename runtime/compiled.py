@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +36,14 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
         _say(layer.key, "decode is being compiled: it attends to every token, not to chosen ones")
     if query.shape[2] < MIN_QUERIES or key.shape[2] < layer.settings.dense_below:
         return attend_densely(call)
-    reason = special(call)
+    sinks = call.more.get("s_aux")
+    reason = special(call._replace(more={**call.more, "s_aux": None}))
     if reason is None and (call.mask is not None or query.shape[2] != key.shape[2]):
         reason = "the prefill is being compiled with a mask (padding, or slots of a static cache)"
     if reason is not None:
         _refuse(layer.key, reason)
         return attend_densely(call)
-    return _prefill(query, key, call.value, layer.key, call.scale, call.softcap), None
+    return _prefill(query, key, call.value, sinks, layer.key, call.scale, call.softcap), None
 
 
 @torch.compiler.disable
@@ -72,12 +74,21 @@ def _say(layer: int, what: str) -> None:
 @torch.library.custom_op(
     "headwise::prefill",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, int layer, float? scale, float? softcap) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float? scale, float? softcap) -> Tensor",
 )
 def _prefill(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layer: int,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
-    """(B, Q, H, E) of whole sequences without padding: query (B, H, Q, D), key (B, G, Q, D), value (B, G, Q, E)."""
+    """(B, Q, H, E) of whole sequences without padding: query (B, H, Q, D), key (B, G, Q, D), value (B, G, Q, E).
+
+    sinks (H,): see runtime.sinks.
+    """
     from runtime.attention import headwise_attention
 
     batch, _, length, _ = query.shape
@@ -89,12 +100,14 @@ def _prefill(
         return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().expand(batch, 1, -1, -1)
 
     mask = PrefillMask(layout, make, dtype=torch.bool, device=query.device)
-    more = {} if softcap is None else {"softcap": softcap}
+    more: dict[str, Any] = {
+        name: given for name, given in (("softcap", softcap), ("s_aux", sinks)) if given is not None
+    }
     out, _ = headwise_attention(module_of(layer), query, key, value, mask, scaling=scale, **more)
     return out.contiguous()
 
 
 @_prefill.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float | None, softcap: float | None) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
