@@ -144,4 +144,6 @@ def remember(config: Any, modules: dict[nn.Module, Layer], settings: Settings) -
 def forget(config: Any, modules: list[nn.Module]) -> None:
     _configs.pop(id(config), None)
     for module in modules:
-        vars(module).pop(_ATTRIBUTE, None)
+        layer: Layer | None = vars(module).pop(_ATTRIBUTE, None)
+        if layer is not None:
+            _modules.pop(layer.key, None)
