@@ -1,6 +1,6 @@
 """How near each head's sparse attention comes to dense attention on a prompt, whatever the artifact was searched on.
 
-Shapes: L layers, H query heads, S prompt length.
+Shapes: L layers, H query heads, S prompt length, E value dim.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from artifacts import Artifact
 from kernels.attention import sparse_attention
+from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.capture import LayerInputs, capture
@@ -57,28 +59,36 @@ def fidelity(
     return found
 
 
-def layer_fidelity(inputs: LayerInputs, plan: LayerPlan, *, backend: str = "auto") -> Fidelity:
-    """The same of one layer, (H,) each; backend as for kernels.attention.sparse_attention."""
+def layer_fidelity(
+    inputs: LayerInputs, plan: LayerPlan, *, dense: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
+) -> Fidelity:
+    """The same of one layer, (H,) each.
+
+    Args:
+        inputs: what its heads attend with.
+        plan: their patterns.
+        dense: what dense_attention returned for the layer, None to compute it.
+        backend: as for kernels.attention.sparse_attention.
+    """
     heads = range(inputs.q.shape[1])
     index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-    whole = dense_index(1, len(heads), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
-    (dense, dense_lse), (sparse, lse) = (
-        sparse_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            which,
-            scale=inputs.scale,
-            softcap=inputs.softcap,
-            return_lse=True,
-            backend=backend,
-        )
-        for which in (whole, index)
-    )
+    expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
+    found, lse = _attend(inputs, index, backend)
     error = np.empty(len(heads), dtype=np.float32)
     for head in heads:
         # Head by head: the fp32 difference of a whole layer would be the largest tensor.
-        expected = dense[0, head].float()
-        error[head] = float((sparse[0, head].float() - expected).norm() / expected.norm().clamp_min(1e-30))
+        exact = expected[0, head].float()
+        error[head] = float((found[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
     recall = (lse - dense_lse)[0].exp().clamp(max=1.0).mean(-1).cpu().numpy()
     return Fidelity(error=error, recall=recall, density=index.density()[0].cpu().numpy())
+
+
+def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp (1, H, S)."""
+    heads, length = inputs.q.shape[1:3]
+    return _attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
+
+
+def _attend(inputs: LayerInputs, index: SparseIndex, backend: str) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
+    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, **options)

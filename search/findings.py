@@ -10,25 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from artifacts import Artifact, HeadwiseError, pattern_name
-from artifacts import Pattern as ArtifactPattern
-from artifacts.patterns import KINDS
+from artifacts import Artifact, HeadwiseError, Pattern, pattern_name
+from search.names import kind_of, pattern_of, sized
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-_PATTERN: TypeAdapter[ArtifactPattern] = TypeAdapter(ArtifactPattern)
-_SHORT = {
-    "a": "a_shape",
-    "bs": "block_sparse",
-    "dil": "dilated",
-    "mu": "memory_units",
-    "str": "strided",
-    "tri": "tri_shape",
-    "vs": "vertical_slash",
-}
 MEASURES = ("error", "recall", "density")
 _ALL = (*MEASURES, "seconds")
 
@@ -56,7 +44,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Candidate:
+class Candidate:
     """The arrays of one candidate, (L, H) each: its measures, and its sizes where they differ from head to head."""
 
     place: int
@@ -64,10 +52,22 @@ class _Candidate:
     measures: dict[str, np.ndarray] = field(default_factory=dict)
     sizes: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def pattern(self, layer: int, head: int) -> str:
+    def tried(self, layer: int, head: int) -> bool:
+        """Whether it was tried for that head."""
+        return bool(np.isfinite(self.measures["error"][layer, head]))
+
+    def name_at(self, layer: int, head: int) -> str:
         """The name of the pattern that was tried: the candidate's own unless it was brought to a size for each head."""
+        return pattern_name(self.pattern(layer, head)) if self.sizes else self.name
+
+    def pattern(self, layer: int, head: int) -> Pattern:
+        """The pattern that was tried.
+
+        Raises:
+            HeadwiseError: its name tells none.
+        """
         sizes = {name: int(array[layer, head]) for name, array in self.sizes.items()}
-        return pattern_name(_PATTERN.validate_python({"kind": kind_of(self.name), **sizes})) if sizes else self.name
+        return sized(self.name, sizes) if sizes else pattern_of(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +81,7 @@ class Findings:
     """
 
     artifact: Artifact
-    candidates: tuple[_Candidate, ...]
+    candidates: tuple[Candidate, ...]
     chosen: np.ndarray
     price: np.ndarray | None
     weight: np.ndarray
@@ -131,11 +131,11 @@ class Findings:
         """What was tried for a head, in the search's order."""
         found = []
         for candidate in self.candidates:
-            values = {name: float(array[layer, head]) for name, array in candidate.measures.items()}
-            if np.isnan(values["error"]):
+            if not candidate.tried(layer, head):
                 continue
+            values = {name: float(array[layer, head]) for name, array in candidate.measures.items()}
             seconds = values.pop("seconds", None)
-            pattern = candidate.pattern(layer, head)
+            pattern = candidate.name_at(layer, head)
             found.append(
                 Trial(
                     candidate=candidate.place, pattern=pattern, kind=kind_of(candidate.name), seconds=seconds, **values
@@ -171,17 +171,9 @@ def slope(cheaper: Trial, dearer: Trial) -> float:
     return (cheaper.error**2 - dearer.error**2) / extra if extra > 0 else float("inf")
 
 
-def kind_of(name: str) -> str:
-    """The kind of the pattern or of the family of patterns that has this name."""
-    for kind in KINDS:
-        if name == kind or name.startswith(f"{kind}_"):
-            return kind
-    return _SHORT.get(name.partition("_")[0], "?")
-
-
-def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[_Candidate, ...]:
+def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[Candidate, ...]:
     """From arrays candidates.<place>.<name>.<measure or size>; a name may have dots of its own."""
-    found: dict[int, _Candidate] = {}
+    found: dict[int, Candidate] = {}
     for key, array in arrays.items():
         if not key.startswith("candidates."):
             continue
@@ -189,7 +181,7 @@ def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[_C
         name, _, measure = rest.rpartition(".")
         if not place.isdecimal() or not name:
             raise HeadwiseError(f"the sidecar's array {key!r} is not named candidates.NUMBER.NAME.MEASURE")
-        candidate = found.setdefault(int(place), _Candidate(place=int(place), name=name))
+        candidate = found.setdefault(int(place), Candidate(place=int(place), name=name))
         values = candidate.measures if measure in _ALL else candidate.sizes
         values[measure] = _checked(key, np.asarray(array), shape)
     for candidate in found.values():

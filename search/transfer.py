@@ -21,6 +21,7 @@ from profiling.prompts import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.again import search_again
 from search.drift import Drift, measure_drift
+from search.rules import rule_of
 from search.transferred import write_transferred
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
     check_writable(config.out)
     artifact, arrays = load_pair(config.source)
     _check_searched(config.source, artifact, arrays)
+    rule = rule_of(artifact, arrays, backend=config.backend)
     assert artifact.search is not None
     loaded = load_model(
         config.model, dtype=config.dtype or artifact.search.dtype, device=config.device, revision=config.revision
@@ -93,7 +95,7 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
     drift = measure_drift(loaded, artifact, arrays, prompts, journal, backend=config.backend)
     moved = drift.moved(config.max_drift)
     heads = [(int(layer), int(head)) for layer, head in np.argwhere(moved)]
-    again = search_again(loaded, artifact, prompts, heads, journal, backend=config.backend)
+    again = search_again(loaded, rule, prompts, heads, journal)
     written = write_transferred(config, artifact, arrays, model, drift, again)
     if config.picture:
         from profiling.pattern_map import draw_pattern_map

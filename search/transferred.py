@@ -13,9 +13,10 @@ import numpy as np
 from artifacts import Artifact, ModelInfo, pattern_name
 from artifacts.merging import section_of
 from artifacts.sections import save_searched
-from search.again import Again
+from search.again import Head
 from search.drift import Drift
-from search.record import MEASURES, as_artifact_pattern
+from search.findings import MEASURES
+from search.rules import Found
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 
 
 def write_transferred(
-    config: Transfer, source: Artifact, arrays: Mapping[str, Array], model: ModelInfo, drift: Drift, again: Again
+    config: Transfer,
+    source: Artifact,
+    arrays: Mapping[str, Array],
+    model: ModelInfo,
+    drift: Drift,
+    again: Mapping[Head, Found],
 ) -> Artifact:
     """Put the artifact together and write it to `config.out` with its sidecar.
 
@@ -32,14 +38,13 @@ def write_transferred(
     assert source.search is not None
     patterns = dict(source.patterns)
     rows = [None if row is None else list(row) for row in source.prefill.layers]
-    for (layer, head), choice in again.choices.items():
-        pattern = as_artifact_pattern(choice.pattern)
+    for (layer, head), found in again.items():
         row = rows[layer]
         assert row is not None, "only heads that were searched can have moved"
-        row[head] = pattern_name(pattern)
-        patterns[row[head]] = pattern
+        row[head] = pattern_name(found.pattern)
+        patterns[row[head]] = found.pattern
     used = {name: patterns[name] for row in rows for name in row or ()}
-    kept = _arrays(source, arrays, drift, again)
+    kept = _arrays(arrays, drift, again)
     winners: dict[str, int] = {}
     for row in rows:
         for name in row or ():
@@ -49,7 +54,7 @@ def write_transferred(
     summary = source.search.summary.model_copy(update={**means, "winners": ordered})
     heads = sum(winners.values())
     taken = f"from {source.model.name} ({source.content_sha256[:8]})"
-    command = f"{config.command}  # {taken}: {len(again.choices)} of {heads} heads searched again"
+    command = f"{config.command}  # {taken}: {len(again)} of {heads} heads searched again"
     search = source.search.model_copy(update={"command": command, "summary": summary})
     layers = tuple(None if row is None else tuple(row) for row in rows)
     artifact = Artifact(
@@ -62,23 +67,19 @@ def write_transferred(
     return save_searched(artifact, config.out, kept)
 
 
-def _arrays(source: Artifact, arrays: Mapping[str, Array], drift: Drift, again: Again) -> dict[str, np.ndarray]:
+def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Found]) -> dict[str, np.ndarray]:
     """The sidecar's arrays, with the scores that were measured on this model in place of the other's."""
     kept = {name: np.array(array) for name, array in arrays.items() if section_of(name) == "prefill"}
+    if "chosen.seconds" in kept:
+        kept["chosen.seconds"] *= drift.here.density / arrays["chosen.density"]
     for measure in MEASURES:
         kept[f"chosen.{measure}"] = np.array(getattr(drift.here, measure), dtype=np.float32)
     searched = np.zeros_like(drift.before, dtype=np.uint8)
-    for at, choice in again.choices.items():
+    for at, found in again.items():
         searched[at] = 1
-        kept["chosen.candidate"][at] = choice.candidate
-        for measure in MEASURES:
-            kept[f"chosen.{measure}"][at] = getattr(choice.score, measure)
-        for c, family in enumerate(again.families):
-            score = again.scores[at][c]
-            for measure in MEASURES:
-                kept[f"candidates.{c}.{family.name}.{measure}"][at] = getattr(score, measure)
-            for size, value in score.sizes.items():
-                kept[f"candidates.{c}.{family.name}.{size}"][at] = value
+        for name, value in found.values.items():
+            if name in kept:
+                kept[name][at] = value
     return kept | {
         "transfer.again": searched,
         "transfer.before": np.array(drift.before, dtype=np.float32),

@@ -21,7 +21,7 @@ from profiling.missed_mass import missed_mass
 from profiling.models import load_model
 from profiling.prompts import make_prompts
 from search.explain import Question, main, report, run
-from search.findings import Trial, hull, kind_of
+from search.findings import Trial, hull
 from search.heads import HeadSearch
 from search.heads import run as run_search
 
@@ -226,19 +226,6 @@ def test_the_hull_holds_whoever_wins_at_some_price() -> None:
         costs = [trials[at].cost for at in line]
         assert costs == sorted(costs)
         assert all(trials[a].error > trials[b].error for a, b in pairwise(line))
-
-
-def test_kinds_are_read_from_either_sort_of_name() -> None:
-    assert [kind_of(name) for name in ("a_shape_1_2", "a_1_2", "vs_3_4_c99.5", "bs_3", "dense", "static_x")] == [
-        "a_shape",
-        "a_shape",
-        "vertical_slash",
-        "block_sparse",
-        "dense",
-        "static",
-    ]
-    patterns = [artifacts.Dense(kind="dense"), artifacts.TriShape(kind="tri_shape", sink=1, window=2, last=3)]
-    assert [kind_of(artifacts.pattern_name(pattern)) for pattern in patterns] == ["dense", "tri_shape"]
 
 
 def test_missed_mass_is_what_plain_softmax_says(found: Path, tiny_model: Path) -> None:

@@ -31,6 +31,7 @@ from search.explain import Question
 from search.explain import run as explain
 from search.heads import HeadSearch
 from search.heads import run as run_search
+from search.names import pattern_of
 from search.transfer import Transfer, main, run
 from tests.search.conftest import save_tiny
 
@@ -304,3 +305,86 @@ def test_what_is_in_the_journal_is_not_measured_again(
     assert run(options(source, finetune, out))[0].content_sha256 == first.content_sha256
     with pytest.raises(HeadwiseError, match=r"its max drift is 0\.25, not 0\.5"):
         run(options(source, finetune, out, max_drift=0.5))
+
+
+CANDIDATES = ["a_64_64", "bs_4", "bs_8", "a_64_300", "dense"]
+
+
+def _everywhere(artifact: artifacts.Artifact, name: str) -> artifacts.Artifact:
+    """The artifact with one pattern for every head."""
+    rows = ((name,) * 6,) * 3
+    update = {"patterns": {name: pattern_of(name)}, "prefill": artifact.prefill.model_copy(update={"layers": rows})}
+    return artifact.model_copy(update=update)
+
+
+def _measured(artifact: artifacts.Artifact, model: Path) -> dict[str, np.ndarray]:
+    """The arrays of a search with one budget for the model, as measured by profiling on two prompts."""
+    loaded = load_model(str(model), dtype="float32")
+    prompts = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=2, seed=0)
+    arrays = {}
+    for place, name in enumerate(CANDIDATES):
+        found = [fidelity(loaded.model, _everywhere(artifact, name), prompt) for prompt in prompts]
+        for measure in ("error", "recall", "density"):
+            mean = np.mean([getattr(one, measure) for one in found], axis=0)
+            arrays[f"candidates.{place}.{name}.{measure}"] = mean.astype(np.float32)
+        arrays[f"candidates.{place}.{name}.seconds"] = arrays[f"candidates.{place}.{name}.density"] * 0.01
+    return arrays
+
+
+def _chosen(arrays: dict[str, np.ndarray], price: np.ndarray) -> np.ndarray:
+    """Each head's least sum of squared error and cost at its layer's price."""
+    pairs = [
+        (arrays[f"candidates.{place}.{name}.error"].astype(float), arrays[f"candidates.{place}.{name}.seconds"])
+        for place, name in enumerate(CANDIDATES)
+    ]
+    return np.argmin([error**2 + price[:, None] * seconds for error, seconds in pairs], axis=0).astype(np.int32)
+
+
+def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: Path, tmp_path: Path) -> None:
+    artifact, _ = artifacts.load_pair(source)
+    assert artifact.search is not None
+    price = np.array([160.0, 40.0, 80.0])
+    arrays = _measured(artifact, finetune.parent / "base")
+    chosen = _chosen(arrays, price)
+    assert len(set(chosen.flat)) > 2, "a price at which all heads take the same shows nothing"
+    arrays["chosen.candidate"] = chosen
+    for measure in ("error", "recall", "density", "seconds"):
+        tables = [arrays[f"candidates.{place}.{name}.{measure}"] for place, name in enumerate(CANDIDATES)]
+        arrays[f"chosen.{measure}"] = np.take_along_axis(np.stack(tables), chosen[None].astype(int), axis=0)[0]
+    # Nobody tried dense for the first head that moves: it cannot get it now.
+    arrays["candidates.4.dense.error"][MOVED[0]] = np.nan
+    arrays["allocation.price"] = price
+    rows = tuple(tuple(CANDIDATES[at] for at in row) for row in chosen)
+    names = {name for row in rows for name in row}
+    update = {
+        "search": artifact.search.model_copy(update={"allocation": "model"}),
+        "patterns": {name: pattern_of(name) for name in names},
+        "prefill": artifact.prefill.model_copy(update={"layers": rows}),
+    }
+    allocated, out = tmp_path / "model.yaml", tmp_path / "new.yaml"
+    artifacts.save(artifact.model_copy(update=update), allocated, arrays)
+    _, _, _, moved = run(options(allocated, finetune, out, max_drift=0.05))
+    assert [tuple(at) for at in np.argwhere(moved).tolist()] == MOVED
+    written, new = artifacts.load_pair(out)
+    there = _measured(artifact, finetune)
+    there["candidates.4.dense.error"][MOVED[0]] = np.inf
+    expected = _chosen(there, price)
+    for layer, head in MOVED:
+        for name, array in there.items():
+            if np.isfinite(new[name][layer, head]):
+                np.testing.assert_allclose(new[name][layer, head], array[layer, head], rtol=1e-3, atol=1e-6)
+        row = written.prefill.layers[layer]
+        assert row is not None
+        assert row[head] == CANDIDATES[expected[layer, head]]
+        assert "at the model's price" in " ".join(explain(Question(file=out, layer=layer, head=head))["why"]).lower()
+    assert np.isnan(new["candidates.4.dense.error"][MOVED[0]])
+
+
+def test_without_the_price_nobody_can_choose(source: Path, finetune: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(source)
+    assert artifact.search is not None
+    search = artifact.search.model_copy(update={"allocation": "model"})
+    file = tmp_path / "model.yaml"
+    artifacts.save(artifact.model_copy(update={"search": search}), file, arrays)
+    with pytest.raises(HeadwiseError, match=r"no allocation\.price in its sidecar"):
+        run(options(file, finetune, tmp_path / "new.yaml"))
