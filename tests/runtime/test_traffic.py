@@ -247,3 +247,35 @@ def test_threads_generate_at_once_from_one_model(build, apply, masked, ids) -> N
         for thread in threads:
             thread.join()
     assert [found[i] for i in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("section", ["prefill", "decode"])
+@pytest.mark.parametrize("offload", ["never", "packed"])
+def test_sequences_that_end_leave_the_batch(offload, section, build, apply, decoding, ids) -> None:
+    model, steps = build(num_hidden_layers=6), [(0, 1, 2, 3), (1, 3), (1,)]
+    prompts = [ids(n, seed=n) for n in (200, 170, 150, 90)]
+    tokens = torch.cat([torch.nn.functional.pad(p, (200 - p.shape[1], 0)) for p in prompts])
+    with decoding(model).apply(model) if section == "decode" else apply(model, strict=True) as handle:
+
+        def alone(prompt: Tensor) -> list[int]:
+            cache = handle.new_cache(offload=offload)
+            out = model.generate(prompt, past_key_values=cache, **OPTIONS | {"max_new_tokens": len(steps) * 2})
+            return out[0, prompt.shape[1] :].tolist()
+
+        expected = [alone(prompt) for prompt in prompts]
+        cache, real, said = handle.new_cache(offload=offload), (tokens > 0).long(), {row: [] for row in steps[0]}
+        new, at, rows = tokens, (real.cumsum(1) - 1).clamp(min=0), steps[0]
+        for step in range(2 * len(steps)):
+            stay = steps[step // 2]
+            if stay != rows:
+                places = torch.tensor([rows.index(row) for row in stay])
+                cache.batch_select_indices(places)
+                new, real, at, rows = new[places], real[places], at[places], stay
+            out = model(new, attention_mask=real, position_ids=at, past_key_values=cache)
+            new = out.logits[:, -1].argmax(-1, keepdim=True)
+            for row, token in zip(rows, new.flatten().tolist(), strict=True):
+                said[row].append(token)
+            real, at = torch.cat([real, torch.ones_like(new)], 1), at[:, -1:] + 1
+    for row, spoken in said.items():
+        assert spoken == expected[row][: len(spoken)]
+    assert [len(said[row]) for row in steps[0]] == [2, 6, 2, 4]

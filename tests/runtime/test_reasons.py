@@ -1,0 +1,64 @@
+"""docs/runtime.md explains whatever the runtime can refuse or serve densely, in the words of the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_PAGE = (_ROOT / "docs/runtime.md").read_text()
+_ROWS = [line.lower() for line in _PAGE.splitlines() if line.startswith("| ")]
+# Where reasons for dense calls are returned, assigned or said, and not raised.
+_REASONS = ("reasons.py", "faults.py", "compiled.py", "kept.py")
+
+
+def parts_of(node: ast.expr | None) -> list[str]:
+    """What of a message is the same whatever happened."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=values):
+            return [part for value in values for part in parts_of(value) if isinstance(value, ast.Constant)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return parts_of(left) + parts_of(right)
+        case ast.BoolOp(values=[*_, last]):
+            return parts_of(last)
+    return []
+
+
+def messages(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line and constant parts of each message in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        found: ast.expr | None = None
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "HeadwiseError":
+            found = node.args[0]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "_say":
+            found = node.args[-1]
+        elif path.name in _REASONS and isinstance(node, ast.Return | ast.Assign):
+            found = node.value
+        if parts := [part for part in parts_of(found) if re.search(r"[a-z]{3}", part)]:
+            yield node.lineno, parts
+
+
+SOURCES = [path for path in sorted((_ROOT / "runtime").rglob("*.py")) if "vllm" not in path.parts]
+FOUND = [
+    pytest.param(parts, id=f"{path.stem}-{line}-{max(parts, key=len).strip()[:40]}")
+    for path in SOURCES
+    for line, parts in messages(path)
+]
+
+
+def test_messages_are_found_where_they_are() -> None:
+    assert len(FOUND) > 50
+
+
+@pytest.mark.parametrize("parts", FOUND)
+def test_the_page_has_a_row_for_each(parts: list[str]) -> None:
+    # A row has its words up to where it goes into detail.
+    said = [re.split(r"[:;(,]", part)[0].strip().lower() for part in parts]
+    said = max(said, key=len)
+    assert any(said in row for row in _ROWS), f"no row of docs/runtime.md has {said!r}"
