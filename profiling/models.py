@@ -86,6 +86,17 @@ def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
             return AutoTokenizer.from_pretrained(source.place, **options)
 
 
+def load_config(spec: str, *, revision: str | None = None) -> Any:
+    """Load the configuration of a model alone; arguments and errors as load_model has them."""
+    from transformers import AutoConfig
+
+    with _quiet():
+        source = _find(spec, DTYPES["bf16"], revision)
+        options = _options(source)
+        with _one_line_of(source, options):
+            return AutoConfig.from_pretrained(source.place, **options)
+
+
 def _find(spec: str, dtype: str, revision: str | None) -> _Source:
     path = Path(spec).expanduser()
     local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)

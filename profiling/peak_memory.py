@@ -1,21 +1,23 @@
 """The most memory that a prefill needs beside the model, in a process of its own: what was freed before is no help.
 
-python -m profiling.peak_memory --model smollm2 --config cfg.yaml --length 8192
+python -m profiling.peak_memory --model smollm2 --config cfg.yaml --length 8192 --low-memory
 
-On a GPU it is what torch gave out at most. On Linux it is the growth of the resident set's high-water mark, which is
-set back once model and kernels are loaded; elsewhere the mark cannot be set back, and what loading took hides as much.
+`python -m profiling.memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
+at most. On Linux it is the growth of the resident set's high-water mark, which is set back once model and kernels are
+loaded; elsewhere the mark cannot be set back, and what loading took hides as much.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -25,6 +27,7 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.methods import Method
 from profiling.models import LoadedModel, load_model
 from runtime import load
+from runtime.caches import OFFLOADS, cache_bytes
 from runtime.layers import text_config
 
 _WARM = 192
@@ -42,43 +45,82 @@ def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revi
     model = loaded.model
     if model.device.type == "cuda":
         with method.apply(model):
-            return _grown(model, length, lambda: method.cache(model))
-    command = [sys.executable, "-m", "profiling.peak_memory", "--model", spec, "--length", str(length)]
-    command += ["--dtype", str(model.dtype).removeprefix("torch."), "--threads", str(torch.get_num_threads())]
-    command += ["--revision", revision] if revision else []
+            return _grown(model, length, lambda: method.cache(model)).peak
     with tempfile.TemporaryDirectory() as folder:
+        config = None
         if method.headwise is not None:
             config = Path(folder) / "cfg.yaml"
             save(method.headwise.artifact, config, method.headwise.arrays or None)
-            command += ["--config", str(config)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        dtype = str(model.dtype).removeprefix("torch.")
+        return peak_apart(method.name, spec, length, config=config, dtype=dtype, revision=revision).peak
+
+
+class Grown(NamedTuple):
+    """Bytes that a prefill takes at most beside the model, and what of them its cache holds on the device then."""
+
+    peak: int
+    cache: int
+
+
+def peak_apart(
+    name: str,
+    spec: str,
+    length: int,
+    *,
+    config: Path | None = None,
+    low_memory: bool = False,
+    offload: str = "auto",
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    revision: str | None = None,
+) -> Grown:
+    """What a prefill takes in a process of its own; `name` is what a message calls it.
+
+    config: the artifact to apply, with or without low_memory; None for dense attention in transformers' own cache.
+
+    Raises:
+        HeadwiseError: that process failed.
+    """
+    command = [sys.executable, "-m", "profiling.peak_memory", "--model", spec, "--length", str(length)]
+    command += ["--dtype", dtype, "--device", device, "--offload", offload, "--threads", str(torch.get_num_threads())]
+    command += ["--revision", revision] if revision else []
+    command += ["--config", str(config)] if config else []
+    command += ["--low-memory"] if low_memory else []
+    # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the prefill.
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise HeadwiseError(f"peak memory of {method.name} could not be measured: {lines[-1]}")
-    return int(json.loads(done.stdout.splitlines()[-1])["bytes"])
+        raise HeadwiseError(f"peak memory of {name} could not be measured: {lines[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Grown(int(found["bytes"]), int(found["cache"]))
 
 
-def measure(options: argparse.Namespace) -> int:
-    """Bytes of one prefill of random tokens in this process."""
+def measure(options: argparse.Namespace) -> Grown:
+    """What one prefill of random tokens takes in this process.
+
+    Raises:
+        HeadwiseError: the model cannot be loaded, or the artifact is not for it.
+    """
     torch.set_num_threads(options.threads)
     loaded = load_model(options.model, dtype=options.dtype, device=options.device, revision=options.revision)
     model = loaded.model
     if options.config is None:
         return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
-    with load(options.config).apply(model, check_weights=False) as handle:
-        return _grown(model, options.length, handle.new_cache)
+    with load(options.config).apply(model, check_weights=False, low_memory=options.low_memory) as handle:
+        return _grown(model, options.length, lambda: handle.new_cache(offload=options.offload))
 
 
 @torch.no_grad()
-def _grown(model: Any, length: int, cache: Callable[[], Any]) -> int:
-    """Bytes that a prefill of random tokens takes at most."""
+def _grown(model: Any, length: int, cache: Callable[[], Any]) -> Grown:
+    """What a prefill of random tokens takes."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
     # What is loaded or compiled at the first call belongs to no prompt.
     model(ids[:, :_WARM], past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    before = _mark(model.device, reset=True)
-    model(ids, past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    return max(0, _mark(model.device, reset=False) - before)
+    before, filled = _mark(model.device, reset=True), cache()
+    model(ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
+    return Grown(max(0, _mark(model.device, reset=False) - before), cache_bytes(filled).device)
 
 
 def _mark(device: torch.device, *, reset: bool) -> int:
@@ -112,7 +154,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cpu")
     p.add_argument("--revision", help="revision of a hub model")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    print(json.dumps({"bytes": measure(p.parse_args(argv))}))
+    p.add_argument("--low-memory", action="store_true", help="apply the artifact with low_memory=True")
+    p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
+    found = measure(p.parse_args(argv))
+    print(json.dumps({"bytes": found.peak, "cache": found.cache}))
     return 0
 
 

@@ -188,7 +188,7 @@ class Tape:
         if len(along) > 1 and along[0] != 1:
             raise _Untileable
         place = self._place
-        return given.narrow(along[0], place.start, place.stop - place.start)
+        return given.narrow(along[0], place.start, place.stop - place.start).contiguous()
 
 
 def tape_of(module: nn.Module) -> Tape | None:

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runtime.attention_tiles import TiledAttention
-from runtime.tiles import PositionWise, Tiled
+from runtime.tiles import PositionWise, Tiled, whole_modules
 
 # Bytes of logits from which on a caller hears that he asked for those of every token.
 LOGITS = 1 << 30
@@ -31,11 +32,15 @@ class LowMemory:
         found = list(attentions)
         self._tiled: list[Tiled] = [TiledAttention(module, self._say, attend) for module in found]
         self._tiled += [PositionWise(module, self._say) for module in beside(model, found)]
-        self._hook = model.register_forward_pre_hook(self._expect_logits, with_kwargs=True)
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
 
     def remove(self) -> None:
         """Give every module its forward back."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for tiled in self._tiled:
             tiled.remove()
         self._tiled = []
@@ -44,6 +49,18 @@ class LowMemory:
         if what not in self._said:
             self._said.add(what)
             _log.warning("%s", what)
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # A router's logits are recorded call by call.
+        asked = kwargs.get("output_router_logits")
+        whole_modules.wanted = bool(getattr(model.config, "output_router_logits", False) if asked is None else asked)
+        self._expect_logits(model, args, kwargs)
+
+    def _after(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            whole_modules.wanted = False
 
     def _expect_logits(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn where the logits of all tokens are asked for and take more than all else."""

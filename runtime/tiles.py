@@ -5,6 +5,7 @@ Shapes: B batch, S tokens of a call, T tokens of a tile, C channels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import MethodType
@@ -18,6 +19,8 @@ TOKENS = {"cpu": 1024}
 TOKENS_ELSEWHERE = 4096
 # Where the first tokens of a call are cut to see whether a module treats each by itself.
 PROBE = (0, 7, 16)
+# `wanted` is set in a thread while it runs a call that modules have to see whole.
+whole_modules = threading.local()
 
 
 class Tiled:
@@ -61,6 +64,8 @@ class Tiled:
         """Where to cut the tokens of (B, S, C); None for a call that is served whole."""
         if not self._active or self._fits is False or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
+        if getattr(whole_modules, "wanted", False):
+            return None
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             return None
         step = max(TOKENS.get(x.device.type, TOKENS_ELSEWHERE) // max(x.shape[0], 1), PROBE[-1])
@@ -71,15 +76,15 @@ class Tiled:
         if self._fits is None:
             self._fits = is_tileable()
             if not self._fits:
-                self._warn(f"{type(self.module).__name__} is not tiled: what it gives a token depends on others")
+                self._warn(f"{type(self.module).__name__} is run over whole prompts: it does not treat each token by itself")
         return self._fits
 
 
 class PositionWise(Tiled):
-    """A norm, an MLP, a mixture of experts: one tensor in, one of as many tokens out, each token by itself."""
+    """A norm, an MLP, a mixture of experts: hidden states in, tensors of as many tokens out, each token by itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, (B, S, any)."""
+        """The module's output: (B, S, ...) or (B * S, ...), or a tuple of such."""
         given = (*args, *kwargs.values())
         x = given[0] if len(given) == 1 else None
         cuts = self._cuts(x)
@@ -93,13 +98,7 @@ class PositionWise(Tiled):
 
         if not self._try(lambda: _each_by_itself(run, x)):
             return run(x)
-        out: Tensor | None = None
-        for start, stop in pairwise(cuts):
-            tile = run(x[:, start:stop])
-            out = tile.new_empty(x.shape[0], x.shape[1], *tile.shape[2:]) if out is None else out
-            out[:, start:stop] = tile
-            del tile
-        return out
+        return _joined(run, x, cuts)
 
 
 def slices(cuts: list[int]) -> Iterator[slice]:
@@ -119,11 +118,43 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 def _each_by_itself(run: Callable[[Tensor], Any], x: Tensor) -> bool:
     """Whether the first tokens come out of two tiles as they do out of one."""
-    whole = run(x[:, PROBE[0] : PROBE[-1]])
-    if not isinstance(whole, Tensor) or whole.shape[:2] != (x.shape[0], PROBE[-1]):
+    start = x[:, : PROBE[-1]].contiguous()
+    whole = run(start)
+    parts = whole if isinstance(whole, tuple) else (whole,)
+    rows = x.shape[0], PROBE[-1]
+    if not all(isinstance(part, Tensor) and _by_token(part, *rows) is not None for part in parts):
         return False
-    tiles = [run(x[:, place]) for place in slices(list(PROBE))]
-    return same(torch.cat(tiles, dim=1), whole)
+    tiles = _joined(run, start, list(PROBE))
+    found = tiles if isinstance(tiles, tuple) else (tiles,)
+    return all(same(each, part) for each, part in zip(found, parts, strict=True))
+
+
+def _joined(run: Callable[[Tensor], Any], x: Tensor, cuts: list[int]) -> Any:
+    """What the module gives for (B, S, C), from what it gives for each tile."""
+    batch, length, _ = x.shape
+    wholes: list[Tensor] = []
+    result: Any = None
+    for place in slices(cuts):
+        result = run(x[:, place].contiguous())
+        tiles = result if isinstance(result, tuple) else (result,)
+        for at, tile in enumerate(tiles):
+            rows = _by_token(tile, batch, place.stop - place.start)
+            assert rows is not None
+            if at == len(wholes):
+                wholes.append(rows.new_empty(batch, length, *rows.shape[2:]))
+            wholes[at][:, place] = rows
+    last = result if isinstance(result, tuple) else (result,)
+    parts = [
+        whole if tile.dim() == whole.dim() else whole.flatten(0, 1) for whole, tile in zip(wholes, last, strict=True)
+    ]
+    return tuple(parts) if isinstance(result, tuple) else parts[0]
+
+
+def _by_token(part: Tensor, batch: int, length: int) -> Tensor | None:
+    """An output as (batch, length, ...), if it is so or has both in one; None if it is neither."""
+    if part.shape[:2] == (batch, length):
+        return part
+    return part.unflatten(0, (batch, length)) if part.dim() and part.shape[0] == batch * length else None
 
 
 def _itself(value: Any) -> Any:

@@ -1,0 +1,157 @@
+"""Peak memory of a prefill by length: without an artifact, with one, and with low_memory, beside what was predicted.
+
+    python -m profiling.memory --model smollm2 --config cfg.yaml --lengths 8192 16384 32768 --low-memory both
+
+Each figure comes from a process of its own (profiling.peak_memory). `passing` is what is there at most beside weights
+and the cache, `predicted` the same by profiling.memory_plan. Prompts are random tokens, so lengths may go beyond the
+model's positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError, load
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write, check_writable
+from profiling.memory_plan import aligned, plan, shape_of
+from profiling.models import DTYPES, load_config
+from profiling.peak_memory import peak_apart
+from runtime.caches import OFFLOADS
+
+METHODS = {"no": ("headwise",), "yes": ("headwise low_memory",), "both": ("headwise", "headwise low_memory")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What to measure. dense: also without an artifact. low_memory: "no", "yes" or "both"."""
+
+    model: str
+    config: Path
+    lengths: tuple[int, ...]
+    low_memory: str = "both"
+    dense: bool = False
+    offload: str = "auto"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Bytes of one prefill beside the model: at most, of those the cache's, and beside that, measured and predicted."""
+
+    method: str
+    length: int
+    peak: int
+    cache: int
+    passing: int
+    predicted: int | None
+
+
+def run(config: Memory) -> list[Row]:
+    """Measure each length with each method, one process at a time.
+
+    Raises:
+        HeadwiseError: the model or the artifact cannot be loaded, or a process failed.
+    """
+    load(config.config)
+    dtype = DTYPES.get(config.dtype, config.dtype)
+    try:
+        shape = shape_of(load_config(config.model, revision=config.revision), dtype)
+    except HeadwiseError as error:
+        print(f"no prediction: {error}", file=sys.stderr)
+        shape = None
+    wanted = [*(("dense",) if config.dense else ()), *METHODS[config.low_memory]]
+    rows = []
+    for length, method in tqdm([(n, m) for n in config.lengths for m in wanted], disable=None, file=sys.stderr):
+        low = method.endswith("low_memory")
+        found = peak_apart(
+            f"{method} at {length} tokens",
+            config.model,
+            length,
+            config=None if method == "dense" else config.config,
+            low_memory=low,
+            offload=config.offload,
+            dtype=dtype,
+            device=config.device,
+            revision=config.revision,
+        )
+        kind = torch.device(config.device).type
+        rows.append(
+            Row(
+                method=method,
+                length=length,
+                peak=found.peak,
+                cache=found.cache,
+                passing=max(0, found.peak - found.cache),
+                predicted=None if shape is None else plan(shape, length, low_memory=low, device=kind).passing,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The figures in MiB, and those that pass also for each token."""
+    lines = [["tokens", "method", "peak", "cache", "passing", "predicted", "bytes a token"]]
+    for row in rows:
+        numbers = (row.peak, row.cache, row.passing, row.predicted)
+        mib = ["-" if number is None else f"{number / 2**20:.1f}" for number in numbers]
+        lines.append([str(row.length), row.method, *mib, f"{row.passing / row.length:.0f}"])
+    return aligned(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.memory."""
+    p = ArgumentParser(prog="python -m profiling.memory", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
+    p.add_argument("--lengths", required=True, nargs="+", type=int, help="tokens of the prompts")
+    p.add_argument("--low-memory", choices=METHODS, default="both")
+    p.add_argument("--dense", action="store_true", help="also the model without an artifact")
+    p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
+    p.add_argument("--dtype", choices=(*DTYPES, *DTYPES.values()), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--revision", help="revision of a hub model")
+    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = vars(parser().parse_args(argv))
+    to_json, options["lengths"] = options.pop("json"), tuple(options["lengths"])
+    if min(options["lengths"]) < 1:
+        raise HeadwiseError(f"--lengths must be at least 1, got {min(options['lengths'])}")
+    if to_json:
+        check_writable(to_json)
+    config = Memory(**options)
+    rows = run(config)
+    print(table(rows))
+    if to_json:
+        record = {
+            "command": "python -m profiling.memory " + " ".join(sys.argv[1:] if argv is None else argv),
+            "rows": [asdict(row) for row in rows],
+            "settings": {**asdict(config), "config": config.config.name},
+            "versions": {
+                **{name: version(name) for name in ("torch", "transformers")},
+                "python": platform.python_version(),
+                "threads": str(torch.get_num_threads()),
+                "capability": torch.backends.cpu.get_cpu_capability(),
+            },
+        }
+        atomic_write(to_json, (json.dumps(record, indent=1) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,214 @@
+"""python -m profiling.memory_plan: what a prefill will need, from the model's configuration alone.
+
+    python -m profiling.memory_plan --shape llama-8b.json --lengths 131072 524288 1048576 --memory 139GB
+
+A shape is a config.json, the folder of one, or such JSON on the command line; no weights are read. The figures are
+those of batch 1 beside what a driver and a kernel library take, and of blocks as Llama's: two norms, an MLP of three
+matrices, rotary embeddings. `python -m profiling.memory` measures what is predicted here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.errors import one_line, shorten
+from profiling.models import DTYPES
+from profiling.sizes import bytes_of
+from runtime import tiles
+
+# What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
+_ROOM = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a model that memory follows from. parameters: numbers, all weights; itemsize: bytes of a number."""
+
+    layers: int
+    sliding: int
+    window: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    parameters: int
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bytes at most in a prefill: weights, keys and values on the device and in CPU memory, and all that passes."""
+
+    weights: int
+    cache: int
+    bank: int
+    passing: int
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device that computes."""
+        return self.weights + self.cache + self.passing
+
+
+def shape_of(config: Any, dtype: str = "bfloat16") -> Shape:
+    """The sizes in a configuration of transformers.
+
+    Raises:
+        HeadwiseError: it is of no causal language model, or lacks a size.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        heads = int(text.num_attention_heads)
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        return Shape(
+            layers=int(text.num_hidden_layers),
+            sliding=sum("sliding" in kind for kind in kinds),
+            window=int(getattr(text, "sliding_window", None) or 0),
+            hidden=int(text.hidden_size),
+            heads=heads,
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            intermediate=int(text.intermediate_size) * int(getattr(text, "num_experts_per_tok", None) or 1),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            itemsize=getattr(torch, dtype).itemsize,
+        )
+    except (AttributeError, ValueError, TypeError) as error:
+        reason = one_line(str(error).strip().splitlines()[0])[:200]
+        raise HeadwiseError(f"no memory can be predicted from this {type(config).__name__}: {reason}") from error
+
+
+def plan(
+    shape: Shape, length: int, *, low_memory: bool, device: str = "cuda", banked: int = 0, growing: bool = True
+) -> Plan:
+    """What a prefill of `length` tokens needs at most.
+
+    Args:
+        shape: the model.
+        length: tokens of the prompt.
+        low_memory: applied with low_memory=True.
+        device: where it computes, which says how large tiles are.
+        banked: full-attention layers whose keys and values go to the bank in CPU memory (`offload`).
+        growing: the cache is one of new_cache, which keeps an eighth free.
+    """
+    e, full = shape.itemsize, shape.layers - shape.sliding
+    token = 2 * shape.kv_heads * shape.head_dim * e
+    room = length + (max(256, length // _ROOM) if growing else 0)
+    kept = token * ((full - banked) * room + shape.sliding * min(length, shape.window))
+    passing = _tiled(shape, length, device, token, token * bool(banked)) if low_memory else _whole(shape, length, token)
+    # Cosines and sines, identifiers and positions.
+    passing += length * (2 * shape.head_dim * e + 16)
+    return Plan(weights=shape.parameters * e, cache=kept, bank=token * banked * length, passing=passing)
+
+
+def _tiled(shape: Shape, length: int, device: str, token: int, banked: int) -> int:
+    """Bytes beside weights and cache with low_memory; token: of a layer's keys and values, banked: those in no cache.
+
+    Through a block go the embeddings (the model holds them to its end), its input, and what the norm makes of it. To
+    these come queries, keys and values while they are collected; queries, the output and one KV head's share of a
+    kernel's work while they are attended to; then the output and its projection; then the sum of the first half, and
+    the MLP's output.
+    """
+    e, tile = shape.itemsize, min(length, tiles.TOKENS.get(device, tiles.TOKENS_ELSEWHERE))
+    hidden, queries, group = shape.hidden * e, shape.heads * shape.head_dim * e, shape.heads // shape.kv_heads
+    one = group * (shape.head_dim * e + 8) + token // shape.kv_heads
+    asking, attending = 3 * hidden + queries + token, 3 * hidden + 2 * queries + one + banked
+    widest = max(asking, attending, 4 * hidden + queries, 5 * hidden)
+    in_tile = max((3 * shape.intermediate + shape.hidden) * e, shape.hidden * (8 + 2 * e), 4 * queries + 2 * token)
+    return length * widest + tile * in_tile
+
+
+def _whole(shape: Shape, length: int, token: int) -> int:
+    """Bytes beside weights and cache without: the rotation, the MLP or a norm in fp32, whichever takes most."""
+    e = shape.itemsize
+    hidden, queries = shape.hidden * e, shape.heads * shape.head_dim * e
+    rotation = 3 * hidden + 4 * queries + token
+    attention = 3 * hidden + 2 * queries + 2 * token + 8 * shape.heads
+    mlp = 4 * hidden + 3 * shape.intermediate * e
+    norm = 3 * hidden + 2 * 4 * shape.hidden
+    return length * max(rotation, attention, mlp, norm)
+
+
+def read_shape(text: str, dtype: str) -> Shape:
+    """The shape in a config.json, in the folder of one, or in JSON itself.
+
+    Raises:
+        HeadwiseError: there is none.
+    """
+    from transformers import AutoConfig
+
+    path = Path(text).expanduser()
+    try:
+        if not text.lstrip().startswith("{"):
+            path = path / "config.json" if path.is_dir() else path
+            text = path.read_text(encoding="utf-8")
+        fields = json.loads(text)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except OSError as error:
+        raise HeadwiseError(f"no shape in {shorten(str(path))}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = one_line(str(error).strip().splitlines()[0])[:200]
+        raise HeadwiseError(f"{shorten(text)} is no configuration of transformers: {reason}") from None
+    return shape_of(config, dtype)
+
+
+def rows(shape: Shape, lengths: list[int], memory: int | None, device: str, banked: int) -> list[list[str]]:
+    """A table: for each length what is needed with low_memory and without, in GiB."""
+    table = [["tokens", "low_memory", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]]
+    for length in lengths:
+        for low in (False, True):
+            found = plan(shape, length, low_memory=low, device=device, banked=banked)
+            parts = (found.weights, found.cache, found.passing, found.device, found.bank)
+            fits = [] if memory is None else ["yes" if found.device <= memory else "no"]
+            table.append([str(length), "yes" if low else "no", *(f"{part / 2**30:.1f}" for part in parts), *fits])
+    return table
+
+
+def aligned(table: list[list[str]]) -> str:
+    """The rows as text, columns aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    p = ArgumentParser(prog="python -m profiling.memory_plan", description=__doc__)
+    p.add_argument("--shape", required=True, help="config.json, a folder with one, or its JSON")
+    p.add_argument("--lengths", required=True, nargs="+", type=_length, help="tokens of the prompt")
+    p.add_argument("--dtype", choices=(*DTYPES, *DTYPES.values()), default="bfloat16")
+    p.add_argument("--device", default="cuda", help="cuda or cpu: how large tiles are")
+    p.add_argument("--banked", type=int, default=0, help="layers whose keys and values are offloaded")
+    p.add_argument("--memory", help="bytes of the device, such as 139GB: which rows fit")
+    options = p.parse_args(argv)
+    shape = read_shape(options.shape, DTYPES.get(options.dtype, options.dtype))
+    if not 0 <= options.banked <= shape.layers - shape.sliding:
+        raise HeadwiseError(
+            f"--banked must be 0 to {shape.layers - shape.sliding}, the layers that see all: got {options.banked}"
+        )
+    memory = None if options.memory is None else bytes_of(options.memory, "--memory")
+    print(aligned(rows(shape, options.lengths, memory, options.device, options.banked)))
+    print("GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory")
+    return 0
+
+
+def _length(text: str) -> int:
+    length = int(text)
+    if length < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {length}")
+    return length
+
+
+if __name__ == "__main__":
+    run_command(main)
