@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from artifacts import HeadwiseError
 from search.storage import open_storage, without_passwords
 from search.study import open_study
 from search.study_journal import StudyJournal
-from tests.search.work_runs import ROOT, Runs
+from tests.search.work_runs import ROOT, SECONDS, Runs
 
 OUT = Path("cfg.yaml")
 
@@ -200,34 +202,37 @@ def test_processes_that_start_together_on_a_new_sqlite_file_all_get_there(tmp_pa
 
 
 @pytest.fixture
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of an empty database: HEADWISE_TEST_POSTGRESQL, or a server that is started here."""
-    driver = next((name for name in ("psycopg", "psycopg2") if search.storage._installed(name)), None)
-    if driver is None:
+def postgresql() -> Iterator[str]:
+    """The URL of an empty database: HEADWISE_TEST_POSTGRESQL, or that of a server which is started here."""
+    if not any(search.storage._installed(name) for name in ("psycopg", "psycopg2")):
         pytest.skip("no driver for PostgreSQL: pip install psycopg2-binary")
     if url := os.environ.get("HEADWISE_TEST_POSTGRESQL"):
         yield url
         return
-    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    folder = str(programs[-1]) if programs else None
-    initdb, server = shutil.which("initdb", path=folder), shutil.which("postgres", path=folder)
-    if initdb is None or server is None:
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    folder = str(installed[-1]) if installed else None
+    initdb, server, ready = (shutil.which(name, path=folder) for name in ("initdb", "postgres", "pg_isready"))
+    if initdb is None or server is None or ready is None:
         pytest.skip("no PostgreSQL on this machine, and HEADWISE_TEST_POSTGRESQL names none")
-    if os.getuid() == 0:
-        pytest.skip("PostgreSQL does not run as root; HEADWISE_TEST_POSTGRESQL can name a server")
-    data = tmp_path_factory.mktemp("pg")
-    subprocess.run([initdb, "-D", data, "-A", "trust", "-U", "headwise"], check=True, capture_output=True)
-    options = ["-D", str(data), "-k", str(data), "-c", "listen_addresses=", "-c", "fsync=off"]
-    process = subprocess.Popen([server, *options], stderr=subprocess.DEVNULL)
-    try:
-        ready = shutil.which("pg_isready", path=folder) or "pg_isready"
-        for _ in range(300):
-            if subprocess.run([ready, "-h", data, "-t", "1"], capture_output=True).returncode == 0:
-                break
-        yield f"postgresql://headwise@/postgres?host={data}"
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+    # The server refuses to run as root.
+    prefix = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
+    with tempfile.TemporaryDirectory(prefix="pg") as data:
+        if prefix:
+            shutil.chown(data, "postgres")
+        settled = [f"{data}/db", "-k", data, "-c", "listen_addresses=", "-c", "fsync=off"]
+        made = [*prefix, initdb, "--no-sync", "-D", f"{data}/db", "-A", "trust", "-U", "headwise"]
+        subprocess.run(made, check=True, capture_output=True, cwd=data)
+        process = subprocess.Popen([*prefix, server, "-D", *settled], stderr=subprocess.DEVNULL, cwd=data)
+        try:
+            deadline = time.monotonic() + SECONDS
+            while subprocess.run([ready, "-q", "-h", data]).returncode:
+                assert process.poll() is None and time.monotonic() < deadline, "the server does not start"
+                time.sleep(0.1)
+            yield f"postgresql://headwise@/postgres?host={data}"
+        finally:
+            # Fast shutdown: it waits for nobody.
+            os.kill(int(Path(f"{data}/db/postmaster.pid").read_text().split()[0]), signal.SIGINT)
+            process.wait(SECONDS)
 
 
 @pytest.mark.slow
