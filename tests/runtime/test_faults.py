@@ -53,10 +53,10 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     with apply(model) as handle:
         sparse = model(prompt).logits
         if where == "attention":
-            from runtime import sparse as served
+            from runtime import sinks as served
 
             failing = Failing(served.sparse_attention, {1, 2, 5}, FAULTS[name])
-            monkeypatch.setattr("runtime.sparse.sparse_attention", failing)
+            monkeypatch.setattr("runtime.sinks.sparse_attention", failing)
         else:
             failing = Failing(LayerPlan.build, {1, 2, 5}, FAULTS[name])
             monkeypatch.setattr(LayerPlan, "build", lambda *args, **kwargs: failing(*args, **kwargs))
@@ -72,13 +72,13 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
 
 
 def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> None:
-    from runtime import sparse as served
+    from runtime import sinks as served
 
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         expected = model(prompt).logits
         failing = Failing(served.sparse_attention, {2}, FAULTS["launch"])
-        monkeypatch.setattr("runtime.sparse.sparse_attention", failing)
+        monkeypatch.setattr("runtime.sinks.sparse_attention", failing)
         with pytest.raises(HeadwiseError) as error:
             model(prompt)
         assert torch.equal(model(prompt).logits, expected)
@@ -89,11 +89,11 @@ def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> 
 
 @pytest.mark.parametrize("error", [ValueError("q must be"), TypeError("no"), AssertionError("bug"), KeyError("x")])
 def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, monkeypatch) -> None:
-    from runtime import sparse as served
+    from runtime import sinks as served
 
     model = build()
     with apply(model):
-        monkeypatch.setattr("runtime.sparse.sparse_attention", Failing(served.sparse_attention, {1}, lambda: error))
+        monkeypatch.setattr("runtime.sinks.sparse_attention", Failing(served.sparse_attention, {1}, lambda: error))
         with pytest.raises(type(error)):
             model(ids(200))
 
