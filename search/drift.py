@@ -21,12 +21,11 @@ from profiling.models import LoadedModel
 from profiling.prompts import Prompt
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
+from search.findings import DRIFT_FLOOR
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-# Errors below this are as good as none: bfloat16 alone puts dense attention's output 0.003 or so off.
-FLOOR = 0.01
 _MEASURES = ("error", "recall", "density")
 
 
@@ -42,8 +41,8 @@ class Drift:
 
     @property
     def by_head(self) -> np.ndarray:
-        """(L, H) growth of a head's error by what it was, 0.5 for half as much again, counted from FLOOR up."""
-        grown: np.ndarray = (self.here.error - self.before) / np.maximum(self.before, FLOOR)
+        """(L, H) growth of a head's error by what it was, 0.5 for half as much again, counted from DRIFT_FLOOR up."""
+        grown: np.ndarray = (self.here.error - self.before) / np.maximum(self.before, DRIFT_FLOOR)
         return grown.astype(np.float32)
 
     def moved(self, most: float) -> np.ndarray:

@@ -140,7 +140,7 @@ def _heads(found: Findings, layer: int) -> list[dict[str, Any]]:
         if winner is not None:
             scores |= {key: getattr(winner, key) for key in scores}
             scores |= {key: float(array[layer, head]) for key, array in found.scores.items()}
-        tried = len(found.trials(layer, head))
+        tried = sum(candidate.tried(layer, head) for candidate in found.candidates)
         heads.append({"layer": layer, "head": head, "pattern": name, **scores, "tried": tried})
     return heads
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MEASURES = ("error", "recall", "density")
 _ALL = (*MEASURES, "seconds")
+# Drift counts from this error up: bfloat16 alone puts dense attention's output 0.003 or so off.
+DRIFT_FLOOR = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +58,6 @@ class Candidate:
         """Whether it was tried for that head."""
         return bool(np.isfinite(self.measures["error"][layer, head]))
 
-    def name_at(self, layer: int, head: int) -> str:
-        """The name of the pattern that was tried: the candidate's own unless it was brought to a size for each head."""
-        return pattern_name(self.pattern(layer, head)) if self.sizes else self.name
-
     def pattern(self, layer: int, head: int) -> Pattern:
         """The pattern that was tried.
 
@@ -68,6 +66,13 @@ class Candidate:
         """
         sizes = {name: int(array[layer, head]) for name, array in self.sizes.items()}
         return sized(self.name, sizes) if sizes else pattern_of(self.name)
+
+    def trial(self, layer: int, head: int) -> Trial:
+        """How it did for a head that it was tried for."""
+        measures = {name: float(array[layer, head]) for name, array in self.measures.items()}
+        seconds = measures.pop("seconds", None)
+        pattern = pattern_name(self.pattern(layer, head)) if self.sizes else self.name
+        return Trial(candidate=self.place, pattern=pattern, kind=kind_of(self.name), seconds=seconds, **measures)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,24 +134,14 @@ class Findings:
 
     def trials(self, layer: int, head: int) -> list[Trial]:
         """What was tried for a head, in the search's order."""
-        found = []
-        for candidate in self.candidates:
-            if not candidate.tried(layer, head):
-                continue
-            values = {name: float(array[layer, head]) for name, array in candidate.measures.items()}
-            seconds = values.pop("seconds", None)
-            pattern = candidate.name_at(layer, head)
-            found.append(
-                Trial(
-                    candidate=candidate.place, pattern=pattern, kind=kind_of(candidate.name), seconds=seconds, **values
-                )
-            )
-        return found
+        return [candidate.trial(layer, head) for candidate in self.candidates if candidate.tried(layer, head)]
 
     def winner(self, layer: int, head: int) -> Trial | None:
         """The candidate that the search chose for a head; None in a layer left alone."""
         chosen = int(self.chosen[layer, head])
-        return next((trial for trial in self.trials(layer, head) if trial.candidate == chosen), None)
+        found = (candidate for candidate in self.candidates if candidate.place == chosen)
+        candidate = next(found, None)
+        return candidate.trial(layer, head) if candidate and candidate.tried(layer, head) else None
 
 
 def hull(trials: Sequence[Trial]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from artifacts import pattern_name
-from search.findings import Findings, Trial, hull, slope
+from search.findings import DRIFT_FLOOR, Findings, Trial, hull, slope
 
 # Float32 in the sidecar: what differs by less is the same number, written down twice.
 _SAME = 1e-6
@@ -33,9 +33,12 @@ def _within_budget(found: Findings, trials: list[Trial], winner: Trial) -> list[
     assert search is not None
     better = [trial for trial in trials if trial.error < winner.error]
     within = [trial for trial in trials if trial.density <= search.target_density + _SAME or trial is winner]
-    budget = f"{search.target_density:.3f} of dense"
+    budget = f"{search.target_density:.3f} of dense attention"
     if not better:
-        said = [f"{winner.pattern} has the least error of the {len(trials)} candidates, all brought to {budget}."]
+        said = [
+            f"{winner.pattern} has the least error of the {len(trials)} candidates.",
+            _sizes(trials, within, budget),
+        ]
     elif not set(better) & set(within):
         said = [
             f"{winner.pattern} has the least error of the {len(within)} candidates within the budget of {budget}.",
@@ -50,6 +53,12 @@ def _within_budget(found: Findings, trials: list[Trial], winner: Trial) -> list[
         runner = _best(others)
         said.append(f"Next comes {runner.pattern} with {_times(runner.error, winner.error)} the error.")
     return said
+
+
+def _sizes(trials: list[Trial], within: list[Trial], budget: str) -> str:
+    if len(within) == len(trials):
+        return f"Each was made as large as the budget of {budget} allows."
+    return f"{len(within)} of them keep to the budget of {budget}."
 
 
 def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -> list[str]:
@@ -98,10 +107,11 @@ def _transferred(found: Findings, layer: int, head: int) -> list[str]:
     if found.drift is None or found.before is None or found.again is None:
         return []
     drift, before = float(found.drift[layer, head]), float(found.before[layer, head])
-    moved = f"the error of the pattern found on another model drifted by {drift:+.2f} from {before:.4f}"
+    here = before + drift * max(before, DRIFT_FLOOR)
+    moved = f"an error of {before:.4f} there and {here:.4f} here (drift {drift:+.2f})"
     if found.again[layer, head]:
-        return [f"This head was searched again on this model: {moved}."]
-    return [f"Taken over: {moved}. The scores of the candidates are the other model's."]
+        return [f"Searched again on this model: the pattern found on another one had {moved}."]
+    return [f"Taken over from another model: the pattern has {moved}. The candidates' scores are those from there."]
 
 
 def _best(trials: list[Trial]) -> Trial:

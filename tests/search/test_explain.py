@@ -220,11 +220,10 @@ def test_the_hull_holds_whoever_wins_at_some_price() -> None:
     for _ in range(50):
         trials = [trial(at, *rng.uniform(0.1, 1.0, 2)) for at in range(12)]
         line = hull(trials)
-        prices = np.geomspace(1e-3, 1e3, 4001)
-        winners = {min(range(12), key=lambda at: trials[at].error ** 2 + p * trials[at].cost) for p in prices}
+        squared, costs = (np.array(column) for column in zip(*((t.error**2, t.cost) for t in trials), strict=True))
+        winners = set((squared + np.geomspace(1e-3, 1e3, 4001)[:, None] * costs).argmin(axis=1).tolist())
         assert winners <= set(line)
-        costs = [trials[at].cost for at in line]
-        assert costs == sorted(costs)
+        assert costs[line].tolist() == sorted(costs[line])
         assert all(trials[a].error > trials[b].error for a, b in pairwise(line))
 
 

@@ -169,7 +169,7 @@ def test_the_runtime_serves_it_to_the_fine_tune_alone(source: Path, finetune: Pa
 def test_explain_tells_of_drift(source: Path, finetune: Path, tmp_path: Path) -> None:
     out = tmp_path / "new.yaml"
     run(options(source, finetune, out))
-    assert "searched again on this model" in explain(Question(file=out, layer=2, head=4))["why"][0]
+    assert "Searched again on this model" in explain(Question(file=out, layer=2, head=4))["why"][0]
     assert explain(Question(file=out, layer=2, head=3))["why"][0].startswith("Taken over")
     _, arrays = artifacts.load_pair(out)
     told = [head["error"] for head in explain(Question(file=out, layer=1))["heads"]]
