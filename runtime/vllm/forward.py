@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from runtime.faults import fault, message
+from runtime.sinks import attend_with_sinks
 from runtime.vllm.batch import Batch, Piece, is_long, pieces_of, rest_of
 from runtime.vllm.pages import Keys, Reader, given, packed, paged
 from runtime.vllm.served import Served, number_of, served
@@ -78,8 +78,9 @@ class SparseImpl(_Parent):
         assert self._served is not None
         q = query.transpose(0, 1)[None]
         index = plan.build(q, keys.dense, scale=self.scale)
-        sparse_attention(
+        attend_with_sinks(
             *(q, keys.k, keys.v, index),
+            sinks=getattr(self, "sinks", None),
             scale=self.scale,
             softcap=self.logits_soft_cap or None,
             block_table=keys.table,

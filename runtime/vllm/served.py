@@ -146,8 +146,6 @@ class Served:
             return "every head is dense in the artifact"
         if layer.sliding_window is not None:
             return "it slides"
-        if layer.has_sink:
-            return "it uses attention sinks"
         if impl.alibi_slopes is not None:
             return "it uses ALiBi"
         if layer.kv_cache_torch_dtype != layer.dtype:

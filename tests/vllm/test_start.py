@@ -1,0 +1,84 @@
+"""How an engine starts: with an artifact that fits, with one that does not, and without."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import artifacts
+from runtime.vllm import stats
+from runtime.vllm.options import HASH_KEY
+from tests.runtime.omnikv import DECODE
+from tests.vllm.conftest import prompt
+from tests.vllm.engines import Engine, engine
+
+
+def attention(served: Engine) -> tuple[Any, list[Any], list[Any]]:
+    """An engine's configuration, its attention layers and its metadata builders."""
+    runner = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    layers = list(runner.vllm_config.compilation_config.static_forward_context.values())
+    builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
+    return runner.vllm_config, layers, builders
+
+
+def test_without_an_artifact_everything_is_the_parents(model: str) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+
+    with engine(model) as served:
+        config, layers, builders = attention(served)
+        assert {type(layer.impl) for layer in layers} == {CPUAttentionBackendImpl}
+        assert [type(builder) for builder in builders] == [CPUAttentionMetadataBuilder]
+        assert config.additional_config == {} and stats() == {}
+        served.tokens([prompt(300)])
+
+
+def test_with_an_artifact(model: str, artifact: Any, caplog: pytest.LogCaptureFixture) -> None:
+    path = artifact()
+    with caplog.at_level(logging.INFO, logger="vllm.headwise"), engine(model, path) as served:
+        config, layers, _ = attention(served)
+        assert {layer.attn_backend.get_name() for layer in layers} == {"CPU_ATTN"}
+        content = artifacts.load(path).content_sha256
+        assert config.additional_config[HASH_KEY] == content
+        served.tokens([prompt(300)])
+    told = {record.getMessage() for record in caplog.records if record.name == "vllm.headwise"}
+    assert told == {
+        f"Headwise serves prefill from 256 tokens on by {path} (content {content[:12]}): "
+        "layers 0, 2 sparse; 1 dense: left alone by the artifact"
+    }
+
+
+def test_stats_go_to_a_file(model: str, artifact: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "stats"
+    with engine(model, additional_config={"headwise": {"artifact": artifact(), "stats": str(folder)}}) as served:
+        served.tokens([prompt(300)])
+        assert stats()["prefills"] == {"sparse": 1}
+    assert [path.name for path in folder.iterdir()] == ["headwise-0.json"]
+
+
+def refused(model: str, given: Any) -> str:
+    """The line that an engine's start ends with."""
+    with pytest.raises(artifacts.HeadwiseError) as error, engine(model, additional_config={"headwise": given}):
+        pass
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_an_artifact_that_does_not_fit_ends_the_start(model: str, artifact: Any, tmp_path: Path) -> None:
+    path = artifact()
+    assert "no such file" in refused(model, str(tmp_path / "none.yaml"))
+    assert "has the content hash" in refused(model, {"artifact": path, "content_sha256": "0" * 64})
+    assert "has no field 'budget'" in refused(model, {"artifact": path, "budget": 1})
+    loaded = artifacts.load(path)
+    other = loaded.model_copy(update={"model": loaded.model.model_copy(update={"head_dim": 128})})
+    artifacts.save(other, tmp_path / "other.yaml")
+    assert "another model: head_dim is 128 in the artifact (tiny), 64 in this model" in refused(
+        model, str(tmp_path / "other.yaml")
+    )
+
+
+def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifact: Any) -> None:
+    section = DECODE.model_copy(update={"filter_layers": (1,), "dense_layers": (0,)})
+    assert "the artifact has a decode section" in refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
