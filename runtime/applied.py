@@ -96,6 +96,7 @@ def attach(
     low_memory: bool = False,
     watch: bool = False,
     min_recall: float | None = None,
+    decode_kernel: bool = True,
 ) -> Applied:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
     if min_recall is not None and not 0 < min_recall <= 1:
@@ -111,12 +112,15 @@ def attach(
     group = next(iter(shards.values())).group
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
+    implementation = text_config(model)._attn_implementation
     settings = Settings(
         dense_below=artifact.prefill.dense_below,
-        dense="eager" if text_config(model)._attn_implementation == "eager" else "sdpa",
+        dense="eager" if implementation == "eager" else "sdpa",
         strict=strict,
         backend=backend,
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
+        # Who asked for eager attention by name gets it, and who asked for another kernel gets no third one.
+        decode_kernel=decode_kernel and backend in ("auto", "cpu") and implementation != "eager",
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
         watch=_watch(min_recall) if watch or min_recall is not None else None,

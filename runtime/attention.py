@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError
+from kernels.decode import MAX_QUERIES
 from runtime.attention_tiles import tape_of
 from runtime.calls import Call
 from runtime.compiled import attend_traced
 from runtime.dense import attend_densely
+from runtime.every_key import attend_to_every_key
 from runtime.faults import fault, message
 from runtime.masks import PrefillMask, headwise_mask, starts_of
 from runtime.offload import on_device
@@ -75,6 +77,12 @@ def headwise_attention(
             layer.count("sparse")
             return served, None
         why = served
+    elif call.query.shape[2] <= MAX_QUERIES:
+        by_kernel = _attempt(layer, lambda: attend_to_every_key(call))
+        if isinstance(by_kernel, Tensor):
+            layer.count("decode by kernel")
+            return by_kernel, None
+        why = by_kernel or why
     layer.count(why)
     return attend_densely(call)
 

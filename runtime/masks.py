@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from kernels.decode import MAX_QUERIES
 from runtime.packed import Rows, packed_rows
 from runtime.state import settings_of
 
@@ -200,19 +201,15 @@ def headwise_mask(
         mask = _large_mask(given, dense, name)
         if mask is not None:
             return mask
-    if (
-        settings is None
-        or kv_offset != 0
-        or kwargs.get("local_size") is not None
-        or kwargs.get("use_vmap")
-    ):
+    if settings is None or kv_offset != 0 or kwargs.get("local_size") is not None or kwargs.get("use_vmap"):
         return dense(**given)
     if mask_function is not causal_mask_function:
         mask = _packed_mask(given, dense, name)
         return dense(**given) if mask is None else mask
     if q_length < MIN_QUERIES or kv_length < settings.dense_below:
         mask = dense(**given)
-        whole = settings.decode is not None and int(q_offset) + q_length == kv_length
+        kernel = settings.decode_kernel and q_length <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
+        whole = (kernel or settings.decode is not None) and int(q_offset) + q_length == kv_length
         return _telling(mask, attention_mask, batch_size, kv_length) if whole else mask
     start = int(q_offset)
     ranges = _ranges(attention_mask, batch_size, start + q_length)
