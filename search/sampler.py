@@ -17,7 +17,8 @@ from search.claims import KEY
 class PlacedSampler(BaseSampler):
     """A new sampler for each trial, seeded by the search's seed and the trial's place.
 
-    What a sampler knows is in the study's trials, so nothing is lost with the one before.
+    What a sampler knows is in the study's trials, so nothing is lost with the one before. Genetic samplers also keep
+    their populations in the study: theirs are other draws after an interruption.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int) -> None:

@@ -54,7 +54,7 @@ def run_trials(
         timeout: seconds after which this process starts no trial; what others had begun by then is waited for.
         seed: of the sampler.
         baselines: parameters of the first trials.
-        sampler: from a seed to a sampler; TPE if None.
+        sampler: from a seed to a sampler (see PlacedSampler); TPE if None.
         callbacks: called with the study and each trial that this process finished.
         progress: whether to show a bar; None shows it on a terminal, in the first process only.
         stale: seconds without a sign of life after which a process counts as gone.
@@ -70,8 +70,8 @@ def run_trials(
     run = _Run(study, objective, baselines, callbacks, stale)
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     total = max(n_trials, len(baselines))
-    shown = None if progress is None and not is_worker() else not progress
-    with tqdm(total=total, desc="trials", unit="trial", disable=shown) as bar, run.claims.working():
+    disable = None if progress is None and not is_worker() else not progress
+    with tqdm(total=total, desc="trials", unit="trial", disable=disable) as bar, run.claims.working():
         try:
             run.until(total, deadline, bar)
         except KeyboardInterrupt:
@@ -138,6 +138,9 @@ class _Run:
             values = self._values(trial)
             if values is not None:
                 self._study.tell(trial, values, skip_if_finished=True)
+        except optuna.exceptions.UpdateFinishedTrialError:
+            # This process stood still, and others took it for gone: the trial is theirs.
+            return
         except BaseException:
             self.claims.give_up(trial_id)
             raise
@@ -152,7 +155,7 @@ class _Run:
             values = [float(value) for value in self._objective(trial)]
             if not all(math.isfinite(value) for value in values):
                 raise ArithmeticError(f"values must be finite, got {values}")
-        except HeadwiseError:
+        except (HeadwiseError, optuna.exceptions.UpdateFinishedTrialError):
             raise
         except Exception as error:
             self._failures += 1

@@ -16,15 +16,15 @@ from optuna.trial import FrozenTrial, TrialState
 from tqdm import tqdm
 
 from search.alive import STALE_SECONDS
-from search.claims import Claims, Survey
+from search.claims import Claims
 from search.study import open_study
 from search.workers import check_starter, is_worker
 
 _POLL_SECONDS = 0.5
 # A wait that a person begins to wonder about.
 _SILENT_SECONDS = 10.0
-# MySQL's TEXT holds 65,535 bytes, and JSON inside JSON may need two for a character.
-_PIECE = 30_000
+# MySQL's TEXT holds 65,535 bytes.
+_PIECE = 60_000
 _ARRAY = "__array__"
 
 
@@ -74,8 +74,8 @@ class Units:
             description: what the progress bar says.
             progress: whether to show one; None shows it on a terminal, in the first process only.
         """
-        shown = None if progress is None and not is_worker() else not progress
-        bar = tqdm(total=len(self.keys), desc=description, unit="unit", disable=shown)
+        disable = None if progress is None and not is_worker() else not progress
+        bar = tqdm(total=len(self.keys), desc=description, unit="unit", disable=disable)
         with bar, self._claims.working():
             while (key := self._next(bar)) is not None:
                 try:
@@ -89,7 +89,7 @@ class Units:
     def put(self, key: str, result: Any) -> None:
         """Record the result of a unit that was claimed; when this returns it survives a kill."""
         trial_id, began = self._claimed[key]
-        text = json.dumps(result, default=_array_to_json, separators=(",", ":"))
+        text = _pack(json.dumps(result, default=_array_to_json, separators=(",", ":")).encode())
         pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
         told = {f"result.{place}": piece for place, piece in enumerate(pieces)}
         self._claims.finish(trial_id, TrialState.COMPLETE, [time.monotonic() - began], {**told, "pieces": len(pieces)})
@@ -118,18 +118,18 @@ class Units:
             bar.update(self._finished - bar.n)
             if self._finished == len(self.keys):
                 return None
-            for key in self._free(survey):
+            key = next((key for key in self.keys if key not in survey.done and key not in survey.busy), None)
+            if key is not None:
                 trial_id = self._claims.take(key)
                 if trial_id is not None:
                     self._claimed[key] = trial_id, time.monotonic()
                     return key
-                break
-            else:
-                if not told and time.monotonic() - began > _SILENT_SECONDS:
-                    left = len(self.keys) - self._finished
-                    tqdm.write(f"waiting for {left} units that other processes work on", sys.stderr)
-                    told = True
-                time.sleep(_POLL_SECONDS)
+                continue
+            if not told and time.monotonic() - began > _SILENT_SECONDS:
+                left = len(self.keys) - self._finished
+                tqdm.write(f"waiting for {left} units that other processes work on", sys.stderr)
+                told = True
+            time.sleep(_POLL_SECONDS)
 
     def _abandon(self, key: str) -> None:
         """After an error or an interruption: others need not find out by themselves that this unit is free."""
@@ -142,14 +142,19 @@ class Units:
             line = f"{self._finished} of {len(self.keys)} units are finished; the same command goes on from there"
             tqdm.write(line, sys.stderr)
 
-    def _free(self, survey: Survey) -> list[str]:
-        return [key for key in self.keys if key not in survey.done and key not in survey.busy]
-
 
 def _decode(trial: FrozenTrial) -> Any:
     told = trial.user_attrs
     text = "".join(told[f"result.{place}"] for place in range(told["pieces"]))
-    return json.loads(text, object_hook=_array_from_json)
+    return json.loads(_unpack(text), object_hook=_array_from_json)
+
+
+def _pack(raw: bytes) -> str:
+    return base64.b64encode(zlib.compress(raw)).decode()
+
+
+def _unpack(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
 
 
 def _array_to_json(value: Any) -> dict[str, Any]:
@@ -157,13 +162,13 @@ def _array_to_json(value: Any) -> dict[str, Any]:
         value = np.asarray(value)
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         raise TypeError(f"a result must be JSON or arrays of numbers, got {type(value).__name__}")
-    packed = base64.b64encode(zlib.compress(np.ascontiguousarray(value).tobytes())).decode()
-    return {_ARRAY: packed, "dtype": value.dtype.str, "shape": list(value.shape)}
+    return {_ARRAY: _pack(np.ascontiguousarray(value).tobytes()), "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
 def _array_from_json(found: dict[str, Any]) -> Any:
     if _ARRAY not in found:
         return found
-    raw = zlib.decompress(base64.b64decode(found[_ARRAY]))
-    array: np.ndarray = np.frombuffer(raw, dtype=np.dtype(found["dtype"])).reshape(found["shape"]).copy()
+    array: np.ndarray = (
+        np.frombuffer(_unpack(found[_ARRAY]), dtype=np.dtype(found["dtype"])).reshape(found["shape"]).copy()
+    )
     return array

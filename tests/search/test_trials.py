@@ -87,31 +87,42 @@ def test_baselines_run_even_if_fewer_trials_are_asked_for(journal: BaseStorage) 
     assert [trial.params for trial in trials] == BASELINES
 
 
-@pytest.mark.parametrize(
-    "make", [None, lambda seed: optuna.samplers.NSGAIISampler(seed=seed, population_size=4)], ids=["tpe", "nsga2"]
-)
-def test_the_seed_decides_whatever_interrupts(storage: BaseStorage, make: Any) -> None:
-    whole, other = study_of(storage, "whole"), study_of(storage, "other")
-    run_trials(whole, objective, n_trials=16, seed=7, baselines=BASELINES, sampler=make)
-    run_trials(other, objective, n_trials=16, seed=8, baselines=BASELINES, sampler=make)
+@pytest.mark.parametrize("make", [None, lambda seed: optuna.samplers.RandomSampler(seed=seed)], ids=["tpe", "random"])
+def test_the_seed_decides_whatever_interrupts(journal: BaseStorage, make: Any) -> None:
+    whole, other = study_of(journal, "whole"), study_of(journal, "other")
+    run_trials(whole, objective, n_trials=12, seed=7, baselines=BASELINES, sampler=make)
+    run_trials(other, objective, n_trials=12, seed=8, baselines=BASELINES, sampler=make)
     assert found(other) != found(whole)
-    pieces = study_of(storage, "pieces")
+    pieces = study_of(journal, "pieces")
 
     def interrupt(call: int) -> None:
-        if call % 4 == 0:
+        if call % 3 == 0:
             raise KeyboardInterrupt
 
     counted = Counted(interrupt)
     interruptions = 0
-    while len(found(pieces)) < 16:
+    while len(found(pieces)) < 12:
         try:
-            run_trials(pieces, counted, n_trials=16, seed=7, baselines=BASELINES, sampler=make)
+            run_trials(pieces, counted, n_trials=12, seed=7, baselines=BASELINES, sampler=make)
         except KeyboardInterrupt:
             interruptions += 1
     assert interruptions >= 4
     assert found(pieces) == found(whole)
     # A generator for each place: none repeats another's draws.
-    assert len({trial.params["x"] for trial in succeeded(whole)}) > 8
+    assert len({trial.params["x"] for trial in succeeded(whole)}) == 12
+
+
+def test_a_sampler_with_populations_serves_too(journal: BaseStorage) -> None:
+    seeds = []
+
+    def make(seed: int) -> optuna.samplers.BaseSampler:
+        seeds.append(seed)
+        return optuna.samplers.NSGAIISampler(seed=seed, population_size=4)
+
+    trials = run_trials(study_of(journal), objective, n_trials=12, sampler=make)
+    assert len(trials) == 12
+    assert len({(*trial.params.values(),) for trial in trials}) > 6
+    assert len(set(seeds)) == 13
 
 
 def test_an_interruption_says_how_to_go_on(journal: BaseStorage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +214,27 @@ def test_the_timeout_waits_for_what_others_had_begun(journal: BaseStorage) -> No
         trials = run_trials(study, Counted(finish_the_other), n_trials=5, timeout=0)
     assert [trial.values for trial in trials] == [[1.0, 1.0]]
     assert not waited
+
+
+def test_a_trial_that_others_gave_up_on_is_theirs(storage: BaseStorage) -> None:
+    study = study_of(storage)
+    claims = Claims(storage, study.study_name)
+
+    def give_up(call: int) -> None:
+        if call in (1, 3, 5):
+            (trial,) = claims.survey().busy.values()
+            claims.give_up(trial._trial_id)
+
+    counted = Counted(give_up)
+
+    def late(trial: optuna.Trial) -> tuple[float, float]:
+        values = counted(trial)
+        if counted.calls == 3:
+            trial.set_user_attr("too", "late")
+        return values
+
+    assert len(run_trials(study, late, n_trials=4)) == 4
+    assert counted.calls == 7
 
 
 def test_callbacks_see_each_trial_that_this_process_finished(journal: BaseStorage) -> None:
