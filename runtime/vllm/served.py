@@ -48,8 +48,9 @@ class Served:
         self._reasons: dict[str, str | None] = {}
         self._said: set[str] = set()
         self._told = False
-        file = None if options.stats is None else Path(options.stats) / f"headwise-{parallel.rank}.json"
-        self.counters = Counters(file)
+        # Ranks are counted anew in each replica.
+        process = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
         atexit.register(self.counters.close)
         # One of the builders counts the pieces that they all see.
         self.counting: Any = None
