@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -251,3 +252,39 @@ def test_processes_share_a_postgresql_database_and_one_is_killed(tmp_path: Path,
         assert sum(runs.begun().values()) <= 19
     finally:
         runs.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", ["proxied.journal", "sqlite:///{folder}/proxied.db"])
+def test_processes_share_what_lies_behind_a_proxy(tmp_path: Path, behind: str) -> None:
+    pytest.importorskip("grpc", reason="the proxy needs grpcio")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = (
+        "import sys, optuna; from pathlib import Path; from search.storage import open_storage\n"
+        "storage = open_storage(sys.argv[1], Path())\n"
+        "optuna.storages.run_grpc_proxy_server(storage, host='127.0.0.1', port=int(sys.argv[2]))"
+    )
+    where = behind.format(folder=tmp_path) if "{" in behind else str(tmp_path / behind)
+    server = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, where, str(port)], cwd=ROOT)
+    runs = Runs(tmp_path, f"grpc://127.0.0.1:{port}")
+    try:
+        _wait_for_port(port)
+        for process in [runs.start("--together", "2", "--seconds", "0.1") for _ in range(2)]:
+            runs.finish(process)
+        assert len(runs.begun()) == 18 and set(runs.begun().values()) == {1}
+    finally:
+        runs.close()
+        server.kill()
+        server.wait()
+
+
+def _wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("no proxy")
