@@ -43,9 +43,10 @@ class Batch:
 
 
 def pieces_of(common: Any) -> list[Piece]:
-    """The requests of a step with more than one token, by vLLM's CommonAttentionMetadata; none where it is not causal.
+    """The prefills of a step, by vLLM's CommonAttentionMetadata; none where it is not causal.
 
-    Lengths come from the host: only a step that has a long enough piece and no host lengths waits for the device.
+    Several tokens are one, unless they are few and vLLM says that they are drafts to verify. Lengths come from the host:
+    only a step that has several tokens of a request and no lengths there waits for the device.
     """
     special = (common.mm_req_doc_ranges, common.rswa_prefix_lens, common.logits_indices_padded)
     if common.causal is not True or any(part is not None for part in special):
@@ -55,10 +56,12 @@ def pieces_of(common: Any) -> list[Piece]:
         return []
     lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
     k_lens = lengths.tolist()
+    told = common.is_prefilling
+    prefills = [True] * len(k_lens) if told is None or told.device.type != "cpu" else told.tolist()
     return [
         Piece(request, start, end - start, k_lens[request])
         for request, (start, end) in enumerate(pairwise(starts))
-        if end - start > 1
+        if end - start > 1 and (end - start >= MIN_QUERIES or prefills[request])
     ]
 
 

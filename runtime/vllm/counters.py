@@ -9,6 +9,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kernels.index import SparseIndex
 
 # Counting what an index computes takes longer than building it: of so many indices of a layer one is counted.
@@ -25,7 +28,9 @@ class Counters:
         self.pieces: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self._indices: Counter[int] = Counter()
-        self._computed = self._causal = 0
+        # By device, and there until somebody asks: nothing waits for it.
+        self._computed: dict[torch.device, Tensor] = {}
+        self._causal = 0
         self._file = file
         self._logged = self._written = time.monotonic()
         self._said = 0
@@ -41,14 +46,15 @@ class Counters:
     def index(self, layer: int, index: SparseIndex) -> None:
         """An index of one sequence was served in a layer."""
         if self._indices[layer] % _COUNTED == 0:
-            self._computed += int(index.computed_tiles().sum())
+            tiles = index.computed_tiles().sum()
+            self._computed[tiles.device] = tiles + self._computed.get(tiles.device, 0)
             self._causal += index.causal_tiles * index.num_heads * index.batch
         self._indices[layer] += 1
 
     @property
     def density(self) -> float | None:
         """Share of the causal area that sparse layers computed, over the indices that were counted; None before."""
-        return self._computed / self._causal if self._causal else None
+        return sum(map(int, self._computed.values())) / self._causal if self._causal else None
 
     def report(self) -> dict[str, Any]:
         """{"prefills": {"sparse": n, reason: n}, "tokens": {the same in tokens}, "density": share or None}.

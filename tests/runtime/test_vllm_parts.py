@@ -130,6 +130,12 @@ def test_pieces_and_the_rest() -> None:
     assert torch.equal(rest.slot_mapping, common.slot_mapping[rows])
 
 
+def test_drafts_that_are_verified_are_no_prefills() -> None:
+    common = step((4, 300), (4, 4), (70, 300))
+    common.is_prefilling = torch.tensor([False, True, False])
+    assert [piece.request for piece in pieces_of(common)] == [1, 2]
+
+
 def test_a_rest_that_lies_together_is_a_slice() -> None:
     common = step((1, 40), (1, 50), (200, 200))
     found = rest_of(common, pieces_of(common))
