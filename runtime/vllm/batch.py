@@ -45,8 +45,8 @@ class Batch:
 def pieces_of(common: Any) -> list[Piece]:
     """The prefills of a step, by vLLM's CommonAttentionMetadata; none where it is not causal.
 
-    Several tokens are one, unless they are few and vLLM says that they are drafts to verify. Lengths come from the host:
-    only a step that has several tokens of a request and no lengths there waits for the device.
+    Several tokens are one, unless they are few and vLLM says that they are drafts to verify. Lengths come from the
+    host: only a step that has several tokens of a request and no lengths there waits for the device.
     """
     special = (common.mm_req_doc_ranges, common.rswa_prefix_lens, common.logits_indices_padded)
     if common.causal is not True or any(part is not None for part in special):
