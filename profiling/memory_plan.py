@@ -119,12 +119,12 @@ def _tiled(shape: Shape, length: int, device: str, token: int, banked: int) -> i
     Through a block go the embeddings (the model holds them to its end), its input, and what the norm makes of it. To
     these come queries, keys and values while they are collected; queries, the output and one KV head's share of a
     kernel's work while they are attended to; then the output and its projection; then the sum of the first half, and
-    the MLP's output.
+    the MLP's output. What goes to the bank is there twice: as it is attended to, and as rows on their way.
     """
     e, tile = shape.itemsize, min(length, tiles.TOKENS.get(device, tiles.TOKENS_ELSEWHERE))
     hidden, queries, group = shape.hidden * e, shape.heads * shape.head_dim * e, shape.heads // shape.kv_heads
     one = group * (shape.head_dim * e + 8) + token // shape.kv_heads
-    asking, attending = 3 * hidden + queries + token, 3 * hidden + 2 * queries + one + banked
+    asking, attending = 3 * hidden + queries + token + banked, 3 * hidden + 2 * queries + one + 2 * banked
     widest = max(asking, attending, 4 * hidden + queries, 5 * hidden)
     in_tile = max((3 * shape.intermediate + shape.hidden) * e, shape.hidden * (8 + 2 * e), 4 * queries + 2 * token)
     return length * widest + tile * in_tile

@@ -5,10 +5,9 @@ Shapes: B batch, S tokens of a call, T tokens of a tile, C channels.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 # Tokens of a tile, all sequences together: enough to keep matrix units busy, little beside a long prompt.
 TOKENS = {"cpu": 1024}
 TOKENS_ELSEWHERE = 4096
+# Bytes of logits from which on a caller hears of them.
+LOGITS = 1 << 30
 # Where the first tokens of a call are cut to see whether a module treats each by itself.
 PROBE = (0, 7, 16)
-# `wanted` is set in a thread while it runs a call that modules have to see whole.
-whole_modules = threading.local()
 
 
 class Tiled:
@@ -43,7 +42,10 @@ class Tiled:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.original,)
+        # What a copy or a pickle gets needs no Headwise to be read.
+        if self._former is None:
+            return getattr, (self.module, "forward")
+        return getattr, (SimpleNamespace(forward=self._former), "forward")
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -64,8 +66,6 @@ class Tiled:
         """Where to cut the tokens of (B, S, C); None for a call that is served whole."""
         if not self._active or self._fits is False or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return None
-        if getattr(whole_modules, "wanted", False):
-            return None
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             return None
         step = max(TOKENS.get(x.device.type, TOKENS_ELSEWHERE) // max(x.shape[0], 1), PROBE[-1])
@@ -76,7 +76,8 @@ class Tiled:
         if self._fits is None:
             self._fits = is_tileable()
             if not self._fits:
-                self._warn(f"{type(self.module).__name__} is run over whole prompts: it does not treat each token by itself")
+                name = type(self.module).__name__
+                self._warn(f"{name} is run over whole prompts: it does not treat each token by itself")
         return self._fits
 
 
@@ -88,7 +89,7 @@ class PositionWise(Tiled):
         given = (*args, *kwargs.values())
         x = given[0] if len(given) == 1 else None
         cuts = self._cuts(x)
-        if cuts is None:
+        if cuts is None or _recorded():
             return self.original(*args, **kwargs)
         assert isinstance(x, Tensor)
         name = next(iter(kwargs), None)
@@ -99,6 +100,22 @@ class PositionWise(Tiled):
         if not self._try(lambda: _each_by_itself(run, x)):
             return run(x)
         return _joined(run, x, cuts)
+
+
+class Logits(Tiled):
+    """The head of a language model: says what the logits of all tokens take, where they are asked for."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """The logits."""
+        if self._active and not torch.compiler.is_compiling() and x.dim() == 3:
+            width = self.module.get_parameter("weight").shape[0]
+            size = x.shape[0] * x.shape[1] * width * x.element_size()
+            if size > LOGITS:
+                self._warn(
+                    f"logits of {x.shape[1]} tokens were asked for, {size / 2**30:.1f} GiB: "
+                    "pass logits_to_keep=1, as generate() does"
+                )
+        return self.original(x)
 
 
 def slices(cuts: list[int]) -> Iterator[slice]:
@@ -157,5 +174,10 @@ def _by_token(part: Tensor, batch: int, length: int) -> Tensor | None:
     return part.unflatten(0, (batch, length)) if part.dim() and part.shape[0] == batch * length else None
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _recorded() -> bool:
+    """Whether transformers records what modules inside give, such as a router's logits: it counts their calls."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    return bool(set(_active_collector.get() or ()) - {"hidden_states", "attentions", "_hidden_states_layers"})

@@ -21,7 +21,7 @@ from tests.runtime.tiny import FAMILIES
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 TILE, BACKEND = 48, "auto"
-TILED = ("Llama", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPTNeoX", "Olmo2", "Phi", "Mixtral", "GptOss")
+TILED = ("Llama", "Qwen3", "Gemma2", "Gemma3", "Phi3", "GPTNeoX", "Olmo2", "Phi", "Mixtral", "GptOss", "Qwen3Moe")
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +275,9 @@ def test_copies_have_the_plain_forward(build, artifact_for, ids):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     with Headwise(artifact_for(model)).apply(model, backend=BACKEND, low_memory=True):
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        pickled = pickle.dumps(model)
+        copies = [copy.deepcopy(model), pickle.loads(pickled)]
+    assert b"runtime" not in pickled
     for each in copies:
         assert not any(isinstance(vars(module).get("forward"), tiles.Tiled) for module in each.modules())
         each.set_attn_implementation("sdpa")
@@ -351,10 +353,10 @@ def test_a_call_holds_on_to_nothing(build, artifact_for, ids):
 
 
 def test_logits_of_every_token_are_given_and_said_to_be_large(build, both, ids, warnings, monkeypatch):
-    from runtime import low_memory
-
-    monkeypatch.setattr(low_memory, "LOGITS", 50_000)
+    monkeypatch.setattr(tiles, "LOGITS", 50_000)
     model, prompt = build(), ids(200)
     expected, found = both(model, lambda handle: (model(prompt[:, :100]), model(prompt), model(prompt))[-1].logits)
     same(expected, found)
-    assert len(warnings()) == 1 and "at 200 tokens: pass logits_to_keep=1" in warnings()[0]
+    assert (
+        len(warnings()) == 1 and "logits of 200 tokens were asked for, 0.0 GiB: pass logits_to_keep=1" in warnings()[0]
+    )

@@ -1,0 +1,98 @@
+"""What a prefill needs, predicted from a configuration and measured in processes of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling import memory, memory_plan
+from profiling.memory_plan import plan, read_shape
+from search.heads import HeadSearch, run
+from tests.search.conftest import save_tiny
+
+GIB = 2**30
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def test_an_8b_shape_counted_by_hand() -> None:
+    shape, length = read_shape(json.dumps(LLAMA), "bfloat16"), 2**19
+    low, plain = (plan(shape, length, low_memory=low, growing=False) for low in (True, False))
+    assert shape.parameters == 8_030_261_248
+    # 32 layers of 8 heads of 128 keys and as many values, two bytes each, 2**19 times.
+    assert low.cache == plain.cache == 64 * GIB and low.bank == 0
+    # A hidden state is 4 GiB: five of them, a rotary table of half a GiB, and a tile of 0.4 GiB.
+    assert 20 * GIB < low.passing < 22.5 * GIB
+    # Four hidden states and three times the width of the MLP, 3.5 hidden states each.
+    assert plain.passing == pytest.approx((4 + 3 * 3.5) * 4 * GIB, rel=0.01)
+    assert plan(shape, length, low_memory=True).cache == 72 * GIB
+
+
+def test_banked_layers_are_in_cpu_memory() -> None:
+    shape = read_shape(json.dumps(LLAMA), "bfloat16")
+    found = plan(shape, 2**20, low_memory=True, banked=27, growing=False)
+    assert (found.cache, found.bank) == (5 * 4 * GIB, 27 * 4 * GIB)
+    assert found.device == found.weights + found.cache + found.passing
+
+
+def test_layers_that_slide_keep_a_window() -> None:
+    gemma = {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18, "sliding_window": 512}
+    shape = read_shape(json.dumps(gemma | {"num_attention_heads": 4, "num_key_value_heads": 1}), "bfloat16")
+    token = 2 * 256 * 2
+    assert (shape.layers, shape.sliding) == (18, 15)
+    assert plan(shape, 10_000, low_memory=True, growing=False).cache == token * (3 * 10_000 + 15 * 512)
+
+
+def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert memory_plan.main(["--shape", str(tmp_path), "--lengths", "524288", "1048576", "--memory", "139GB"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert [(line[0], line[1], line[-1]) for line in lines] == [
+        ("524288", "no", "no"),
+        ("524288", "yes", "yes"),
+        ("1048576", "no", "no"),
+        ("1048576", "yes", "no"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--shape", "nowhere"], "no shape in"),
+        (["--shape", '{"model_type": "nothing"}'], "is no configuration of transformers"),
+        (["--shape", '{"model_type": "bert"'], "is no configuration of transformers"),
+        (["--shape", '{"model_type": "clip"}'], "no memory can be predicted from this CLIPConfig"),
+        (["--shape", json.dumps(LLAMA), "--banked", "33"], "--banked must be 0 to 32"),
+        (["--shape", json.dumps(LLAMA), "--memory", "much"], "--memory must be a number of bytes"),
+    ],
+)
+def test_what_cannot_be_is_one_line(options: list[str], says: str) -> None:
+    with pytest.raises(HeadwiseError, match=says) as error:
+        memory_plan.main([*options, "--lengths", "1024"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_memory_by_length_is_measured_beside_what_was_predicted(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+    run(HeadSearch(model=str(model), out=tmp_path / "cfg.yaml", length=512, budget="0.8", dtype="float32", command="x"))
+    command = ["--model", str(model), "--config", str(tmp_path / "cfg.yaml"), "--dtype", "float32", "--dense"]
+    memory.main([*command, "--lengths", "512", "4096", "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["length"], row["method"]) for row in rows] == [
+        (length, method) for length in (512, 4096) for method in ("dense", "headwise", "headwise low_memory")
+    ]
+    assert all(row["predicted"] > 0 and row["peak"] >= row["passing"] >= 0 for row in rows)
+    assert rows[3]["cache"] >= 8 * rows[0]["cache"] - 2**16
+    with pytest.raises(HeadwiseError, match="--lengths must be at least 1, got 0"):
+        memory.main([*command, "--lengths", "0"])
