@@ -128,6 +128,17 @@ def test_a_line_that_a_kill_cut_off_is_dropped_and_nothing_else(tmp_path: Path) 
     assert not open_storage(str(path), OUT).get_all_studies()
 
 
+def test_what_is_finished_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    study = open_study(open_storage(None, tmp_path / "cfg.yaml"), "heads", {})
+    trial = study.ask()
+    trial.suggest_float("x", 0, 1)
+    assert not synced
+    study.tell(trial, 1.0)
+    assert synced == [(tmp_path / "cfg.study.journal").stat().st_size]
+
+
 def test_a_journal_that_was_removed_says_so(tmp_path: Path) -> None:
     storage = open_storage(None, tmp_path / "cfg.yaml")
     study = open_study(storage, "heads", {})
