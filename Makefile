@@ -1,17 +1,35 @@
 # `make demo` and `make test` work on a bare machine with Python 3.11 or newer; what they fetch is kept in .venv.
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST_VENV ?= .venv-oldest
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: test test-vllm demo fuzz lint clean
+.PHONY: test test-oldest test-vllm demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m pytest
 
 demo: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m search.demo --out demo/
+
+# The oldest transformers that pyproject.toml allows; all else as in constraints.txt, for older builds of torch bring CUDA.
+# Its own assisted decoding fails where an assistant's layers slide.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_TESTS := $(patsubst %,tests/runtime/test_%.py,apply architectures batches caches decode fallbacks families \
+	fingerprint masks offload parallel traffic) tests/runtime/policies/test_layer.py tests/runtime/policies/test_rolling.py \
+	tests/profiling/test_capture.py tests/profiling/test_decode_capture.py
+
+test-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/python -m pytest -q -p no:cacheprovider -k "not (assisted and Gemma3)" $(OLDEST_TESTS)
+
+$(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c $(OLDEST_VENV)/constraints.txt \
+		--editable . cryptography hypothesis pytest
+	@touch $@
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.
 fuzz: $(VENV)/.installed
@@ -50,4 +68,4 @@ $(VENV)/.models: $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build demo *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(VLLM_VENV) build demo *.egg-info
