@@ -85,11 +85,9 @@ def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache:
     finally:
         _run.reset(token)
     if not run.visits:
-        raise HeadwiseError(_WITHOUT.format(type(model).__name__))
+        name = type(model).__name__
+        raise HeadwiseError(f"model without attention that Headwise can serve: {name} asked for none in this pass")
     return output
-
-
-_WITHOUT = "model without attention: no causal layer of {} goes through transformers' AttentionInterface"
 
 
 def _check_layers(model: PreTrainedModel) -> None:
@@ -97,7 +95,7 @@ def _check_layers(model: PreTrainedModel) -> None:
     try:
         attention_layers(model)
     except HeadwiseError as error:
-        raise HeadwiseError(_WITHOUT.format(type(model).__name__)) from error
+        raise HeadwiseError(f"model without attention that Headwise can serve: {error}") from error
 
 
 @dataclass(eq=False)

@@ -79,8 +79,8 @@ def test_any_architecture_that_transformers_has(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "line"),
     [
-        ("mamba", "cannot use m: model without attention: no causal layer of MambaForCausalLM goes through"),
-        ("bert", "cannot use m: model without attention: no causal layer of BertLMHeadModel"),
+        ("mamba", "cannot use m: model without attention that Headwise can serve: MambaForCausalLM has no attention"),
+        ("bert", "cannot use m: model without attention that Headwise can serve: BertLMHeadModel is not causal"),
     ],
 )
 def test_models_without_causal_attention(family: str, line: str, tmp_path: Path) -> None:
