@@ -5,8 +5,9 @@ Shapes: H query heads, G KV heads, S prompt length, D head dim, h of the heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -21,46 +22,67 @@ Head = tuple[int, int]
 """A layer and a query head of it."""
 
 
-def search_again(
-    loaded: LoadedModel, rule: Rule, prompts: Sequence[Prompt], heads: Sequence[Head], journal: Journal
-) -> dict[Head, Found]:
-    """Score the candidates for these heads on this model, and choose.
+class Again:
+    """Scores heads on prompts, each once, and keeps that in the journal: while others look at them, or for itself."""
 
-    Args:
-        loaded: the model to search on.
-        rule: that of the artifact's search, from search.rules.rule_of.
-        prompts: those of the search.
-        heads: only these are scored.
-        journal: keeps each layer as it is finished; those that it has are not scored again.
+    def __init__(self, loaded: LoadedModel, rule: Rule, prompts: Sequence[Prompt], journal: Journal) -> None:
+        """Search on this model and these prompts by the rule of an artifact's search, from search.rules.rule_of."""
+        self._loaded, self._rule, self._prompts, self._journal = loaded, rule, prompts, journal
+        self._scores: dict[tuple[int, int, int], Any] = {}
+        for key in journal:
+            if key.startswith("again."):
+                self._keep(key)
 
-    Raises:
-        HeadwiseError: nothing can be chosen for one of the heads.
-    """
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        by_layer.setdefault(layer, []).append(head)
-    with tqdm(total=len(by_layer) * len(prompts), desc="searching again", unit="layer", disable=None) as progress:
-        for sample, prompt in enumerate(prompts):
-            left = {layer: these for layer, these in by_layer.items() if f"again.{sample}.{layer}" not in journal}
-            progress.update(len(by_layer) - len(left))
+    def score(self, sample: int, inputs: LayerInputs, heads: Iterable[int]) -> None:
+        """Score these heads of a layer on a prompt that is passing by.
 
-            def visit(inputs: LayerInputs, sample: int = sample, left: Mapping[int, list[int]] = left) -> None:
-                these = left.get(inputs.layer)
-                if these is None:
-                    return
-                first = journal[f"again.0.{inputs.layer}"] if sample else None
-                scores = rule.score(of_heads(inputs, these), inputs.layer, these, first)
-                journal.add(f"again.{sample}.{inputs.layer}", scores)
-                progress.update()
+        Left out are those that are scored already, and those that were not on the first prompt, which settles sizes.
+        """
+        missing = [head for head in heads if self._may(sample, inputs.layer, head)]
+        if not missing:
+            return
+        first = [self._scores[0, inputs.layer, head] for head in missing] if sample else None
+        scores = self._rule.score(of_heads(inputs, missing), inputs.layer, missing, first)
+        # In one line: the last bits of a score depend on which heads were scored together.
+        key = f"again.{sample}.{inputs.layer}.{missing[0]}"
+        self._journal.add(key, {str(head): score for head, score in zip(missing, scores, strict=True)})
+        self._keep(key)
 
-            if left:
-                capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
-    found = {}
-    for layer, these in by_layer.items():
-        samples = [journal[f"again.{sample}.{layer}"] for sample in range(len(prompts))]
-        for at, head in enumerate(these):
-            found[layer, head] = rule.choose(layer, head, [sample[at] for sample in samples])
-    return found
+    def finish(self, heads: Sequence[Head]) -> dict[Head, Found]:
+        """Score what is still missing of these heads, with a pass over each prompt that it takes, and choose.
+
+        Raises:
+            HeadwiseError: nothing can be chosen for one of them.
+        """
+        samples = range(len(self._prompts))
+        missing: dict[int, dict[int, list[int]]] = {}
+        for sample in samples:
+            for layer, head in heads:
+                if (sample, layer, head) not in self._scores:
+                    missing.setdefault(sample, {}).setdefault(layer, []).append(head)
+        total = sum(len(layers) for layers in missing.values())
+        with tqdm(total=total, desc="searching again", unit="layer", disable=None) as progress:
+            for sample, layers in missing.items():
+
+                def visit(inputs: LayerInputs, sample: int = sample, layers: Mapping[int, list[int]] = layers) -> None:
+                    if inputs.layer in layers:
+                        self.score(sample, inputs, layers[inputs.layer])
+                        progress.update()
+
+                ids = torch.tensor([self._prompts[sample].input_ids], device=self._loaded.model.device)
+                capture(self._loaded.model, ids, visit)
+        return {
+            (layer, head): self._rule.choose(layer, head, [self._scores[sample, layer, head] for sample in samples])
+            for layer, head in heads
+        }
+
+    def _may(self, sample: int, layer: int, head: int) -> bool:
+        settled = not sample or (0, layer, head) in self._scores
+        return settled and (sample, layer, head) not in self._scores
+
+    def _keep(self, key: str) -> None:
+        _, sample, layer, _ = key.split(".")
+        self._scores |= {(int(sample), int(layer), int(head)): score for head, score in self._journal[key].items()}
 
 
 def of_heads(inputs: LayerInputs, heads: Sequence[int]) -> LayerInputs:

@@ -5,7 +5,7 @@ Shapes: L layers, H query heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 _MEASURES = ("error", "recall", "density")
+Look = Callable[[int, LayerInputs, np.ndarray], None]
+"""Takes a prompt's place, a layer's inputs, and its heads' drift (H)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +44,7 @@ class Drift:
     @property
     def by_head(self) -> np.ndarray:
         """(L, H) growth of a head's error by what it was, 0.5 for half as much again, counted from DRIFT_FLOOR up."""
-        grown: np.ndarray = (self.here.error - self.before) / np.maximum(self.before, DRIFT_FLOOR)
-        return grown.astype(np.float32)
+        return _grown(self.here.error, self.before)
 
     def moved(self, most: float) -> np.ndarray:
         """(L, H) whether the error has grown by more than `most` of what it was."""
@@ -58,6 +59,7 @@ def measure_drift(
     journal: Journal,
     *,
     backend: str = "auto",
+    look: Look | None = None,
 ) -> Drift:
     """Run the artifact's patterns beside dense attention on every prompt, one dense pass each.
 
@@ -67,11 +69,12 @@ def measure_drift(
         prompts: those of the search, so that what differs is the model.
         journal: keeps each layer as it is finished; those that it has are not measured again.
         backend: as for kernels.attention.sparse_attention.
+        look: is shown each layer as it is measured, and the drift of its heads on the prompts so far.
 
     Raises:
         HeadwiseError: a layer that was searched slides in this model, or does not attend.
     """
-    patterns = kernel_patterns(artifact, arrays)
+    patterns, before = kernel_patterns(artifact, arrays), np.asarray(arrays["chosen.error"])
     served = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
     with tqdm(total=len(served) * len(prompts), desc="drift", unit="layer", disable=None) as progress:
         for sample, prompt in enumerate(prompts):
@@ -90,15 +93,25 @@ def measure_drift(
                 assert plan is not None, "only layers that have a row are left to be measured"
                 found = layer_fidelity(inputs, plan, backend=backend)
                 values = {name: getattr(found, name).tolist() for name in _MEASURES}
+                # A layer is finished when it has been looked at.
+                if look is not None:
+                    former = [journal[f"drift.{one}.{inputs.layer}"]["error"] for one in range(sample)]
+                    error = np.mean([*former, found.error], axis=0)
+                    look(sample, inputs, _grown(error, before[inputs.layer]))
                 journal.add(f"drift.{sample}.{inputs.layer}", values)
                 progress.update()
 
             if left:
                 capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
-    tables = {name: np.full_like(arrays["chosen.error"], np.nan) for name in _MEASURES}
+    tables = {name: np.full_like(before, np.nan) for name in _MEASURES}
     for layer in served:
         if f"drift.0.{layer}" not in journal:
             raise HeadwiseError(f"layer {layer} has patterns in the artifact, but no attention in {loaded.name}")
         for name, table in tables.items():
             table[layer] = np.mean([journal[f"drift.{sample}.{layer}"][name] for sample in range(len(prompts))], axis=0)
-    return Drift(before=np.asarray(arrays["chosen.error"]), here=Fidelity(**tables))
+    return Drift(before=before, here=Fidelity(**tables))
+
+
+def _grown(error: np.ndarray, before: np.ndarray) -> np.ndarray:
+    grown: np.ndarray = (error - before) / np.maximum(before, DRIFT_FLOOR)
+    return grown.astype(np.float32)

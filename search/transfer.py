@@ -15,11 +15,12 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError, ModelInfo, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
+from profiling.capture import LayerInputs
 from profiling.journal import Journal
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
-from search.again import search_again
+from search.again import Again
 from search.drift import Drift, measure_drift
 from search.rules import rule_of
 from search.transferred import write_transferred
@@ -91,12 +92,18 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
     path = config.out.with_suffix(".resume.jsonl")
     journal = Journal.open(path, _settings(config, artifact, model), fresh=config.fresh)
     if len(journal):
-        print(f"going on with {path}: {len(journal)} layers are finished", file=sys.stderr)
-    drift = measure_drift(loaded, artifact, arrays, prompts, journal, backend=config.backend)
+        finished = sum(key.startswith("drift.") for key in journal)
+        print(f"going on with {path}: {finished} layers are finished", file=sys.stderr)
+    again = Again(loaded, rule, prompts, journal)
+
+    def look(sample: int, inputs: LayerInputs, drift: np.ndarray) -> None:
+        # Most heads that have moved show it on the first prompt, and then a pass serves both.
+        again.score(sample, inputs, np.flatnonzero(drift > config.max_drift).tolist())
+
+    drift = measure_drift(loaded, artifact, arrays, prompts, journal, backend=config.backend, look=look)
     moved = drift.moved(config.max_drift)
-    heads = [(int(layer), int(head)) for layer, head in np.argwhere(moved)]
-    again = search_again(loaded, rule, prompts, heads, journal)
-    written = write_transferred(config, artifact, arrays, model, drift, again)
+    found = again.finish([(int(layer), int(head)) for layer, head in np.argwhere(moved)])
+    written = write_transferred(config, artifact, arrays, model, drift, found)
     if config.picture:
         from profiling.pattern_map import draw_pattern_map
 

@@ -26,11 +26,11 @@ from profiling.journal import Journal
 from profiling.models import load_model
 from profiling.prompts import make_prompts
 from runtime import load
-from search.again import of_heads
+from search.again import Again, of_heads
 from search.explain import Question
 from search.explain import run as explain
-from search.heads import HeadSearch
-from search.heads import run as run_search
+from search.head_budget import HeadSearch
+from search.head_budget import run as run_search
 from search.names import pattern_of
 from search.transfer import Transfer, main, run
 from tests.search.conftest import save_tiny
@@ -290,6 +290,35 @@ def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> N
     assert all(np.array_equal(mine[name], theirs[name], equal_nan=True) for name in mine)
 
 
+def test_one_pass_over_each_prompt_serves_both_and_the_order_makes_no_difference(
+    source: Path, finetune: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "new.yaml"
+    score = Again.score
+    with monkeypatch.context() as patched:
+        patched.setattr("search.again.capture", _never)
+        once = run(options(source, finetune, out, max_drift=0.05))[0]
+    # Nothing is scored on the way: it takes passes of its own.
+    passes: list[int] = []
+
+    def counted(*args: Any) -> None:
+        passes.append(1)
+        monkeypatch.setattr(Again, "score", score)
+        capture(*args)
+
+    monkeypatch.setattr(Again, "score", lambda *args: None)
+    monkeypatch.setattr("search.again.capture", counted)
+    arrays = artifacts.load_arrays(out)
+    assert run(options(source, finetune, out, max_drift=0.05))[0].prefill == once.prefill
+    assert len(passes) == 2
+    for name, array in artifacts.load_arrays(out).items():
+        np.testing.assert_allclose(array, arrays[name], rtol=1e-5, atol=1e-6)
+
+
+def _never(*args: Any) -> None:
+    raise AssertionError("a pass over a prompt that is finished")
+
+
 def test_what_is_in_the_journal_is_not_measured_again(
     source: Path, finetune: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,11 +326,8 @@ def test_what_is_in_the_journal_is_not_measured_again(
     monkeypatch.setattr(Journal, "remove", lambda self: None)
     first = run(options(source, finetune, out))[0]
 
-    def never(*args: Any) -> None:
-        raise AssertionError("a pass over a prompt that is finished")
-
-    monkeypatch.setattr("search.drift.capture", never)
-    monkeypatch.setattr("search.again.capture", never)
+    monkeypatch.setattr("search.drift.capture", _never)
+    monkeypatch.setattr("search.again.capture", _never)
     assert run(options(source, finetune, out))[0].content_sha256 == first.content_sha256
     with pytest.raises(HeadwiseError, match=r"its max drift is 0\.25, not 0\.5"):
         run(options(source, finetune, out, max_drift=0.5))
