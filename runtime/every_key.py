@@ -1,6 +1,6 @@
 """A decode step over every key by Headwise's own kernel, where that is faster than sdpa: on the CPU.
 
-With one bfloat16 query, torch's attention on the CPU takes 10 to 60 times as long as its products would.
+With one bfloat16 query and 256 keys or more, torch's attention on the CPU took 10 to 100 times as long as this kernel.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """

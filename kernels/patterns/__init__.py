@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
@@ -68,6 +69,7 @@ def make(kind: str, **sizes: Any) -> Pattern:
 
 # Plans for other lengths that a plan remembers: chunks of a prompt ask for each once, a batch for a few at once.
 _LENGTHS = 16
+_growing = threading.Lock()
 
 
 class LayerPlan:
@@ -117,16 +119,18 @@ class LayerPlan:
         if self.growth is None:
             return self
         tiles = num_tiles(k_len)
-        # Taken out and put back, so that the one not asked for longest is the first.
-        plan = self._lengths.pop(tiles, None)
-        if plan is None:
-            grown = {pattern: self.growth.grown(pattern, k_len) for pattern in dict.fromkeys(self.patterns)}
-            some = [grown[pattern] for pattern in self.patterns]
-            plan = LayerPlan(some, self.num_kv_heads, dense_tail=self.dense_tail)
-            plan._places = self._places
-            if len(self._lengths) == _LENGTHS:
-                del self._lengths[next(iter(self._lengths))]
-        self._lengths[tiles] = plan
+        # Several requests may be served at once, each with a length of its own.
+        with _growing:
+            # Taken out and put back, so that the one not asked for longest is the first.
+            plan = self._lengths.pop(tiles, None)
+            if plan is None:
+                grown = {pattern: self.growth.grown(pattern, k_len) for pattern in dict.fromkeys(self.patterns)}
+                some = [grown[pattern] for pattern in self.patterns]
+                plan = LayerPlan(some, self.num_kv_heads, dense_tail=self.dense_tail)
+                plan._places = self._places
+                if len(self._lengths) == _LENGTHS:
+                    del self._lengths[next(iter(self._lengths))]
+            self._lengths[tiles] = plan
         return plan
 
     def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:

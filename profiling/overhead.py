@@ -1,0 +1,165 @@
+"""python -m profiling.overhead: what an applied artifact costs where it does nothing: short prompts and plain decode.
+
+A prompt below dense_below and a decode step without a decode section are served as without an artifact; the same
+forward with one and without is timed in turn, and so is decode by Headwise's own kernel. The time that Python spends in
+the attention function is told apart: see profiling.python_time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from artifacts import Artifact, Dense, HeadwiseError, Prefill
+from artifacts.command_line import ArgumentParser, run_command
+from profiling.latency import interleaved, medians, prefill
+from profiling.models import LoadedModel, load_model
+from profiling.python_time import PythonTime, python_time
+from profiling.ratios import Ratio, ratio_of_pairs
+from profiling.startup import example
+from runtime import Headwise
+from runtime.fingerprint import fingerprint
+from runtime.layers import attention_layers, heads_of, sliding_layers
+
+_STEPS = 4
+# Tokens that prompts are made of: every vocabulary has so many.
+_VOCABULARY = 1000
+Contexts = dict[str, Callable[[], AbstractContextManager[object]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadConfig:
+    """Which model, prompts of how many tokens, how often each is timed, and in how many threads."""
+
+    model: str = "smollm2"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    lengths: tuple[int, ...] = (64, 256, 1024, 2048)
+    repeats: int = 30
+    threads: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One length: seconds without an artifact, and how many times as long each alternative took."""
+
+    what: str
+    tokens: int
+    plain_s: float
+    ratios: dict[str, Ratio]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """All that was measured."""
+
+    rows: list[Row]
+    python: list[PythonTime]
+
+
+def run(config: OverheadConfig) -> Overhead:
+    """Measure prefill, decode, and Python's part of a call.
+
+    Raises:
+        HeadwiseError: a size that is none, or a model that cannot be loaded or served.
+    """
+    for name, value in (
+        ("repeats", config.repeats),
+        ("threads", config.threads),
+        *(("lengths", n) for n in config.lengths),
+    ):
+        if value < 1:
+            raise HeadwiseError(f"--{name} must be at least 1, got {value}")
+    torch.set_num_threads(config.threads)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    headwise = idle(loaded, 1 + max(config.lengths))
+    with torch.no_grad():
+        rows = [row for tokens in config.lengths for row in _rows(loaded, headwise, tokens, config)]
+        return Overhead(rows=rows, python=python_time(loaded.model, headwise, max(config.lengths)))
+
+
+def idle(loaded: LoadedModel, dense_below: int) -> Headwise:
+    """An artifact whose patterns serve no prompt below `dense_below`."""
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    modules = attention_layers(loaded.model)
+    slides, row = sliding_layers(modules), ("dense",) * heads_of(loaded.model)[0]
+    layers = tuple(row if layer in modules and layer not in slides else None for layer in range(model.num_layers))
+    sections = Prefill(dense_below=dense_below, layers=layers)
+    # No search found these, and an artifact with patterns says which did.
+    search = example(layers=1, heads=1, names=1).search
+    return Headwise(Artifact(model=model, search=search, patterns={"dense": Dense()}, prefill=sections))
+
+
+def _rows(loaded: LoadedModel, headwise: Headwise, tokens: int, config: OverheadConfig) -> list[Row]:
+    model = loaded.model
+    ids = torch.randint(3, _VOCABULARY, (1, tokens), device=model.device)
+    applied: Contexts = {
+        "plain": nullcontext,
+        "applied": lambda: headwise.apply(model, check_weights=False, decode_kernel=False),
+    }
+    cache = transformers.DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            model(ids[:, :1], past_key_values=cache, use_cache=True)
+        cache.crop(-_STEPS)
+
+    by_kernel: Contexts = applied | {"by kernel": lambda: headwise.apply(model, check_weights=False)}
+    how: dict[str, Any] = {"repeats": config.repeats, "device": config.device}
+    return [
+        _row("prefill", tokens, interleaved(applied, lambda: prefill(model, ids), **how)),
+        _row("decode", tokens, interleaved(by_kernel, steps, **how)),
+    ]
+
+
+def _row(what: str, tokens: int, seconds: dict[str, list[float]]) -> Row:
+    plain = seconds["plain"]
+    ratios = {name: ratio_of_pairs(values, plain) for name, values in seconds.items() if name != "plain"}
+    return Row(what=what, tokens=tokens, plain_s=medians(seconds)["plain"], ratios=ratios)
+
+
+def report(config: OverheadConfig, found: Overhead) -> str:
+    """A table for people."""
+    place = f"{config.model}, {config.dtype}, {config.device}, {config.threads} threads, torch {torch.__version__}"
+    lines = [f"{place}, transformers {transformers.__version__}; medians of {config.repeats} rounds, 95% intervals"]
+    for row in found.rows:
+        told = ", ".join(f"{name} {r.value:.3f} ({r.low:.3f}-{r.high:.3f})" for name, r in row.ratios.items())
+        lines.append(f"{row.what:8}{row.tokens:7} tokens  plain {1000 * row.plain_s:9.2f} ms  times as long: {told}")
+    for part in found.python:
+        lines.append(f"Python in a layer's call, {part.what}: {part.microseconds:.1f} us, {part.own:.1f} us of it ours")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    defaults = OverheadConfig()
+    made = ArgumentParser(prog="python -m profiling.overhead", description=__doc__)
+    made.add_argument("--model", default=defaults.model, help="as for search.heads; default: %(default)s")
+    made.add_argument("--dtype", default=defaults.dtype, help="default: %(default)s")
+    made.add_argument("--device", default=defaults.device, help="default: %(default)s")
+    made.add_argument("--lengths", type=int, nargs="+", default=defaults.lengths, help="tokens of the prompts")
+    made.add_argument("--repeats", type=int, default=defaults.repeats, help="rounds; default: %(default)s")
+    made.add_argument("--threads", type=int, default=defaults.threads, help="of the CPU; default: %(default)s")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point: a table, and one line of JSON."""
+    options = vars(parser().parse_args(argv))
+    config = OverheadConfig(**options | {"lengths": tuple(options["lengths"])})
+    found = run(config)
+    print(report(config, found))
+    print(json.dumps({**asdict(config), "processor": platform.processor(), **asdict(found)}))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,97 @@
+"""The time that Python spends in the attention function at a decode step, with the arithmetic taken out.
+
+A layer's real call is recorded and repeated with kernels that return at once what is already there: torch's attention
+and Headwise's native decode. What is left is Python, transformers' own function included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from runtime import Headwise
+from runtime.attention import ATTENTION_NAME, headwise_attention, register
+
+_CALLS = 200
+_ROUNDS = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonTime:
+    """Median microseconds of one layer's call without arithmetic; `own`: beyond what transformers' sdpa path takes."""
+
+    what: str
+    microseconds: float
+    own: float
+
+
+@torch.no_grad()
+def python_time(model: Any, headwise: Headwise, tokens: int) -> list[PythonTime]:
+    """A decode step's call over `tokens` keys: by sdpa as without an artifact, by sdpa with one, and by our kernel."""
+    runs: dict[str, Callable[[], object]] = {}
+    with headwise.apply(model, check_weights=False):
+        args, kwargs = _recorded(model, tokens)
+        query = args[1]
+        out = torch.empty_like(query)
+        done = out.transpose(1, 2).contiguous().transpose(1, 2), torch.empty(query.shape[:3]), None
+        runs["sdpa, no artifact"] = lambda: sdpa_attention_forward(*args, **kwargs)
+        runs["by kernel"] = lambda: headwise_attention(*args, **kwargs)
+        seconds = _timed({name: run for name, run in runs.items()}, out, done)
+    with headwise.apply(model, check_weights=False, decode_kernel=False):
+        seconds |= _timed({"sdpa": lambda: headwise_attention(*args, **kwargs)}, out, done)
+    plain = seconds["sdpa, no artifact"]
+    return [
+        PythonTime(what=name, microseconds=1e6 * value, own=0.0 if value is plain else 1e6 * max(value - plain, 0.0))
+        for name, value in seconds.items()
+    ]
+
+
+def _recorded(model: Any, tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the last layer's call at a decode step over so many keys."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return headwise_attention(*args, **kwargs)
+
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    cache = transformers.DynamicCache(config=model.config)
+    AttentionInterface.register(ATTENTION_NAME, recording)
+    try:
+        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids[:, -1:], past_key_values=cache, use_cache=True)
+    finally:
+        register()
+    return calls[-1]
+
+
+def _timed(runs: dict[str, Callable[[], object]], out: Any, done: Any) -> dict[str, float]:
+    """Median seconds of one call of each, measured in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    with _no_arithmetic(out, done):
+        for _ in range(_ROUNDS):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                for _ in range(_CALLS):
+                    run()
+                seconds[name].append((time.perf_counter() - start) / _CALLS)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def _no_arithmetic(out: Any, done: Any) -> Iterator[None]:
+    with (
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda *args, **kwargs: out),
+        mock.patch("kernels.decode.cpu.decode_attention", lambda *args, **kwargs: done),
+    ):
+        yield

@@ -1,0 +1,30 @@
+"""python -m runtime.vllm ttft on a tiny model: what it prints, never how fast that was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import artifacts
+from runtime.vllm.__main__ import main
+
+_ENGINE = json.dumps({"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True})
+
+
+def test_both_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ttft", artifact(), "--model", model, "--length", "400", "--repeats", "2", "--engine", _ENGINE]
+    assert main(command) == 0
+    dense, sparse, ratio, record = capsys.readouterr().out.splitlines()[-4:]
+    assert dense.startswith("dense ") and sparse.startswith("artifact ")
+    assert ratio.startswith("400 tokens: ") and "density of the sparse layers 0." in ratio
+    found = json.loads(record)
+    assert {way: len(seconds) for way, seconds in found["seconds"].items()} == {"dense": 2, "artifact": 2}
+    assert found["served"]["prefills"] == {"sparse": 3}
+
+
+def test_no_speed_where_nothing_was_sparse(model: str, artifact: Any) -> None:
+    command = ["ttft", artifact(), "--model", model, "--length", "100", "--repeats", "1", "--engine", _ENGINE]
+    with pytest.raises(artifacts.HeadwiseError, match="no prefill of 100 tokens was sparse"):
+        main(command)
