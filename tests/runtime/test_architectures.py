@@ -187,3 +187,14 @@ def test_the_docs_say_what_is_tested() -> None:
     assert found == {type(tiny_model(family)).__name__ for family in FAMILIES} | pictured
     rows = re.findall(r"^\| `(\w+)`.*?\| (.*) \|$", refused, re.M)
     assert dict(rows) == {name: case["cause"] for name, case in REFUSED.items()}
+
+
+def test_the_readme_names_the_versions_that_are_tested() -> None:
+    root = Path(__file__).parents[2]
+    oldest = re.findall(r'"transformers>=([\d.]+),', (root / "pyproject.toml").read_text())
+    newest = re.findall(r"^transformers==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
+    said = re.findall(
+        r"tested with transformers ([\d.]+) and, by `make test-oldest`, with\s+([\d.]+),",
+        (root / "README.md").read_text(),
+    )
+    assert said == [(*newest, *oldest)]

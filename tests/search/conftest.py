@@ -10,10 +10,21 @@ import pytest
 import torch
 
 
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes, as text models have theirs in their folder."""
+    import transformers as t
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    t.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 def save_tiny(folder: Path, **changes: Any) -> Path:
     """A random Llama of 3 layers, 6 query and 2 KV heads, with a tokenizer of single bytes."""
     import transformers as t
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     config = {
         "vocab_size": 260,
@@ -31,12 +42,8 @@ def save_tiny(folder: Path, **changes: Any) -> Path:
         if parameter.dim() > 1:
             # The usual initialisation makes attention nearly uniform: all patterns would be alike.
             parameter.data.normal_(std=2 * parameter.shape[-1] ** -0.5)
-    vocabulary = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     model.save_pretrained(folder)
-    t.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 

@@ -1,0 +1,51 @@
+"""python -m search.heads on every architecture that the runtime serves, and one line from it on those it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling.capture import LayerInputs, capture
+from runtime import load
+from runtime.layers import attention_layers, sliding_layers
+from search.heads import main
+from tests.runtime.tiny import FAMILIES, REFUSED, refused_model, tiny_model
+from tests.search.conftest import save_tokenizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path) -> None:
+    model, out = tiny_model(family, vocab_size=260), tmp_path / "cfg.yaml"
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    options = ["--length", "512", "--budget", "0.6", "--dtype", "float32", "--no-picture"]
+    arguments = ["--model", str(tmp_path / "model"), "--out", str(out), *options]
+    if family == "GptOss":
+        with pytest.raises(HeadwiseError, match="layer 1 has attention sinks of its own") as error:
+            main(arguments)
+        assert "\n" not in str(error.value) and not out.exists()
+        return
+    assert main(arguments) == 0
+    modules = attention_layers(model)
+    rows = artifacts.load(out).prefill.layers
+    found = {layer for layer, row in enumerate(rows) if row is not None}
+    assert found == set(modules) - sliding_layers(modules)
+    with torch.no_grad(), load(out).apply(model, strict=True) as handle:
+        model(torch.randint(3, 250, (1, 512)))
+        assert handle.stats()["sparse"] == len(found)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_captured_is_refused_by_the_cause(name: str) -> None:
+    def visit(inputs: LayerInputs) -> None:
+        raise AssertionError(inputs.layer)
+
+    with pytest.raises(HeadwiseError) as error:
+        capture(refused_model(name), torch.randint(3, 90, (1, 40)), visit)
+    assert str(error.value) == f"model without attention that Headwise can serve: {name} {REFUSED[name]['cause']}"
