@@ -132,7 +132,10 @@ def _ask(engine: Connection, prompt: list[int] | None) -> Any:
 
 
 def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
+    # An engine in this process waits without a busy loop, which would cost the other one time.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # On a CPU, threads that are bound need a process of their own.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import LLM, SamplingParams
 
     from runtime.vllm import stats

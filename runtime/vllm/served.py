@@ -132,7 +132,8 @@ class Served:
         )
         if missing := no_kernel("auto", empty, empty, empty):
             raise HeadwiseError(f"no prefill can be sparse here: {missing}")
-        config.additional_config[HASH_KEY] = self.artifact.content_sha256
+        # Not into the dict itself: that may be the caller's.
+        config.additional_config = {**config.additional_config, HASH_KEY: self.artifact.content_sha256}
 
     def _why_dense(self, layer: Any) -> str | None:
         impl, number = layer.impl, number_of(layer.layer_name)

@@ -40,6 +40,16 @@ def test_chunks(model: str, artifact: Any, transformers: Transformers) -> None:
         assert list(each.outputs[0].token_ids) == wanted, chunks
 
 
+def test_a_compiled_model(
+    model: str, artifact: Any, transformers: Transformers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM's own switch for tests: traced as ever, and run without its compiler.
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    path = artifact()
+    with engine(model, path, enforce_eager=False) as served:
+        assert served.tokens(PROMPTS) == [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
+
+
 @pytest.mark.parametrize("block_size", [None, 32])
 def test_cached_prefixes(model: str, artifact: Any, transformers: Transformers, block_size: int | None) -> None:
     path, shared = artifact(), prompt(700)

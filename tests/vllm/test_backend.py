@@ -1,0 +1,62 @@
+"""The backend that vLLM gets for a GPU, as far as a machine without one can tell."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.vllm import register
+from runtime.vllm.forward import SparseBuilder, SparseImpl
+
+_BACKENDS = "vllm.v1.attention.backends"
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """choose(path, **additional) -> the class of CUSTOM on a platform that would have chosen the class at `path`."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def choose(path: str, **additional: Any) -> Any:
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(get_head_size=lambda: 64, dtype=torch.bfloat16),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            additional_config=additional,
+        )
+        monkeypatch.setattr(
+            type(current_platform), "get_attn_backend_cls", classmethod(lambda *_, **__: f"{_BACKENDS}.{path}")
+        )
+        for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
+            monkeypatch.setattr(f"vllm.config.{name}", lambda: config)
+        register()
+        return AttentionBackendEnum.CUSTOM.get_class()
+
+    return choose
+
+
+@pytest.mark.parametrize("path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"])
+def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    parent = resolve_obj_by_qualname(f"{_BACKENDS}.{path}")
+    backend = choose(path, headwise="cfg.yaml")
+    assert issubclass(backend, parent) and backend.get_name() == "CUSTOM"
+    assert backend.get_supported_kernel_block_sizes() == parent.get_supported_kernel_block_sizes()
+    impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
+    assert issubclass(impl, SparseImpl) and issubclass(impl, parent.get_impl_cls()) and impl.in_pages
+    assert issubclass(builder, SparseBuilder) and issubclass(builder, parent.get_builder_cls())
+    # vLLM turns the class into its path and back.
+    assert resolve_obj_by_qualname(".".join(backend.full_cls_name())) is backend
+    assert choose(path).get_impl_cls() is parent.get_impl_cls()
+
+
+def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    with caplog.at_level(logging.INFO, logger="vllm.headwise"):
+        assert issubclass(choose("flex_attention.FlexAttentionBackend", headwise="c"), FlashAttentionBackend)
+    assert "takes FLASH_ATTN for a parent, not FLEX_ATTENTION" in caplog.text
