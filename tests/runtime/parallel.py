@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from artifacts import HeadwiseError
-from runtime import load
+from runtime import load, tiles
 
 
 def main() -> None:
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
+    # Of which the prompt has several.
+    tiles.TOKENS["cpu"] = 48
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", distributed_config=DistributedConfig(tp_size=size), dtype=torch.float32
     )
@@ -28,7 +30,8 @@ def main() -> None:
     answers: dict[str, object] = {}
     for config in sorted(folder.glob("*.yaml")):
         try:
-            with torch.no_grad(), load(config).apply(model) as handle:
+            low_memory = config.stem == "low_memory"
+            with torch.no_grad(), load(config).apply(model, low_memory=low_memory) as handle:
                 out = model.generate(
                     prompt,
                     past_key_values=handle.new_cache(),

@@ -53,6 +53,7 @@ def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids
         "sparse": sparse,
         "omnikv": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=DECODE)}),
         "kept": sparse.model_copy(update={"kv_cache": mixed}),
+        "low_memory": sparse,
     }
     expected = {}
     for name, artifact in configs.items():
