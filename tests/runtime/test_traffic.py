@@ -57,11 +57,16 @@ def test_assisted_decoding(how, family, build, apply, masked, ids) -> None:
     model, prompt = build(family), ids(200)
     # What was said before may come again, so that something is looked up and something is rejected.
     prompt = torch.cat([prompt, prompt[:, :40]], 1)
-    with masked(model):
-        expected = model.generate(prompt, **OPTIONS)
     given = dict(how)
     if given.pop("assistant", False):
         given["assistant_model"] = build(family, seed=1)
+    with masked(model):
+        expected = model.generate(prompt, **OPTIONS)
+        try:
+            assert model.generate(prompt, **OPTIONS, **given).tolist() == expected.tolist()
+        except RuntimeError as error:
+            # Older ones lose count in the caches of layers that slide.
+            pytest.skip(f"this transformers fails without an artifact: {error}")
     with apply(model, strict=True) as handle:
         assert model.generate(prompt, **OPTIONS, **given).tolist() == expected.tolist()
         assert handle.stats()["sparse"] > 0
