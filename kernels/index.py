@@ -234,7 +234,8 @@ class SparseIndex:
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             tile = torch.arange(n, device=device)
             if self.dense_tail:
-                dense = at >= torch.tensor(self.first_dense(), device=device)[:, None, None]
+                first = torch.tensor(self.first_dense()).to(device, non_blocking=True)
+                dense = at >= first[:, None, None]
                 mask[..., :n] |= dense & (tile <= at)
             yield rows, mask[..., :n] & (tile >= at - self.reach)
 
