@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
 from runtime.faults import fault, message
 from runtime.sinks import attend_with_sinks
@@ -64,10 +65,10 @@ class SparseImpl(_Parent):
                 keys = self._keys(layer, batch, piece, key, value, kv_cache)
                 self._attend(layer, plan, query[piece.rows], keys, output[piece.rows])
         except Exception as error:
-            why = fault(error)
+            why = str(error) if isinstance(error, HeadwiseError) else fault(error)
             if why is None:
                 raise
-            self._served.refuse(f"{why}: {message(error)}")
+            self._served.refuse(why if isinstance(error, HeadwiseError) else f"{why}: {message(error)}")
             return super().forward(layer, *arguments, **more)
         if batch.rest is not None:
             self._leave(layer, batch, query, key, value, kv_cache, output)

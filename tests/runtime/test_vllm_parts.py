@@ -324,6 +324,22 @@ def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
     assert [record.getMessage() for record in caplog.records] == ["a prefill is served densely: out of memory: no room"]
 
 
+def test_a_cache_that_cannot_be_read_leaves_the_step_to_the_parent(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    impl = type(engine.impl)
+    impl.in_pages, impl.do_kv_cache_update = False, lambda *_: None
+    with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
+        (whole, chunk), inputs, _ = serve(engine, step((200, 200), (100, 300)))
+    for out, parts in zip((whole, chunk), inputs, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in parts)
+        index = LayerPlan([make("dense")] * H, G).build(q, k)
+        expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
+        torch.testing.assert_close(out.transpose(0, 1)[None], expected)
+    (record,) = caplog.records
+    assert "vLLM's CPU cache is not understood" in record.getMessage()
+
+
 def test_names_of_layers() -> None:
     assert number_of("model.layers.17.self_attn.attn") == 17
     assert number_of("visual.blocks.3.attn.0") is None and number_of("lm_head") is None
