@@ -93,7 +93,7 @@ def _origin(found: Findings) -> dict[str, Any]:
         "lengths": list(search.calibration.lengths),
         "samples": search.calibration.samples,
         "budget": search.budget,
-        "unit": "seconds" if any("seconds" in each.measures for each in found.candidates) else "density",
+        "unit": next((cost for cost in ("seconds", "flops") if cost in found.candidates[0].measures), "density"),
     }
 
 
@@ -126,7 +126,7 @@ def _table(found: Findings, layer: int, head: int) -> list[dict[str, Any]]:
 def _place(found: Findings, trial: Trial) -> tuple[float, float]:
     search = found.artifact.search
     by_error = search is not None and search.allocation == "heads"
-    return (trial.error, trial.cost) if by_error else (trial.cost, trial.error)
+    return (trial.error, trial.cost) if by_error else (trial.cost, trial.loss)
 
 
 def _heads(found: Findings, layer: int) -> list[dict[str, Any]]:
@@ -178,11 +178,13 @@ def report(answer: dict[str, Any]) -> str:
     if "why" not in answer:
         return "\n".join([*lines, *_heads_table(answer["heads"])])
     lines.append(f"layer {answer['layer']}, head {answer['head']}: {answer['pattern']}\n")
-    lines.append(f"  {'tried':<26}{_HEADER}")
+    weighed = answer["candidates"][0]["change"] is not None
+    lines.append(f"  {'tried':<26}{_HEADER}{'change' if weighed else '':>11}")
     for row in answer["candidates"]:
         mark = "*" if row["chosen"] else " "
-        lines.append(f"{mark} {row['pattern']:<26}{_scores(row)}{'  hull' if row['on_hull'] else ''}")
-    lines.append("* chosen; hull: no mixture of two others has less squared error at the cost\n")
+        change = f"{row['change']:>11.2e}" if weighed else ""
+        lines.append(f"{mark} {row['pattern']:<26}{_scores(row)}{change}{'  hull' if row['on_hull'] else ''}")
+    lines.append("* chosen; hull: no mixture of two others loses less at the cost\n")
     lines += answer["why"]
     lines.append(f"\nthe heads of layer {answer['layer']}")
     lines += _heads_table(answer["heads"])

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 MEASURES = ("error", "recall", "density")
-_ALL = (*MEASURES, "seconds")
+# What a search adds that has one budget for the model.
+_OPTIONAL = ("change", "seconds", "flops")
 # Drift counts from this error up: bfloat16 alone puts dense attention's output 0.003 or so off.
 DRIFT_FLOOR = 0.01
 
@@ -28,7 +29,8 @@ class Trial:
     """How one candidate did for one head.
 
     error: relative L2 of the head's output. recall: attention mass kept. density: share of the causal tiles computed.
-    seconds: what the head's attention over a prompt takes, None where the search did not count seconds.
+    change: of the residual stream, squared and relative. seconds, flops: of the head's attention over a prompt. None
+    where the search did not count by it.
     """
 
     candidate: int
@@ -37,12 +39,19 @@ class Trial:
     error: float
     recall: float
     density: float
-    seconds: float | None
+    change: float | None = None
+    seconds: float | None = None
+    flops: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The change of the residual stream, or the squared error where there is none: what heads' losses add up by."""
+        return self.error**2 if self.change is None else self.change
 
     @property
     def cost(self) -> float:
-        """Seconds, or the density where there are none: what the search weighs the error against."""
-        return self.density if self.seconds is None else self.seconds
+        """Seconds, else FLOPs, else the density: what the search weighs the loss against."""
+        return next(cost for cost in (self.seconds, self.flops, self.density) if cost is not None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,17 +79,16 @@ class Candidate:
     def trial(self, layer: int, head: int) -> Trial:
         """How it did for a head that it was tried for."""
         measures = {name: float(array[layer, head]) for name, array in self.measures.items()}
-        seconds = measures.pop("seconds", None)
         pattern = pattern_name(self.pattern(layer, head)) if self.sizes else self.name
-        return Trial(candidate=self.place, pattern=pattern, kind=kind_of(self.name), seconds=seconds, **measures)
+        return Trial(candidate=self.place, pattern=pattern, kind=kind_of(self.name), **measures)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Findings:
     """The findings of a search of heads.
 
-    chosen: (L, H) candidate of each head, -1 in layers left alone. price: (L,) squared error that a unit of cost has to
-    save, None where each head had a budget of its own. weight: (L,) of the layers' squared errors, ones without.
+    chosen: (L, H) candidate of each head, -1 in layers left alone. price: (L,) weighted loss that a unit of cost has to
+    save, None where each head had a budget of its own. weight: (L,) of the layers' losses, ones without.
     scores: (L, H) of each measure, of what was chosen; by a transfer measured on the model that it went to.
     drift, before, again: of an artifact that was transferred from another model, (L, H) each, see search.transfer.
     """
@@ -126,7 +134,11 @@ class Findings:
             chosen=chosen.astype(int),
             price=price,
             weight=np.ones(layers) if weight is None else weight,
-            scores={name: known for name in _ALL if (known := table(f"chosen.{name}", (layers, heads))) is not None},
+            scores={
+                name: known
+                for name in (*MEASURES, *_OPTIONAL)
+                if (known := table(f"chosen.{name}", (layers, heads))) is not None
+            },
             drift=table("transfer.drift", (layers, heads)),
             before=table("transfer.before", (layers, heads)),
             again=table("transfer.again", (layers, heads)),
@@ -145,14 +157,14 @@ class Findings:
 
 
 def hull(trials: Sequence[Trial]) -> list[int]:
-    """Places of the trials on the lower convex hull of squared error over cost, the cheapest first.
+    """Places of the trials on the lower convex hull of loss over cost, the cheapest first.
 
-    Only these can win at some price (Everett 1963): heads' squared errors add up, and each is weighed against its cost.
+    Only these can win at some price (Everett 1963): heads' losses add up, and each is weighed against its cost.
     """
-    order = sorted(range(len(trials)), key=lambda at: (trials[at].cost, trials[at].error))
+    order = sorted(range(len(trials)), key=lambda at: (trials[at].cost, trials[at].loss))
     kept: list[int] = []
     for at in order:
-        if kept and trials[at].error >= trials[kept[-1]].error:
+        if kept and trials[at].loss >= trials[kept[-1]].loss:
             continue
         while len(kept) > 1 and slope(trials[kept[-2]], trials[kept[-1]]) <= slope(trials[kept[-1]], trials[at]):
             kept.pop()
@@ -161,9 +173,9 @@ def hull(trials: Sequence[Trial]) -> list[int]:
 
 
 def slope(cheaper: Trial, dearer: Trial) -> float:
-    """Squared error that each unit of cost saves between two trials."""
+    """Loss that each unit of cost saves between two trials."""
     extra = dearer.cost - cheaper.cost
-    return (cheaper.error**2 - dearer.error**2) / extra if extra > 0 else float("inf")
+    return (cheaper.loss - dearer.loss) / extra if extra > 0 else float("inf")
 
 
 def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[Candidate, ...]:
@@ -177,7 +189,7 @@ def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[Ca
         if not place.isdecimal() or not name:
             raise HeadwiseError(f"the sidecar's array {key!r} is not named candidates.NUMBER.NAME.MEASURE")
         candidate = found.setdefault(int(place), Candidate(place=int(place), name=name))
-        values = candidate.measures if measure in _ALL else candidate.sizes
+        values = candidate.measures if measure in (*MEASURES, *_OPTIONAL) else candidate.sizes
         values[measure] = _checked(key, np.asarray(array), shape)
     for candidate in found.values():
         for measure in MEASURES:

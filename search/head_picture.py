@@ -42,7 +42,7 @@ def draw_head(question: Question, artifact: Artifact, arrays: Mapping[str, Array
     tables = [stem.with_name(f"{stem.name}{end}") for end in (".png", ".svg", ".csv", "_queries.csv")]
     for path in tables:
         check_writable(path)
-    task, length = _task(question.task, artifact), question.length or min(search.calibration.lengths)
+    task, length = _task(question.task, artifact), question.length or max(search.calibration.lengths)
     loaded = load_model(question.model, dtype=question.dtype or search.dtype, device=question.device)
     check(artifact.model, loaded.model)
     if length > artifact.model.max_positions:

@@ -94,10 +94,10 @@ class HeadBudget:
 
 
 class ModelPrice:
-    """One budget for the model: at its price each head takes the least of squared error and cost.
+    """One budget for the model: at its price each head takes the least of loss and cost.
 
-    The candidates are those that the search tried for the head. A candidate's seconds are those that it took, times how
-    many more tiles it computes on this model.
+    The candidates are those that the search tried for the head. A candidate costs what it did, times how many more
+    tiles it computes on this model; an error changes the residual stream by as much as the head's errors did there.
     """
 
     def __init__(self, found: Findings, backend: str) -> None:
@@ -130,6 +130,9 @@ class ModelPrice:
     def choose(self, layer: int, head: int, samples: Sequence[Any]) -> Found:
         """See Rule."""
         values: dict[str, float] = {}
+        tried = self._found.trials(layer, head)
+        errors = sum(trial.error**2 for trial in tried)
+        share = sum(trial.loss for trial in tried) / errors if errors and tried[0].change is not None else None
         best: tuple[float, float, int] | None = None
         scores: dict[int, dict[str, float]] = {}
         for candidate in self._found.candidates:
@@ -137,13 +140,16 @@ class ModelPrice:
                 continue
             own = [sample[str(candidate.place)] for sample in samples]
             mean = {measure: fmean(one[measure] for one in own) for measure in MEASURES}
-            cost = mean["density"]
-            if "seconds" in candidate.measures:
-                before = {name: float(candidate.measures[name][layer, head]) for name in ("seconds", "density")}
-                cost = mean["seconds"] = before["seconds"] * mean["density"] / before["density"]
+            before = candidate.trial(layer, head)
+            for unit in ("seconds", "flops"):
+                if (spent := getattr(before, unit)) is not None:
+                    mean[unit] = spent * mean["density"] / before.density
+            if share is not None:
+                mean["change"] = share * mean["error"] ** 2
             scores[candidate.place] = mean
+            loss, cost = mean.get("change", mean["error"] ** 2), mean.get("seconds", mean.get("flops", mean["density"]))
             values |= {f"candidates.{candidate.place}.{candidate.name}.{name}": mean[name] for name in mean}
-            weighed = float(self._found.weight[layer]) * mean["error"] ** 2 + float(self._price[layer]) * cost
+            weighed = float(self._found.weight[layer]) * loss + float(self._price[layer]) * cost
             best = min(best or (weighed, cost, candidate.place), (weighed, cost, candidate.place))
         if best is None:
             raise HeadwiseError(f"no candidate was tried for head {layer}.{head}")

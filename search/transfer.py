@@ -130,7 +130,7 @@ def _check_shape(expected: ModelInfo, actual: ModelInfo) -> None:
 
 
 def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[Prompt]:
-    """The search's own prompts, as this model's tokenizer writes them: the very same tokens."""
+    """The search's own prompts of its longest length, as this model's tokenizer writes them: the very same tokens."""
     search = artifact.search
     assert search is not None
     calibration = search.calibration
@@ -145,8 +145,8 @@ def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[
         )
     prompts = [
         prompt
-        for task in tasks
         for length in calibration.lengths
+        for task in tasks
         for prompt in make_prompts(task, loaded.tokenizer, length=length, samples=calibration.samples, seed=search.seed)
     ]
     if digest(prompts) != calibration.sha256:
@@ -154,7 +154,8 @@ def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[
             f"calibration.sha256 is {calibration.sha256[:12]}... in the artifact, {digest(prompts)[:12]}... by the "
             f"tokenizer of {loaded.name}: it writes the same prompts otherwise, or a task's file was changed"
         )
-    return prompts
+    # The sidecar's errors are those at the longest; shorter ones only say how sizes grow.
+    return [prompt for prompt in prompts if len(prompt.input_ids) == max(calibration.lengths)]
 
 
 def _settings(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:

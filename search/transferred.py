@@ -70,8 +70,12 @@ def write_transferred(
 def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Found]) -> dict[str, np.ndarray]:
     """The sidecar's arrays, with the scores that were measured on this model in place of the other's."""
     kept = {name: np.array(array) for name, array in arrays.items() if section_of(name) == "prefill"}
-    if "chosen.seconds" in kept:
-        kept["chosen.seconds"] *= drift.here.density / arrays["chosen.density"]
+    for cost in ("chosen.seconds", "chosen.flops"):
+        if cost in kept:
+            kept[cost] *= drift.here.density / arrays["chosen.density"]
+    if "chosen.change" in kept:
+        before = np.maximum(drift.before, np.finfo(np.float32).tiny)
+        kept["chosen.change"] *= np.where(drift.before > 0, drift.here.error / before, 1.0) ** 2
     for measure in MEASURES:
         kept[f"chosen.{measure}"] = np.array(getattr(drift.here, measure), dtype=np.float32)
     searched = np.zeros_like(drift.before, dtype=np.uint8)

@@ -62,28 +62,27 @@ def _sizes(trials: list[Trial], within: list[Trial], budget: str) -> str:
 
 
 def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -> list[str]:
-    """One budget for the model: the least of squared error and cost at the price that all heads share."""
+    """One budget for the model: the least of loss and cost at the price that all heads share."""
     if found.price is None:
         place = "is" if winner in [trials[at] for at in hull(trials)] else "is not"
         return [f"{winner.pattern} {place} on the hull; the price that it was chosen at was not written down."]
     price, weight = float(found.price[layer]), float(found.weight[layer])
-    unit = "of dense" if winner.seconds is None else "ms"
-    per = 1.0 if winner.seconds is None else 1e-3
+    per, unit, per_unit = _unit(winner)
+    lost = "squared error" if winner.change is None else "change of the residual stream"
 
     def total(trial: Trial) -> float:
-        return weight * trial.error**2 + price * trial.cost
+        return weight * trial.loss + price * trial.cost
 
     best = min(trials, key=lambda trial: (total(trial), trial.cost))
-    per_unit = "for all of dense" if winner.seconds is None else "a ms"
     weighed = "" if weight == 1 else f" (times {weight:.3g} in this layer)"
-    told = f"the model's price of {price * per:.3g} squared error{weighed} {per_unit}"
+    told = f"the model's price of {price * per:.3g} {lost}{weighed} {per_unit}"
     # In float32, as the scores are.
     if total(winner) > total(best) * (1 + 1e-5):
         return [
             f"At {told}, this head would have {best.pattern}: the search gave it {winner.pattern} in a later step, "
             "which looks at the whole model (refinement, or the check on held-out prompts)."
         ]
-    said = [f"At {told}, {winner.pattern} has the least sum of error and cost among {len(trials)} candidates."]
+    said = [f"At {told}, {winner.pattern} has the least sum of {lost} and cost among {len(trials)} candidates."]
     line = [trials[at] for at in hull(trials)]
     if winner not in line:
         return said
@@ -92,15 +91,22 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
         cheaper = line[at - 1]
         said.append(
             f"The next cheaper, {cheaper.pattern}, would save {(winner.cost - cheaper.cost) / per:.3g} {unit} and add "
-            f"error at {weight * slope(cheaper, winner) * per:.3g}, more than the price."
+            f"{lost} at {weight * slope(cheaper, winner) * per:.3g}, more than the price."
         )
     if at + 1 < len(line):
         dearer = line[at + 1]
         said.append(
             f"The next dearer, {dearer.pattern}, would cost {(dearer.cost - winner.cost) / per:.3g} {unit} more and "
-            f"take away error at {weight * slope(winner, dearer) * per:.3g}, less than the price."
+            f"take away {lost} at {weight * slope(winner, dearer) * per:.3g}, less than the price."
         )
     return said
+
+
+def _unit(trial: Trial) -> tuple[float, str, str]:
+    """In which unit a cost is told: its size, its name, and what a price is for."""
+    if trial.seconds is not None:
+        return 1e-3, "ms", "a ms"
+    return (1e9, "GFLOP", "a GFLOP") if trial.flops is not None else (1.0, "of dense", "for all of dense")
 
 
 def _transferred(found: Findings, layer: int, head: int) -> list[str]:

@@ -22,8 +22,8 @@ from profiling.models import load_model
 from profiling.prompts import make_prompts
 from search.explain import Question, main, report, run
 from search.findings import Trial, hull
-from search.heads import HeadSearch
-from search.heads import run as run_search
+from search.head_budget import HeadSearch
+from search.head_budget import run as run_search
 
 LENGTH = 1000
 
@@ -102,8 +102,26 @@ def test_at_a_price_the_neighbours_on_the_hull_say_why(allocated: Path) -> None:
     assert "price of 0.05 squared error a ms" in first
     assert "vs_256_256" in first
     # (0.4 - 0.1) / 3 ms and 0.1 / 15 ms.
-    assert "vs_128_128, would save 3 ms and add error at 0.1, more than the price" in cheaper
-    assert "dense, would cost 15 ms more and take away error at 0.00667, less than the price" in dearer
+    assert "vs_128_128, would save 3 ms and add squared error at 0.1, more than the price" in cheaper
+    assert "dense, would cost 15 ms more and take away squared error at 0.00667, less than the price" in dearer
+
+
+def test_the_change_of_the_stream_and_flops_are_what_is_weighed_where_they_are_known(allocated: Path) -> None:
+    artifact, arrays = artifacts.load_pair(allocated)
+    for name in list(arrays):
+        if name.endswith(".seconds"):
+            arrays[name.replace("seconds", "flops")] = arrays.pop(name) * np.float32(1e12)
+        if name.startswith("candidates.") and name.endswith(".error"):
+            arrays[name.replace("error", "change")] = arrays[name] ** 2 * np.float32(1e-3)
+    arrays["allocation.price"] = np.array([50.0]) * 1e-3 / 1e12
+    artifacts.save(artifact, allocated, arrays)
+    answer = asked(allocated, 1, 2)
+    assert answer["unit"] == "flops"
+    first, cheaper, dearer = answer["why"]
+    assert "price of 5e-05 change of the residual stream a GFLOP" in first
+    assert "vs_128_128, would save 3 GFLOP and add change of the residual stream at 0.0001, more" in cheaper
+    assert "dense, would cost 15 GFLOP more" in dearer
+    assert "4.00e-04" in report(answer)
 
 
 def test_a_candidate_that_was_not_tried_for_a_head_is_not_told(allocated: Path) -> None:

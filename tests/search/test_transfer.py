@@ -334,6 +334,8 @@ def test_what_is_in_the_journal_is_not_measured_again(
 
 
 CANDIDATES = ["a_64_64", "bs_4", "bs_8", "a_64_300", "dense"]
+# What a head's squared error comes to in the residual stream.
+SHARES = np.random.default_rng(0).uniform(0.8, 1.25, (3, 6)).astype(np.float32)
 
 
 def _everywhere(artifact: artifacts.Artifact, name: str) -> artifacts.Artifact:
@@ -353,17 +355,18 @@ def _measured(artifact: artifacts.Artifact, model: Path) -> dict[str, np.ndarray
         for measure in ("error", "recall", "density"):
             mean = np.mean([getattr(one, measure) for one in found], axis=0)
             arrays[f"candidates.{place}.{name}.{measure}"] = mean.astype(np.float32)
+        arrays[f"candidates.{place}.{name}.change"] = SHARES * arrays[f"candidates.{place}.{name}.error"] ** 2
         arrays[f"candidates.{place}.{name}.seconds"] = arrays[f"candidates.{place}.{name}.density"] * 0.01
     return arrays
 
 
 def _chosen(arrays: dict[str, np.ndarray], price: np.ndarray) -> np.ndarray:
-    """Each head's least sum of squared error and cost at its layer's price."""
+    """Each head's least sum of change and cost at its layer's price."""
     pairs = [
-        (arrays[f"candidates.{place}.{name}.error"].astype(float), arrays[f"candidates.{place}.{name}.seconds"])
+        (arrays[f"candidates.{place}.{name}.change"].astype(float), arrays[f"candidates.{place}.{name}.seconds"])
         for place, name in enumerate(CANDIDATES)
     ]
-    return np.argmin([error**2 + price[:, None] * seconds for error, seconds in pairs], axis=0).astype(np.int32)
+    return np.argmin([change + price[:, None] * seconds for change, seconds in pairs], axis=0).astype(np.int32)
 
 
 def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: Path, tmp_path: Path) -> None:
@@ -374,11 +377,12 @@ def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: P
     chosen = _chosen(arrays, price)
     assert len(set(chosen.flat)) > 2, "a price at which all heads take the same shows nothing"
     arrays["chosen.candidate"] = chosen
-    for measure in ("error", "recall", "density", "seconds"):
+    for measure in ("error", "recall", "density", "change", "seconds"):
         tables = [arrays[f"candidates.{place}.{name}.{measure}"] for place, name in enumerate(CANDIDATES)]
         arrays[f"chosen.{measure}"] = np.take_along_axis(np.stack(tables), chosen[None].astype(int), axis=0)[0]
     # Nobody tried dense for the first head that moves: it cannot get it now.
-    arrays["candidates.4.dense.error"][MOVED[0]] = np.nan
+    for measure in ("error", "change"):
+        arrays[f"candidates.4.dense.{measure}"][MOVED[0]] = np.nan
     arrays["allocation.price"] = price
     rows = tuple(tuple(CANDIDATES[at] for at in row) for row in chosen)
     names = {name for row in rows for name in row}
@@ -393,7 +397,7 @@ def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: P
     assert [tuple(at) for at in np.argwhere(moved).tolist()] == MOVED
     written, new = artifacts.load_pair(out)
     there = _measured(artifact, finetune)
-    there["candidates.4.dense.error"][MOVED[0]] = np.inf
+    there["candidates.4.dense.change"][MOVED[0]] = np.inf
     expected = _chosen(there, price)
     for layer, head in MOVED:
         for name, array in there.items():
