@@ -68,12 +68,23 @@ class CostTable:
         Raises:
             HeadwiseError: nothing was measured for the pattern, head dim or dtype.
         """
+        x, y = self.line(pattern, length=length, head_dim=head_dim, dtype=dtype)
+        at = tiles / heads
+        return heads * float(y[-1] * at / x[-1] if at > x[-1] else np.interp(at, x, y))
+
+    def line(self, pattern: str, *, length: int, head_dim: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """What was measured of one head: tiles, ascending, and seconds, as they would be at `length` tokens.
+
+        From the nearest length by ratio: seconds and tiles both go with the rows, for the same tiles a row.
+
+        Raises:
+            HeadwiseError: nothing was measured for the pattern, head dim or dtype.
+        """
         rows = [c for c in self.costs if (c.pattern, c.head_dim, c.dtype) == (pattern, head_dim, dtype)]
         near = self._nearest(rows, length, f"{pattern} with head dim {head_dim} in {dtype}")
         known = sorted((c.tiles / c.heads, (c.sparse_seconds + c.build_seconds) / c.heads) for c in near)
-        # Tiles a head, as they would be at the measured length with the same tiles a row.
-        wanted = tiles / heads * near[0].length / length
-        return _line(known, wanted) * heads * length / near[0].length
+        x, y = (np.array(values) * length / near[0].length for values in zip(*known, strict=True))
+        return x, y
 
     def dense_seconds(self, *, length: int, head_dim: int, dtype: str, heads: int) -> float:
         """torch's dense attention of `heads` query heads, scaled by the square of the length from the nearest one."""
@@ -88,14 +99,6 @@ class CostTable:
             raise HeadwiseError(f"the cost table has no {what}; it has: {', '.join(map(str, known))}")
         best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
         return [c for c in rows if c.length == best]
-
-
-def _line(known: list[tuple[float, float]], at: float) -> float:
-    """Piecewise linear through the points; beyond the last in proportion, before the first its value."""
-    x, y = (np.array(values) for values in zip(*known, strict=True))
-    if at > x[-1]:
-        return float(y[-1] * at / x[-1])
-    return float(np.interp(at, x, y))
 
 
 def save(table: CostTable, path: Path) -> None:

@@ -73,7 +73,7 @@ def layer_fidelity(
     heads = range(inputs.q.shape[1])
     index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
     expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
-    found, lse = _attend(inputs, index, backend)
+    found, lse = attend(inputs, index, backend)
     error = np.empty(len(heads), dtype=np.float32)
     for head in heads:
         # Head by head: the fp32 difference of a whole layer would be the largest tensor.
@@ -86,9 +86,10 @@ def layer_fidelity(
 def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp (1, H, S)."""
     heads, length = inputs.q.shape[1:3]
-    return _attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
+    return attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
 
 
-def _attend(inputs: LayerInputs, index: SparseIndex, backend: str) -> tuple[Tensor, Tensor]:
+def attend(inputs: LayerInputs, index: SparseIndex, backend: str) -> tuple[Tensor, Tensor]:
+    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S)."""
     options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
     return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, **options)

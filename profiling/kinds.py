@@ -211,6 +211,13 @@ _KINDS = (
         source="your file",
     ),
     Kind(
+        name="prose",
+        maker="profiling.texts:prose",
+        asks="nothing: windows of Python's language reference, where no text of the user's is at hand",
+        scored="perplexity",
+        source="Python's help()",
+    ),
+    Kind(
         name="jsonl",
         maker="profiling.texts:lines",
         takes_file="must",

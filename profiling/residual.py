@@ -34,6 +34,7 @@ class ResidualStream:
         self._sizes: dict[int, Tensor] = {}
         self._written: dict[int, Tensor] = {}
         self._gains: dict[int, Tensor] = {}
+        self._grams: dict[tuple[int, int], Tensor] = {}
         self._hooks = ExitStack()
 
     def relative(self, layer: int, change: Tensor, at: int | slice = -1) -> Tensor:
@@ -44,6 +45,19 @@ class ResidualStream:
         """
         written = _project(self._modules[layer], change)
         return written.square().sum(-1) / self._sizes[layer][at]
+
+    def by_head(self, layer: int, change: Tensor, head: int, heads: int) -> Tensor:
+        """As `relative`, of changes (S, E) of one of `heads` heads at all tokens of the call: (S,)."""
+        if (layer, head) not in self._grams:
+            basis = change.new_zeros(change.shape[-1], heads * change.shape[-1], dtype=torch.float32)
+            basis[:, head * change.shape[-1] : (head + 1) * change.shape[-1]] = torch.eye(
+                change.shape[-1], device=change.device
+            )
+            written = _project(self._modules[layer], basis)
+            # Of the size of E x E, whatever the hidden size: x W W^T x.
+            self._grams[layer, head] = written @ written.T
+        change = change.float()
+        return ((change @ self._grams[layer, head]) * change).sum(-1) / self._sizes[layer]
 
     def gain(self, layer: int) -> Tensor:
         """What a norm between attention and stream, as Gemma has it, made of the output's squared size; else 1."""

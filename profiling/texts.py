@@ -1,4 +1,4 @@
-"""Prompts out of the user's files: windows of a text, lines of JSON."""
+"""Prompts out of texts: windows of the user's or of Python's own reference, lines of JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 def windows(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
     """Stretches of a text at random places, apart from one another where the text is long enough for that."""
     assert file is not None
-    ids = read_ids(encode, file)
+    return _stretches(encode, read_ids(encode, file), file.name, length, samples, seed)
+
+
+def _stretches(encode: Encoder, ids: Ids, name: str, length: int, samples: int, seed: int) -> list[Prompt]:
     room = length - len(encode.prefix)
     if room < 1:
         raise HeadwiseError(f"length {length} is too small: the tokenizer's own start fills it")
     starts = len(ids) - room + 1
     if starts < samples:
         raise HeadwiseError(
-            f"{file.name} is too short: it has {len(ids)} tokens, {samples} x {length} tokens need "
+            f"{name} is too short: it has {len(ids)} tokens, {samples} x {length} tokens need "
             f"at least {room + samples - 1}"
         )
     rng = random.Random(f"{seed} text")
@@ -38,6 +41,15 @@ def windows(encode: Encoder, file: Path | None, length: int, samples: int, seed:
     apart = list(range(shift, starts, room))
     chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
     return [Prompt((*encode.prefix, *ids[start : start + room]), None) for start in chosen]
+
+
+def prose(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
+    """Stretches of the language reference that every Python carries for its help(): English of a technical kind."""
+    assert file is None
+    from pydoc_data.topics import topics
+
+    ids = encode("\n\n".join(topics[name] for name in sorted(topics)))
+    return _stretches(encode, ids, "Python's language reference", length, samples, seed)
 
 
 def lines(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:

@@ -13,7 +13,7 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.compare import Comparison, Result, compare, table
 from profiling.models import load_model
 from runtime.fingerprint import fingerprint
-from search.heads import DEFAULT_BUDGET, HeadSearch, resolve, search_model
+from search.head_budget import DEFAULT_BUDGET, HeadSearch, resolve, search_model
 from search.report import print_report
 
 # Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.

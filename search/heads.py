@@ -1,7 +1,7 @@
 """python -m search.heads: find a sparse pattern for every attention head of a model and write the artifact.
 
-MInference 1.0, Algorithm 1 (kernel-aware sparse pattern search): every candidate is brought to the same computed tiles,
-run through the kernels that will serve, and the one nearest to dense attention's output wins.
+By default one budget is spent over all heads of the model, in seconds of this machine, and what comes out is proven end
+to end (search.model_budget). --allocation heads is the published search, a budget for each head (search.head_budget).
 """
 
 from __future__ import annotations
@@ -9,264 +9,79 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from tqdm import tqdm
-
-import kernels.dispatch as dispatch
-from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
+from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import check_writable
-from profiling.capture import LayerInputs, capture
-from profiling.journal import Journal
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import TASKS, Prompt, digest, make_prompts, parse_task
-from runtime.fingerprint import fingerprint
-from search.choose import mean_scores
-from search.record import Finding, build_artifact
+from profiling.prompts import TASKS
+from search.gate import DEFAULT_TASKS, MAX_DROP, MAX_KL, Limits
+from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
+from search.head_budget import HeadSearch
+from search.head_budget import run as run_heads
+from search.model_budget import DEFAULT_BUDGET, DEFAULT_TRIALS, DENSE_TAIL, ModelSearch
+from search.model_budget import run as run_model
 from search.report import print_report
-from search.score import Score, score_layer
-from search.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
+from search.storage import without_passwords
 
-# What a_shape:1024,4096 computes at 30,000 tokens, the paper's budget, is 0.31 of dense attention.
-DEFAULT_BUDGET = "0.3"
-# As many queries as vertical-slash looks at, one row of tiles.
-DENSE_TAIL = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSearch:
-    """What a search is asked to do; None takes the default that depends on the model or the preset."""
-
-    model: str
-    out: Path
-    calibration: str | None = None
-    length: int | None = None
-    samples: int = 1
-    budget: str | None = None
-    preset: Literal["paper", "scaled"] = "scaled"
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    backend: str = "auto"
-    revision: str | None = None
-    dense_below: int | None = None
-    dense_tail: int | None = None
-    beyond_positions: bool = False
-    fresh: bool = False
-    picture: bool = True
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("length", "samples", "dense_below"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.dense_tail is not None and self.dense_tail < 0:
-            raise HeadwiseError(f"--dense-tail must be at least 0, got {self.dense_tail}")
-
-
-def run(config: HeadSearch) -> Artifact:
-    """Search and write `config.out` with its sidecar; a killed run goes on from the layers it finished.
-
-    Raises:
-        HeadwiseError: anything the user has to put right; no file is written then.
-    """
-    check_writable(config.out)
-    if config.calibration is not None:
-        parse_task(config.calibration)
-    if config.length is not None and config.budget is not None:
-        target_tiles(config.budget, config.length, _dense_tail(config))
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
-    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
-    config = resolve(config, model)
-    return search_model(config, loaded, model)
-
-
-def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact:
-    """The search on a model that is loaded and fingerprinted; `config` has no defaults left open."""
-    assert config.length is not None and config.budget is not None and config.calibration is not None
-    dense_tail = _dense_tail(config)
-    target = target_tiles(config.budget, config.length, dense_tail)
-    backend = _serving_backend(config, model)
-    prompts = make_prompts(
-        config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
-    )
-    families = initial_space(config.length, scaled=config.preset == "scaled")
-    calibration = Calibration(
-        tasks=(parse_task(config.calibration).name,),
-        lengths=(config.length,),
-        samples=config.samples,
-        sha256=digest(prompts),
-    )
-    journal = Journal.open(
-        config.out.with_suffix(".resume.jsonl"),
-        _settings(config, model, calibration, families, target),
-        fresh=config.fresh,
-    )
-    if finished := sum(not key.endswith(".done") for key in journal):
-        print(f"going on with {journal.path}: {finished} layers are finished", file=sys.stderr)
-    progress = tqdm(total=model.num_layers * len(prompts), desc="layers", unit="layer", disable=None)
-    with progress:
-        for sample, prompt in enumerate(prompts):
-            _score_prompt(config, loaded, prompt, sample, families, target, journal, progress)
-    findings = [_finding(journal, layer, len(prompts)) for layer in range(model.num_layers)]
-    if not any(finding.heads for finding in findings):
-        raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
-    artifact = build_artifact(
-        config,
-        model,
-        calibration,
-        families,
-        findings,
-        target_density=target / target_tiles("1", config.length, 0),
-        kernel_backend=backend,
-    )
-    if config.picture:
-        from profiling.pattern_map import draw_pattern_map
-
-        draw_pattern_map(config.out, config.out.with_suffix(""))
-    journal.remove()
-    return artifact
-
-
-def _serving_backend(config: HeadSearch, model: ModelInfo) -> str:
-    """The name of the backend that will score, and so the one to serve."""
-    probe = torch.empty(1, 1, 1, model.head_dim, dtype=getattr(torch, config.dtype), device=config.device)
-    try:
-        return dispatch.choose(config.backend, probe, probe, probe).__name__.rpartition(".")[2]
-    except ValueError as error:
-        raise HeadwiseError(f"--backend {config.backend}: {error}") from None
-
-
-def resolve(config: HeadSearch, model: ModelInfo) -> HeadSearch:
-    """Fill in the defaults that depend on the preset and the model; refuse a length past its positions."""
-    paper = config.preset == "paper"
-    length = config.length or (PAPER_LENGTH if paper else min(PAPER_LENGTH, model.max_positions))
-    if length > model.max_positions and not config.beyond_positions:
-        raise HeadwiseError(
-            f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
-            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
-        )
-    # Sizes are token counts: at half the length they cover about twice the share, and there sparsity stops paying.
-    dense_below = config.dense_below if config.dense_below is not None else length // 2
-    return replace(
-        config,
-        # Patterns found on the paper's UUIDs serve prose worse than patterns found on a key hidden in prose.
-        calibration=config.calibration or ("kv_retrieval" if paper else "passkey"),
-        length=length,
-        budget=config.budget or (PAPER_BUDGET if paper else DEFAULT_BUDGET),
-        dense_below=dense_below,
-        dense_tail=_dense_tail(config),
-    )
-
-
-def _dense_tail(config: HeadSearch) -> int:
-    """Last queries that see every key: none in the paper's search, else enough for a question to find its answer."""
-    if config.dense_tail is not None:
-        return config.dense_tail
-    return 0 if config.preset == "paper" else DENSE_TAIL
-
-
-def _settings(
-    config: HeadSearch, model: ModelInfo, calibration: Calibration, families: Sequence[Family], target: int
-) -> dict[str, Any]:
-    """All that a layer's scores depend on."""
-    return {
-        "model": model.name,
-        "weights": model.weights_sha256,
-        "length": config.length,
-        "budget": config.budget,
-        "preset": config.preset,
-        "calibration": calibration.tasks[0],
-        "samples": config.samples,
-        "seed": config.seed,
-        "prompts": calibration.sha256,
-        "dtype": config.dtype,
-        "device": config.device,
-        "backend": config.backend,
-        "dense tail": config.dense_tail,
-        "target tiles": target,
-        "space": [family.name for family in families],
-    }
-
-
-def _score_prompt(
-    config: HeadSearch,
-    loaded: LoadedModel,
-    prompt: Prompt,
-    sample: int,
-    families: Sequence[Family],
-    target: int,
-    journal: Journal,
-    progress: tqdm[Any],
-) -> None:
-    """One forward pass over a prompt; each layer that the journal lacks is scored as the pass comes by."""
-
-    def visit(inputs: LayerInputs) -> None:
-        progress.update()
-        key = f"{sample}.{inputs.layer}"
-        if key in journal:
-            return
-        if inputs.sliding_window is not None:
-            journal.add(key, {"slides": inputs.sliding_window})
-            return
-        if inputs.sinks is not None:
-            raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no kernel serves yet")
-        settled = None
-        if sample:
-            first = journal[f"0.{inputs.layer}"]["heads"]
-            settled = [[score["sizes"] for score in head] for head in first]
-        scores = score_layer(inputs, families, target, _dense_tail(config), settled, backend=config.backend)
-        journal.add(key, {"heads": [[asdict(score) for score in head] for head in scores]})
-
-    if f"{sample}.done" in journal:
-        progress.update(progress.total // config.samples)
-        return
-    ids = torch.tensor([prompt.input_ids], device=loaded.model.device)
-    capture(loaded.model, ids, visit)
-    journal.add(f"{sample}.done", True)
-
-
-def _finding(journal: Journal, layer: int, samples: int) -> Finding:
-    """A layer's scores averaged over the prompts; none for a layer that slides or has no attention."""
-    if f"0.{layer}" not in journal or "slides" in journal[f"0.{layer}"]:
-        return Finding(layer=layer, heads=())
-    records = [journal[f"{sample}.{layer}"] for sample in range(samples)]
-    parsed = [[[Score(**score) for score in head] for head in record["heads"]] for record in records]
-    return Finding(layer=layer, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))
+# What only one of the two searches knows, by option.
+_OF_MODEL = ("cost", "cost_table", "n_trials", "timeout", "storage", "workers", "max_kl", "max_drop")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of python -m search.heads."""
-    p = ArgumentParser(prog="python -m search.heads", description=__doc__)
+    p = ArgumentParser(
+        prog="python -m search.heads", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
     p.add_argument("--out", required=True, type=Path, help="artifact to write, such as cfg.yaml")
     p.add_argument(
-        "--calibration",
-        help=f"passkey (default) or, with --preset paper, kv_retrieval; known: {TASKS}",
+        "--allocation",
+        choices=("model", "heads"),
+        help="one budget for the model (default), or one for each head as published (default with --preset paper)",
     )
-    p.add_argument("--length", type=int, help="prompt length in tokens (default: the model's positions, at most 30000)")
-    p.add_argument("--samples", type=int, default=1, help="calibration prompts; scores are averaged (default 1)")
+    p.add_argument(
+        "--calibration",
+        nargs="+",
+        metavar="TASK",
+        help=f"tasks of the prompts (default {' '.join(DEFAULT_TASKS)}; with --allocation heads passkey, with --preset "
+        f"paper kv_retrieval); add text:FILE for text like yours; known: {TASKS}",
+    )
+    p.add_argument(
+        "--length",
+        type=int,
+        nargs="+",
+        help="prompt lengths in tokens: patterns are for the longest, the others tell how sizes go with the length "
+        "(default: the model's positions, at most 8192; with --allocation heads 30000)",
+    )
+    p.add_argument("--samples", type=int, default=1, help="prompts of each task and length (default 1)")
     p.add_argument(
         "--budget",
-        help="what a head may compute: a fraction of dense attention or a_shape:SINK,WINDOW (default 0.3)",
+        help=f"share of what computing all of attention costs (default {DEFAULT_BUDGET}); with --allocation heads "
+        f"what a head may compute, such a share or a_shape:SINK,WINDOW (default {HEAD_BUDGET})",
     )
+    p.add_argument("--cost", choices=("seconds", "flops"), default="seconds", help="what is spent (default seconds)")
+    p.add_argument("--cost-table", type=Path, help="of the device that will serve; default: this machine is measured")
+    p.add_argument("--n-trials", type=int, default=DEFAULT_TRIALS, help=f"end-to-end trials (default {DEFAULT_TRIALS})")
+    p.add_argument("--timeout", type=float, help="seconds after which no trial is begun")
+    p.add_argument("--max-kl", type=float, default=MAX_KL, help=f"gate: nats a token on held-out prompts ({MAX_KL})")
+    p.add_argument("--max-drop", type=float, default=MAX_DROP, help=f"gate: rise of perplexity there ({MAX_DROP})")
+    p.add_argument("--storage", metavar="URL", help="Optuna storage that processes share (default: a journal by --out)")
+    p.add_argument("--workers", type=int, default=1, help="processes on this machine (default 1)")
     p.add_argument(
         "--preset",
         choices=("scaled", "paper"),
         default="scaled",
-        help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096; scaled: the same for shorter prompts",
+        help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
     )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
     p.add_argument("--revision", help="revision of a hub model")
-    p.add_argument("--dense-below", type=int, help="prompts shorter than this stay dense (default: half of --length)")
+    p.add_argument(
+        "--dense-below", type=int, help="prompts shorter than this stay dense (default: measured, or half the length)"
+    )
     p.add_argument(
         "--dense-tail",
         type=int,
@@ -281,11 +96,55 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     argv = sys.argv[1:] if argv is None else argv
-    options = vars(parser().parse_args(argv))
-    config = HeadSearch(**options, command="python -m search.heads " + shlex.join(argv))
-    artifact = run(config)
-    print_report(artifact, config.out)
+    arguments = parser()
+    options = vars(arguments.parse_args(argv))
+    command = without_passwords("python -m search.heads " + shlex.join(argv))
+    allocation = options.pop("allocation") or ("heads" if options["preset"] == "paper" else "model")
+    if allocation == "heads":
+        for name in _OF_MODEL:
+            if options.pop(name) != arguments.get_default(name):
+                raise HeadwiseError(f"--{name.replace('_', '-')} goes with one budget for the model, not one a head")
+        artifact = run_heads(_for_heads(options, command))
+    else:
+        found = run_model(_for_model(options, command, argv))
+        if found is None:
+            return 0
+        artifact = found
+    print_report(artifact, options["out"])
     return 0
+
+
+def _for_heads(options: dict[str, Any], command: str) -> HeadSearch:
+    for name in ("length", "calibration"):
+        if options[name] is not None and len(options[name]) > 1:
+            raise HeadwiseError(f"--{name} takes one value with a budget for each head, got {len(options[name])}")
+        options[name] = options[name][0] if options[name] else None
+    return HeadSearch(**options, command=command)
+
+
+def _for_model(options: dict[str, Any], command: str, argv: list[str]) -> ModelSearch:
+    if options.pop("preset") == "paper":
+        raise HeadwiseError("--preset paper is a budget for each head: leave --allocation model out")
+    limits = Limits(kl=options.pop("max_kl"), drop=options.pop("max_drop"))
+    tasks, lengths, budget = (options.pop(name) for name in ("calibration", "length", "budget"))
+    try:
+        share = DEFAULT_BUDGET if budget is None else float(budget)
+    except ValueError:
+        raise HeadwiseError(
+            f"--budget {budget!r} must be a share of all of attention such as 0.25; a_shape:SINK,WINDOW goes with "
+            "--allocation heads"
+        ) from None
+    if options["dense_tail"] is None:
+        options["dense_tail"] = DENSE_TAIL
+    return ModelSearch(
+        **options,
+        tasks=tuple(tasks or DEFAULT_TASKS),
+        lengths=None if lengths is None else tuple(lengths),
+        budget=share,
+        limits=limits,
+        command=command,
+        argv=tuple(argv),
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from search.score import Score
 from search.space import Family
 
 if TYPE_CHECKING:
-    from search.heads import HeadSearch
+    from search.head_budget import HeadSearch
 
 _ARTIFACT_PATTERN: TypeAdapter[ArtifactPattern] = TypeAdapter(ArtifactPattern)
 MEASURES = ("error", "recall", "density")
@@ -61,7 +61,7 @@ def build_artifact(
     searched = [scores for finding in findings for scores in finding.heads]
     kind, recall = best_single_kind(searched, families)
     search = SearchInfo(
-        tool_version=_tool_version(),
+        tool_version=tool_version(),
         command=config.command,
         preset=config.preset,
         seed=config.seed,
@@ -118,7 +118,8 @@ def _arrays(families: Sequence[Family], findings: Sequence[Finding], chosen: Seq
     return arrays
 
 
-def _tool_version() -> str:
+def tool_version() -> str:
+    """Of the headwise that is installed."""
     try:
         return version("headwise")
     except PackageNotFoundError:

@@ -17,7 +17,7 @@ from profiling.latency import interleaved, medians
 from profiling.models import load_model
 from profiling.prompts import Prompt
 from profiling.quality import is_right, negative_log_likelihood, perplexity
-from search.heads import HeadSearch, run
+from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 700

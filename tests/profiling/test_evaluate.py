@@ -16,7 +16,7 @@ from artifacts import HeadwiseError
 from profiling import evaluation
 from profiling.evaluate import main
 from profiling.evaluation_page import page
-from search.heads import HeadSearch, run
+from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900

@@ -24,7 +24,7 @@ from profiling.model_pictures import draw_totals, spread
 from profiling.models import load_model
 from profiling.prompts import make_prompts
 from profiling.similarity_profile import Profile, save_profile
-from search.heads import HeadSearch, run
+from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 700

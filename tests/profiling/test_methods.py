@@ -15,7 +15,7 @@ from profiling.matching import SIZES, Meter
 from profiling.method_table import METHODS, method_names, says
 from profiling.methods import Methods
 from profiling.models import LoadedModel, load_model
-from search.heads import HeadSearch, run
+from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900

@@ -13,7 +13,8 @@ import artifacts
 from artifacts import HeadwiseError
 from profiling import similarity
 from runtime import load
-from search import filters, heads
+from search import filters
+from search import head_budget as heads
 
 LENGTH = 600
 MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH), "--steps", "3", "--samples", "1"]

@@ -19,7 +19,8 @@ from profiling.capture import LayerInputs, capture
 from profiling.models import load_model
 from profiling.prompts import make_prompts
 from runtime import load
-from search.heads import HeadSearch, main, run
+from search.head_budget import HeadSearch, run
+from search.heads import main
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -112,7 +113,17 @@ def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path,
 def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.resume.jsonl"
-    command = [sys.executable, "-m", "search.heads", "--model", str(tiny_model), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "search.heads",
+        "--allocation",
+        "heads",
+        "--model",
+        str(tiny_model),
+        "--out",
+        str(out),
+    ]
     command += [
         "--length",
         str(LENGTH),
@@ -178,6 +189,7 @@ def test_bad_input_is_one_line_and_leaves_no_file(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     options = {
+        "--allocation": "heads",
         "--model": str(tiny_model),
         "--out": "cfg.yaml",
         "--length": "1000",
@@ -196,7 +208,17 @@ def test_bad_input_is_one_line_and_leaves_no_file(
 def test_model_without_attention(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "mamba", family="Mamba", num_hidden_layers=2, state_size=4)
     result = subprocess.run(
-        [sys.executable, "-m", "search.heads", "--model", str(model), "--out", str(tmp_path / "cfg.yaml")],
+        [
+            sys.executable,
+            "-m",
+            "search.heads",
+            "--allocation",
+            "heads",
+            "--model",
+            str(model),
+            "--out",
+            str(tmp_path / "cfg.yaml"),
+        ],
         capture_output=True,
         text=True,
     )

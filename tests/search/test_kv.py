@@ -13,7 +13,8 @@ from artifacts import HeadwiseError
 from profiling.budget_curves import BudgetCurves
 from profiling.models import load_model
 from runtime import load, memory_report
-from search import heads, kv
+from search import head_budget as heads
+from search import kv
 
 FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8", "--dtype", "float32"]
 

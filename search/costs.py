@@ -1,0 +1,154 @@
+"""What candidates cost: seconds on a device by its cost table, or FLOPs.
+
+Shapes: L layers, H query heads, C candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from artifacts import HeadwiseError, ModelInfo
+from kernels.index import TILE, num_rows, num_tiles
+from kernels.patterns import Pattern
+from profiling.bench import backend_of
+from profiling.cost_table import CostTable, load
+from profiling.gguf import cache_folder
+from profiling.kernels import Grid, run
+from search.ladder import LAST_Q
+
+Unit = Literal["seconds", "flops"]
+_DENSITIES = (0.04, 0.12, 0.25, 0.5)
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What heads cost on one prompt of `length` tokens.
+
+    table: None where FLOPs are counted. scale: measured seconds over those of the table, once that is known.
+    """
+
+    unit: Unit
+    length: int
+    head_dim: int
+    dtype: str
+    table: CostTable | None = None
+    scale: float = 1.0
+
+    @property
+    def device(self) -> str | None:
+        return self.table.device if self.table else None
+
+    @property
+    def identity(self) -> str:
+        """Tells one table from another."""
+        return "flops" if self.table is None else hashlib.sha256(repr(self.table.costs).encode()).hexdigest()[:16]
+
+    def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
+        """The cost of each head with each candidate, index build included, from the tiles it computes (..., C)."""
+        if self.table is None:
+            return tiles.astype(np.float64) * self._flops_per_tile
+        found = np.full(tiles.shape, np.nan)
+        for c, pattern in enumerate(candidates):
+            x, y = self.table.line(pattern.kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype)
+            found[..., c] = _interpolate(tiles[..., c].astype(np.float64), x, y) + self._estimate(pattern)
+        return found * self.scale
+
+    def all_keys(self) -> float:
+        """The cost of a head that computes everything through the same kernel."""
+        tiles = np.array([float(_causal_tiles(self.length))])
+        if self.table is None:
+            return float(tiles[0] * self._flops_per_tile)
+        x, y = self.table.line("dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype)
+        return float(_interpolate(tiles, x, y)[0] * self.scale)
+
+    def dense(self) -> float:
+        """The cost of a head of torch's dense attention."""
+        if self.table is None:
+            return self.all_keys()
+        return self.table.dense_seconds(length=self.length, head_dim=self.head_dim, dtype=self.dtype, heads=1)
+
+    def scaled(self, factor: float) -> Costs:
+        """With what a prediction turned out to be times `factor`."""
+        return replace(self, scale=self.scale * factor)
+
+    @property
+    def _flops_per_tile(self) -> float:
+        return 4.0 * TILE * TILE * self.head_dim
+
+    def _estimate(self, pattern: Pattern) -> float:
+        """Seconds of estimates that look at more queries than those that the table was measured with."""
+        rows = (getattr(pattern, "last_q", LAST_Q) - LAST_Q) / TILE
+        return max(rows, 0.0) * num_tiles(self.length) * self.all_keys() / self.scale / _causal_tiles(self.length)
+
+
+def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str, fresh: bool) -> CostTable:
+    """The cost table of this machine for the model's heads; measured once, then kept in the cache folder."""
+    grid = Grid(
+        device=device,
+        lengths=tuple(lengths),
+        head_dims=(model.head_dim,),
+        heads=((model.num_heads, model.num_kv_heads),),
+        dtypes=(dtype,),
+        densities=_DENSITIES,
+        repeats=_REPEATS,
+    )
+    size = next(iter(grid.sizes()))
+    where = f"{device.replace(':', '_')}_{backend_of(size)}_{torch.__version__}_{torch.get_num_threads()}"
+    shape = f"{model.num_heads}x{model.num_kv_heads}x{model.head_dim}_{dtype}_{'_'.join(map(str, lengths))}"
+    path = cache_folder() / "costs" / f"{where}_{shape}.safetensors"
+    if path.is_file() and not fresh:
+        return load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    heads = f"{model.num_heads}/{model.num_kv_heads}"
+    command = (
+        f"python -m profiling.kernels --device {device} --lengths {' '.join(map(str, lengths))} --head-dims "
+        f"{model.head_dim} --heads {heads} --dtypes {dtype} --densities {' '.join(map(str, _DENSITIES))} "
+        f"--repeats {_REPEATS} --out cost.safetensors"
+    )
+    return run(grid, path, command=command, fresh=fresh)
+
+
+def costs_for(
+    unit: Unit, model: ModelInfo, *, length: int, lengths: Sequence[int], dtype: str, device: str, table: Path | None
+) -> Costs:
+    """How a search counts.
+
+    Args:
+        unit: seconds or flops.
+        table: a cost table of the device that will serve; None measures this machine, or takes what it measured before.
+
+    Raises:
+        HeadwiseError: the table does not hold the model's head dim and dtype for the kinds that are searched.
+    """
+    shared: dict[str, Any] = {"length": length, "head_dim": model.head_dim, "dtype": dtype}
+    if unit == "flops":
+        if table is not None:
+            raise HeadwiseError(f"--cost-table {table} says seconds, and --cost is flops: leave one of them out")
+        return Costs(unit="flops", **shared)
+    found = load(table) if table else measured_table(model, lengths=lengths, dtype=dtype, device=device, fresh=False)
+    costs = Costs(unit="seconds", **shared, table=found)
+    for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
+        found.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
+    return costs
+
+
+def _causal_tiles(length: int) -> int:
+    rows = num_rows(length, length)
+    return rows * (rows + 1) // 2
+
+
+def _interpolate(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Piecewise linear; beyond the last point in proportion, before the first along the first two points."""
+    inner = np.interp(at, x, y)
+    if len(x) > 1:
+        slope = (y[1] - y[0]) / (x[1] - x[0])
+        inner = np.where(at < x[0], np.maximum(y[0] + slope * (at - x[0]), y[0] / 10), inner)
+    return np.where(at > x[-1], y[-1] * at / x[-1], inner)

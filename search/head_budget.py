@@ -1,0 +1,227 @@
+"""The search with a budget for each head: MInference 1.0, Algorithm 1 (kernel-aware sparse pattern search).
+
+Every candidate is brought to the same computed tiles,
+run through the kernels that will serve, and the one nearest to dense attention's output wins.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
+from artifacts.files import check_writable
+from profiling.capture import LayerInputs, capture
+from profiling.journal import Journal
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from runtime.fingerprint import fingerprint
+from search.choose import mean_scores
+from search.record import Finding, build_artifact
+from search.score import Score, score_layer
+from search.serving import serving_backend
+from search.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
+
+# What a_shape:1024,4096 computes at 30,000 tokens, the paper's budget, is 0.31 of dense attention.
+DEFAULT_BUDGET = "0.3"
+# As many queries as vertical-slash looks at, one row of tiles.
+DENSE_TAIL = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSearch:
+    """What a search is asked to do; None takes the default that depends on the model or the preset."""
+
+    model: str
+    out: Path
+    calibration: str | None = None
+    length: int | None = None
+    samples: int = 1
+    budget: str | None = None
+    preset: Literal["paper", "scaled"] = "scaled"
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    backend: str = "auto"
+    revision: str | None = None
+    dense_below: int | None = None
+    dense_tail: int | None = None
+    beyond_positions: bool = False
+    fresh: bool = False
+    picture: bool = True
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "samples", "dense_below"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.dense_tail is not None and self.dense_tail < 0:
+            raise HeadwiseError(f"--dense-tail must be at least 0, got {self.dense_tail}")
+
+
+def run(config: HeadSearch) -> Artifact:
+    """Search and write `config.out` with its sidecar; a killed run goes on from the layers it finished.
+
+    Raises:
+        HeadwiseError: anything the user has to put right; no file is written then.
+    """
+    check_writable(config.out)
+    if config.calibration is not None:
+        parse_task(config.calibration)
+    if config.length is not None and config.budget is not None:
+        target_tiles(config.budget, config.length, _dense_tail(config))
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    config = resolve(config, model)
+    return search_model(config, loaded, model)
+
+
+def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact:
+    """The search on a model that is loaded and fingerprinted; `config` has no defaults left open."""
+    assert config.length is not None and config.budget is not None and config.calibration is not None
+    dense_tail = _dense_tail(config)
+    target = target_tiles(config.budget, config.length, dense_tail)
+    backend = serving_backend(config.backend, model, config.dtype, config.device)
+    prompts = make_prompts(
+        config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
+    )
+    families = initial_space(config.length, scaled=config.preset == "scaled")
+    calibration = Calibration(
+        tasks=(parse_task(config.calibration).name,),
+        lengths=(config.length,),
+        samples=config.samples,
+        sha256=digest(prompts),
+    )
+    journal = Journal.open(
+        config.out.with_suffix(".resume.jsonl"),
+        _settings(config, model, calibration, families, target),
+        fresh=config.fresh,
+    )
+    if finished := sum(not key.endswith(".done") for key in journal):
+        print(f"going on with {journal.path}: {finished} layers are finished", file=sys.stderr)
+    progress = tqdm(total=model.num_layers * len(prompts), desc="layers", unit="layer", disable=None)
+    with progress:
+        for sample, prompt in enumerate(prompts):
+            _score_prompt(config, loaded, prompt, sample, families, target, journal, progress)
+    findings = [_finding(journal, layer, len(prompts)) for layer in range(model.num_layers)]
+    if not any(finding.heads for finding in findings):
+        raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
+    artifact = build_artifact(
+        config,
+        model,
+        calibration,
+        families,
+        findings,
+        target_density=target / target_tiles("1", config.length, 0),
+        kernel_backend=backend,
+    )
+    if config.picture:
+        from profiling.pattern_map import draw_pattern_map
+
+        draw_pattern_map(config.out, config.out.with_suffix(""))
+    journal.remove()
+    return artifact
+
+
+def resolve(config: HeadSearch, model: ModelInfo) -> HeadSearch:
+    """Fill in the defaults that depend on the preset and the model; refuse a length past its positions."""
+    paper = config.preset == "paper"
+    length = config.length or (PAPER_LENGTH if paper else min(PAPER_LENGTH, model.max_positions))
+    if length > model.max_positions and not config.beyond_positions:
+        raise HeadwiseError(
+            f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
+            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
+        )
+    # Sizes are token counts: at half the length they cover about twice the share, and there sparsity stops paying.
+    dense_below = config.dense_below if config.dense_below is not None else length // 2
+    return replace(
+        config,
+        # Patterns found on the paper's UUIDs serve prose worse than patterns found on a key hidden in prose.
+        calibration=config.calibration or ("kv_retrieval" if paper else "passkey"),
+        length=length,
+        budget=config.budget or (PAPER_BUDGET if paper else DEFAULT_BUDGET),
+        dense_below=dense_below,
+        dense_tail=_dense_tail(config),
+    )
+
+
+def _dense_tail(config: HeadSearch) -> int:
+    """Last queries that see every key: none in the paper's search, else enough for a question to find its answer."""
+    if config.dense_tail is not None:
+        return config.dense_tail
+    return 0 if config.preset == "paper" else DENSE_TAIL
+
+
+def _settings(
+    config: HeadSearch, model: ModelInfo, calibration: Calibration, families: Sequence[Family], target: int
+) -> dict[str, Any]:
+    """All that a layer's scores depend on."""
+    return {
+        "model": model.name,
+        "weights": model.weights_sha256,
+        "length": config.length,
+        "budget": config.budget,
+        "preset": config.preset,
+        "calibration": calibration.tasks[0],
+        "samples": config.samples,
+        "seed": config.seed,
+        "prompts": calibration.sha256,
+        "dtype": config.dtype,
+        "device": config.device,
+        "backend": config.backend,
+        "dense tail": config.dense_tail,
+        "target tiles": target,
+        "space": [family.name for family in families],
+    }
+
+
+def _score_prompt(
+    config: HeadSearch,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    sample: int,
+    families: Sequence[Family],
+    target: int,
+    journal: Journal,
+    progress: tqdm[Any],
+) -> None:
+    """One forward pass over a prompt; each layer that the journal lacks is scored as the pass comes by."""
+
+    def visit(inputs: LayerInputs) -> None:
+        progress.update()
+        key = f"{sample}.{inputs.layer}"
+        if key in journal:
+            return
+        if inputs.sliding_window is not None:
+            journal.add(key, {"slides": inputs.sliding_window})
+            return
+        if inputs.sinks is not None:
+            raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no kernel serves yet")
+        settled = None
+        if sample:
+            first = journal[f"0.{inputs.layer}"]["heads"]
+            settled = [[score["sizes"] for score in head] for head in first]
+        scores = score_layer(inputs, families, target, _dense_tail(config), settled, backend=config.backend)
+        journal.add(key, {"heads": [[asdict(score) for score in head] for head in scores]})
+
+    if f"{sample}.done" in journal:
+        progress.update(progress.total // config.samples)
+        return
+    ids = torch.tensor([prompt.input_ids], device=loaded.model.device)
+    capture(loaded.model, ids, visit)
+    journal.add(f"{sample}.done", True)
+
+
+def _finding(journal: Journal, layer: int, samples: int) -> Finding:
+    """A layer's scores averaged over the prompts; none for a layer that slides or has no attention."""
+    if f"0.{layer}" not in journal or "slides" in journal[f"0.{layer}"]:
+        return Finding(layer=layer, heads=())
+    records = [journal[f"{sample}.{layer}"] for sample in range(samples)]
+    parsed = [[[Score(**score) for score in head] for head in record["heads"]] for record in records]
+    return Finding(layer=layer, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))

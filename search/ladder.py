@@ -1,0 +1,44 @@
+"""The candidates of a search with one budget for the model: settings of every kind, from tiny to dense.
+
+Sizes are shares of the prompt's length, so that a rung means the same at every length.
+"""
+
+from __future__ import annotations
+
+from kernels.index import TILE, num_tiles
+from kernels.patterns import Pattern, make
+
+_SHARES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)
+# Columns and diagonals that together compute most of the square are dearer than dense attention.
+_WIDEST = 3 / 8
+_BROAD = ((1 / 32, 1 / 32), (1 / 32, 1 / 16), (1 / 16, 1 / 32), (1 / 16, 1 / 16), (1 / 32, 1 / 8), (1 / 8, 1 / 8))
+_WINDOWS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8)
+_BLOCKS = (1 / 64, 1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
+_COVERAGES = (0.9, 0.95, 0.98)
+# Queries that an estimate looks at: those of the paper, and some more for heads whose last ones are not like the rest.
+LAST_Q, BROAD_LAST_Q = 64, 256
+
+
+def ladder(length: int) -> tuple[Pattern, ...]:
+    """All candidates at a prompt length; the same rungs, in the same order, at every length."""
+
+    def tokens(share: float) -> int:
+        return max(1, round(share * length))
+
+    def tiles(share: float) -> int:
+        return max(1, round(share * num_tiles(length)))
+
+    pairs = [(v, s) for v in _SHARES for s in _SHARES if v + s < _WIDEST]
+    widest = max(_SHARES)
+    return (
+        *(make("a_shape", sink=TILE, window=tokens(w)) for w in _WINDOWS),
+        *(make("vertical_slash", vertical=tokens(v), slash=tokens(s), last_q=LAST_Q) for v, s in pairs),
+        *(make("vertical_slash", vertical=tokens(v), slash=tokens(s), last_q=BROAD_LAST_Q) for v, s in _BROAD),
+        *(
+            make("vertical_slash", vertical=tokens(widest), slash=tokens(widest), last_q=LAST_Q, coverage=c)
+            for c in _COVERAGES
+        ),
+        *(make("block_sparse", blocks=tiles(b)) for b in _BLOCKS),
+        *(make("block_sparse", blocks=tiles(max(_BLOCKS)), coverage=c) for c in _COVERAGES),
+        make("dense"),
+    )

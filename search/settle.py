@@ -1,0 +1,98 @@
+"""From curves to patterns: what each head gets for a budget.
+
+Shapes: L layers, H query heads, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from artifacts import Pattern as ArtifactPattern
+from artifacts import pattern_name
+from kernels.patterns import Pattern
+from search.allocate import spend
+from search.curves import Curves
+from search.record import as_artifact_pattern
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Settlement:
+    """chosen: (L, H) candidate, -1 in layers left alone. weight: (L,) of the layers' changes.
+
+    cost: of all heads together. price: change that the dearest step taken saved for a unit of cost; None where heads
+    had budgets of their own.
+    """
+
+    chosen: np.ndarray
+    cost: float
+    weight: np.ndarray
+    price: float | None
+
+    def pick(self, values: np.ndarray) -> np.ndarray:
+        """(L, H) of (L, H, C): each head's with what it got, NaN in layers left alone."""
+        taken = np.take_along_axis(values, np.maximum(self.chosen, 0)[..., None], axis=-1)[..., 0]
+        found: np.ndarray = np.where(self.chosen < 0, np.nan, taken)
+        return found
+
+
+def by_model(
+    curves: Curves, costs: np.ndarray, total: float, *, weight: np.ndarray, allowed: np.ndarray | None = None
+) -> Settlement:
+    """One budget for the model: the least weighted change for at most `total` (search.allocate).
+
+    Args:
+        curves: of the prompts.
+        costs: (L, H, C).
+        total: what all heads may cost together.
+        weight: (L,) of each layer's change.
+        allowed: (C,) candidates that may be taken; all if None.
+
+    Raises:
+        HeadwiseError: the total is less than all heads' cheapest candidates.
+    """
+    layers = np.flatnonzero(curves.searched)
+    change = curves.change[layers].astype(np.float64) * weight[layers, None, None]
+    if allowed is not None:
+        change = np.where(allowed, change, np.inf)
+    flat = change.reshape(-1, change.shape[-1])
+    spent = spend(flat, costs[layers].reshape(flat.shape), total)
+    chosen = np.full(curves.change.shape[:2], -1, dtype=np.int64)
+    chosen[layers] = np.array(spent.places).reshape(change.shape[:2])
+    return _settlement(chosen, costs, weight, spent.price)
+
+
+def by_head(curves: Curves, costs: np.ndarray, each: float) -> Settlement:
+    """The same budget for every head, as in MInference 1.0, Algorithm 1: of what keeps to it the least error.
+
+    Where nothing does, the cheapest.
+    """
+    layers = np.flatnonzero(curves.searched)
+    within = costs[layers] <= max(each, 0) * (1 + 1e-9)
+    within |= costs[layers] <= costs[layers].min(axis=-1, keepdims=True)
+    chosen = np.full(curves.change.shape[:2], -1, dtype=np.int64)
+    chosen[layers] = np.where(within, curves.error[layers], np.inf).argmin(axis=-1)
+    return _settlement(chosen, costs, np.ones(len(chosen)), None)
+
+
+def _settlement(chosen: np.ndarray, costs: np.ndarray, weight: np.ndarray, price: float | None) -> Settlement:
+    found = Settlement(chosen=chosen, cost=0.0, weight=weight, price=price)
+    return Settlement(chosen=chosen, cost=float(np.nansum(found.pick(costs))), weight=weight, price=price)
+
+
+def rows_of(
+    settlement: Settlement, candidates: Sequence[Pattern]
+) -> tuple[tuple[tuple[str, ...] | None, ...], dict[str, ArtifactPattern]]:
+    """An artifact's rows of pattern names, None for a layer left alone, and the patterns that they name."""
+    rows: list[tuple[str, ...] | None] = []
+    patterns: dict[str, ArtifactPattern] = {}
+    for layer in settlement.chosen:
+        if layer[0] < 0:
+            rows.append(None)
+            continue
+        named = [as_artifact_pattern(candidates[c]) for c in layer]
+        patterns.update({pattern_name(pattern): pattern for pattern in named})
+        rows.append(tuple(pattern_name(pattern) for pattern in named))
+    return tuple(rows), patterns
