@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MEASURES = ("error", "recall", "density")
 # What a search adds that has one budget for the model.
 _OPTIONAL = ("change", "seconds", "flops")
-# Drift counts from this error up: bfloat16 alone puts dense attention's output 0.003 or so off.
+# Drift counts from this error up: bfloat16 alone puts dense attention's output 0.002 off.
 DRIFT_FLOOR = 0.01
 
 
