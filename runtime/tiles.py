@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ class Tiled:
     def __init__(self, module: nn.Module, warn: Callable[[str], None]) -> None:
         """Take the place; `warn` hears of a module that cannot be tiled."""
         self.module, self._warn = module, warn
-        # Another library may have put a function of its own there (accelerate does).
-        self._former = module.__dict__.get("forward")
+        # The forward that was there: the class's, or a function of another library's on the instance (accelerate's).
+        self.original: Callable[..., Any] = module.forward
+        self._was_own = "forward" in vars(module)
         self._active = True
         self._fits: bool | None = None
         module.forward = self
@@ -43,24 +44,18 @@ class Tiled:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What a copy or a pickle gets needs no Headwise to be read.
-        if self._former is None:
-            return getattr, (self.module, "forward")
-        return getattr, (SimpleNamespace(forward=self._former), "forward")
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The forward that was there before."""
-        return MethodType(type(self.module).forward, self.module) if self._former is None else self._former
+        owner = SimpleNamespace(forward=self.original) if self._was_own else self.module
+        return getattr, (owner, "forward")
 
     def remove(self) -> None:
         """Give the module its forward back. What another library has put over it stays, and goes straight through."""
         self._active = False
         if self.module.__dict__.get("forward") is not self:
             return
-        if self._former is None:
-            del self.module.forward
+        if self._was_own:
+            self.module.forward = self.original
         else:
-            self.module.forward = self._former
+            del self.module.forward
 
     def _cuts(self, x: object) -> list[int] | None:
         """Where to cut the tokens of (B, S, C); None for a call that is served whole."""
