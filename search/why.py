@@ -91,13 +91,13 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
         cheaper = line[at - 1]
         said.append(
             f"The next cheaper, {cheaper.pattern}, would save {(winner.cost - cheaper.cost) / per:.3g} {unit} and add "
-            f"{lost} at {weight * slope(cheaper, winner) * per:.3g}, more than the price."
+            f"{lost} at {weight * slope(cheaper, winner) * per:.3g} {per_unit}, more than the price."
         )
     if at + 1 < len(line):
         dearer = line[at + 1]
         said.append(
             f"The next dearer, {dearer.pattern}, would cost {(dearer.cost - winner.cost) / per:.3g} {unit} more and "
-            f"take away {lost} at {weight * slope(winner, dearer) * per:.3g}, less than the price."
+            f"take away {lost} at {weight * slope(winner, dearer) * per:.3g} {per_unit}, less than the price."
         )
     return said
 

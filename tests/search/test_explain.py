@@ -102,8 +102,8 @@ def test_at_a_price_the_neighbours_on_the_hull_say_why(allocated: Path) -> None:
     assert "price of 0.05 squared error a ms" in first
     assert "vs_256_256" in first
     # (0.4 - 0.1) / 3 ms and 0.1 / 15 ms.
-    assert "vs_128_128, would save 3 ms and add squared error at 0.1, more than the price" in cheaper
-    assert "dense, would cost 15 ms more and take away squared error at 0.00667, less than the price" in dearer
+    assert "vs_128_128, would save 3 ms and add squared error at 0.1 a ms, more than the price" in cheaper
+    assert "dense, would cost 15 ms more and take away squared error at 0.00667 a ms, less than the price" in dearer
 
 
 def test_the_change_of_the_stream_and_flops_are_what_is_weighed_where_they_are_known(allocated: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_change_of_the_stream_and_flops_are_what_is_weighed_where_they_are_k
     assert answer["unit"] == "flops"
     first, cheaper, dearer = answer["why"]
     assert "price of 5e-05 change of the residual stream a GFLOP" in first
-    assert "vs_128_128, would save 3 GFLOP and add change of the residual stream at 0.0001, more" in cheaper
+    assert "vs_128_128, would save 3 GFLOP and add change of the residual stream at 0.0001 a GFLOP, more" in cheaper
     assert "dense, would cost 15 GFLOP more" in dearer
     assert "4.00e-04" in report(answer)
 
