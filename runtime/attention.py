@@ -15,7 +15,6 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from runtime.attention_tiles import tape_of
 from runtime.calls import Call
-from runtime.compiled import attend_traced
 from runtime.dense import attend_densely
 from runtime.every_key import attend_to_every_key
 from runtime.faults import fault, message
@@ -60,6 +59,9 @@ def headwise_attention(
         return tape.attend(query, key, value, attention_mask, asked)
     call = Call(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
     if torch.compiler.is_compiling():
+        # A process that compiles nothing does without torch's compiler: seconds, and Triton.
+        from runtime.compiled import attend_traced
+
         return attend_traced(call)
     if layer is None:
         return attend_densely(call)
