@@ -29,7 +29,7 @@ from profiling.logits import Drift
 from profiling.models import LoadedModel
 from profiling.prompts import Prompt
 from runtime import Headwise
-from search.attention_time import all_threads, attention_seconds, plans_of
+from search.attention_time import measured_seconds
 from search.costs import Costs
 from search.crossover import measured_dense_below
 from search.curves import Curves
@@ -145,9 +145,13 @@ def _front_point(problem: Problem, point: Point, layers: Any, dense_cost: float)
 
 def _seconds(outcome: Outcome, config: ModelSearch) -> float:
     """Attention of one prefill as it is on this machine, on a prompt that was held out."""
-    plans = plans_of(outcome.problem, outcome.raised.chosen.settlement, outcome.problem.model.num_kv_heads)
-    with all_threads():
-        return attention_seconds(outcome.loaded, outcome.prompt, plans, backend=config.backend)
+    return measured_seconds(
+        outcome.loaded,
+        outcome.problem,
+        outcome.raised.chosen.settlement,
+        outcome.prompt,
+        backend=config.backend,
+    )
 
 
 def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: float | None) -> tuple[Measurement, ...]:

@@ -1,0 +1,196 @@
+"""Artifacts of one model side by side: what their attention takes, and how far they lead it from dense attention.
+
+python -m profiling.versus a.yaml b.yaml --model smollm2 --length 8192 --tasks passkey text:book.txt --samples 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write, check_writable
+from kernels.patterns import LayerPlan
+from profiling.attention_time import DENSE, attention_seconds
+from profiling.bench import environment
+from profiling.head_fidelity import fidelity
+from profiling.logits import DenseLogits, Drift
+from profiling.models import LoadedModel, load_model
+from profiling.prompts import Prompt, make_prompts
+from runtime import Headwise
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versus:
+    """What to compare and on what; places: tokens of a prompt whose predictions are compared, None for up to 512."""
+
+    configs: tuple[Path, ...]
+    model: str
+    tasks: tuple[str, ...]
+    length: int
+    samples: int = 2
+    seed: int = 2000
+    places: int | None = None
+    repeats: int = 5
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One artifact. Each error is a standard error over the places that were compared.
+
+    seconds: attention of one prefill, index build included; None where it was not timed. kl: nats a token.
+    loss: what is added to the negative log-likelihood of a token, in nats: about the relative rise of perplexity.
+    """
+
+    config: str
+    density: float
+    seconds: float | None
+    kl: float
+    kl_error: float
+    kl_by_task: dict[str, float]
+    loss: float
+    loss_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Rows in the order asked for, and seconds of torch's dense attention in the layers that have patterns."""
+
+    rows: tuple[Row, ...]
+    dense_seconds: float | None
+    settings: dict[str, Any]
+    environment: dict[str, str]
+
+
+def run(config: Versus) -> Result:
+    """Load the model and compare.
+
+    Raises:
+        HeadwiseError: an artifact that is of another model, or that would serve all of it densely.
+    """
+    pairs = [load_pair(path) for path in config.configs]
+    for path, (artifact, _) in zip(config.configs, pairs, strict=True):
+        if config.length < artifact.prefill.dense_below:
+            raise HeadwiseError(
+                f"--length {config.length} is below the dense_below of {artifact.prefill.dense_below} of {path.name}: "
+                "all would be dense; ask for longer prompts"
+            )
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    prompts = {
+        task: make_prompts(task, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed)
+        for task in config.tasks
+    }
+    flat = [prompt for made in prompts.values() for prompt in made]
+    logits = DenseLogits(loaded.model, flat, places=config.places)
+    seconds = _seconds(config, loaded, pairs, flat[0])
+    rows = []
+    for path, (artifact, arrays) in zip(config.configs, pairs, strict=True):
+        with Headwise(artifact, arrays).apply(loaded.model):
+            drift = logits.drift()
+        density = float(np.nanmean(fidelity(loaded.model, artifact, flat[0], arrays).density))
+        rows.append(_row(path, density, seconds.get(str(path)), drift, config))
+    settings = asdict(config) | {"configs": [path.name for path in config.configs]}
+    return Result(
+        rows=tuple(rows),
+        dense_seconds=seconds.get(DENSE),
+        settings=settings,
+        environment=environment(config.device),
+    )
+
+
+def _seconds(
+    config: Versus, loaded: LoadedModel, pairs: Sequence[tuple[Artifact, Any]], prompt: Prompt
+) -> dict[str, float]:
+    if not config.repeats:
+        return {}
+    plans: dict[str, dict[int, LayerPlan]] = {}
+    for path, (artifact, arrays) in zip(config.configs, pairs, strict=True):
+        patterns = kernel_patterns(artifact, arrays)
+        size = artifact.model.num_layers, artifact.model.num_kv_heads
+        made = {layer: layer_plan(artifact, patterns, layer, slice(None), size[1]) for layer in range(size[0])}
+        plans[str(path)] = {layer: plan for layer, plan in made.items() if plan is not None}
+    if len({tuple(by_layer) for by_layer in plans.values()}) > 1:
+        raise HeadwiseError("the artifacts have patterns for different layers: their times do not compare")
+    return attention_seconds(loaded, prompt, plans, repeats=config.repeats, dense=True)
+
+
+def _row(path: Path, density: float, seconds: float | None, drift: Drift, config: Versus) -> Row:
+    loss = (drift.loss - drift.dense_loss)[np.isfinite(drift.loss)]
+    by_task = np.split(drift.kl, len(config.tasks))
+    return Row(
+        config=path.name,
+        density=density,
+        seconds=seconds,
+        kl=drift.mean_kl,
+        kl_error=float(drift.kl.std() / len(drift.kl) ** 0.5),
+        kl_by_task={task.partition(":")[0]: float(kl.mean()) for task, kl in zip(config.tasks, by_task, strict=True)},
+        loss=float(loss.mean()),
+        loss_error=float(loss.std() / len(loss) ** 0.5),
+    )
+
+
+def table(result: Result) -> str:
+    """The comparison as aligned text."""
+    lines = [["", "density", "attention s", "speed-up", "KL", "loss"]]
+    for row in result.rows:
+        speedup = f"{result.dense_seconds / row.seconds:.2f}x" if result.dense_seconds and row.seconds else "-"
+        lines.append(
+            [
+                row.config,
+                f"{row.density:.3f}",
+                "-" if row.seconds is None else f"{row.seconds:.3f}",
+                speedup,
+                f"{row.kl:.4f} +- {row.kl_error:.4f}",
+                f"{row.loss:+.4f} +- {row.loss_error:.4f}",
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of python -m profiling.versus."""
+    p = ArgumentParser(prog="python -m profiling.versus", description=__doc__)
+    p.add_argument("configs", nargs="+", type=Path, help="artifacts of the model")
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--length", required=True, type=int, help="tokens of a prompt")
+    p.add_argument("--tasks", nargs="+", default=["passkey", "kv_retrieval", "prose"])
+    p.add_argument("--samples", type=int, default=Versus.samples, help="prompts of each task (default 2)")
+    p.add_argument("--places", type=int, help="tokens of a prompt that are compared (default: up to 512)")
+    p.add_argument("--repeats", type=int, default=Versus.repeats, help="timed rounds, in turn (0: none)")
+    p.add_argument("--seed", type=int, default=Versus.seed)
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = vars(parser().parse_args(argv))
+    to_json = options.pop("json")
+    if to_json:
+        check_writable(to_json)
+    configs, tasks = tuple(options.pop("configs")), tuple(options.pop("tasks"))
+    result = run(Versus(configs=configs, tasks=tasks, **options))
+    print(table(result))
+    if to_json:
+        command = "python -m profiling.versus " + " ".join(sys.argv[1:] if argv is None else argv)
+        atomic_write(to_json, (json.dumps({"command": command, **asdict(result)}, indent=1) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
