@@ -134,15 +134,14 @@ def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[
     search = artifact.search
     assert search is not None
     calibration = search.calibration
-    tasks = config.calibration or calibration.tasks
-    named = tuple(parse_task(task).name for task in tasks) if config.calibration else tasks
+    given = {parse_task(task).name: task for task in config.calibration}
+    for name in given:
+        if name not in calibration.tasks:
+            raise HeadwiseError(f"--calibration {name}: the search looked at {', '.join(calibration.tasks)}")
+    tasks = [given.get(name, name) for name in calibration.tasks]
     for task in tasks:
-        if not config.calibration and ":" in task:
+        if ":" in task and task not in given.values():
             raise HeadwiseError(f"the search looked at {task}, whose file is not in the artifact: give --calibration")
-    if named != calibration.tasks:
-        raise HeadwiseError(
-            f"--calibration is {', '.join(named)}, but the search looked at {', '.join(calibration.tasks)}"
-        )
     prompts = [
         prompt
         for length in calibration.lengths
@@ -214,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-drift", type=float, default=MAX_DRIFT, help="how much a head's error may grow (default %(default)s)"
     )
     p.add_argument(
-        "--calibration", action="append", metavar="TASK", help="the search's own task, where it has a file: text:FILE"
+        "--calibration", action="append", metavar="TASK", help="a task of the search that has a file: text:FILE"
     )
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as searched")
     p.add_argument("--device", default="cpu")

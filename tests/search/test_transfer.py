@@ -24,7 +24,7 @@ from profiling.capture import LayerInputs, capture
 from profiling.head_fidelity import fidelity
 from profiling.journal import Journal
 from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.prompts import digest, make_prompts
 from runtime import load
 from search.again import Again, of_heads
 from search.explain import Question
@@ -239,11 +239,28 @@ def test_what_was_not_searched_is_refused(source: Path, finetune: Path, tmp_path
         run(options(bare, finetune, tmp_path / "new.yaml"))
 
 
+def test_a_task_with_a_file_is_asked_for_and_the_others_are_known(source: Path, finetune: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "novel.txt", tmp_path / "text.yaml"
+    text.write_text("It was a dark night. " * 200)
+    artifact, arrays = artifacts.load_pair(source)
+    assert artifact.search is not None
+    tokenizer = load_model(str(finetune), dtype="float32").tokenizer
+    made = [make_prompts(task, tokenizer, length=LENGTH, samples=2, seed=0) for task in ("passkey", f"text:{text}")]
+    update = {"tasks": ("passkey", "text:novel.txt"), "sha256": digest([prompt for some in made for prompt in some])}
+    calibration = artifact.search.calibration.model_copy(update=update)
+    search = artifact.search.model_copy(update={"calibration": calibration})
+    artifacts.save(artifact.model_copy(update={"search": search}), out, arrays)
+    with pytest.raises(HeadwiseError, match=r"text:novel\.txt, whose file is not in the artifact: give --calibration"):
+        run(options(out, finetune, tmp_path / "new.yaml"))
+    run(options(out, finetune, tmp_path / "new.yaml", calibration=(f"text:{text}",)))
+    assert (tmp_path / "new.yaml").exists()
+
+
 def test_options_that_cannot_be_right(source: Path, finetune: Path, tmp_path: Path) -> None:
     for limit in (-0.1, float("nan")):
         with pytest.raises(HeadwiseError, match="--max-drift must be at least 0"):
             options(source, finetune, tmp_path / "new.yaml", max_drift=limit)
-    with pytest.raises(HeadwiseError, match="but the search looked at passkey"):
+    with pytest.raises(HeadwiseError, match="--calibration kv_retrieval: the search looked at passkey"):
         run(options(source, finetune, tmp_path / "new.yaml", calibration=("kv_retrieval",)))
 
 
