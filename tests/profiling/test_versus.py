@@ -29,7 +29,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def artifacts(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("found")
-    shared = {"model": str(tiny), "length": LENGTH, "dtype": "float32", "calibration": "passkey", "picture": False}
+    shared = {
+        "model": str(tiny),
+        "length": LENGTH,
+        "dtype": "float32",
+        "calibration": "passkey",
+        "picture": False,
+        "command": "test",
+    }
     for budget in ("0.7", "1"):
         search(HeadSearch(out=folder / f"b{budget}.yaml", budget=budget, **shared))
     return folder / "b0.7.yaml", folder / "b1.yaml"
