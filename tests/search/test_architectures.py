@@ -23,7 +23,7 @@ def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path
     model, out = tiny_model(family, vocab_size=260), tmp_path / "cfg.yaml"
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    options = ["--length", "512", "--budget", "0.6", "--dtype", "float32", "--no-picture"]
+    options = ["--allocation", "heads", "--length", "512", "--budget", "0.6", "--dtype", "float32", "--no-picture"]
     arguments = ["--model", str(tmp_path / "model"), "--out", str(out), *options]
     if family == "GptOss":
         with pytest.raises(HeadwiseError, match="layer 1 has attention sinks of its own") as error:
