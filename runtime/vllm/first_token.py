@@ -8,14 +8,12 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser
@@ -61,15 +59,14 @@ def run(config: Config) -> Outcome:
     made = random.Random(config.seed)
     ways = {"dense": None, "artifact": str(config.file.absolute())}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    with _engine(config, ways["dense"]) as dense, _engine(config, ways["artifact"]) as sparse:
-        engines = {"dense": dense, "artifact": sparse}
+    with _Engine(config, ways["dense"]) as dense, _Engine(config, ways["artifact"]) as sparse:
         for turn in range(config.repeats + 1):
-            prompt = [made.randrange(100, 1000) for _ in range(config.length)]
-            for way, engine in engines.items():
-                taken = _ask(engine, prompt)
+            prompt = [made.randrange(dense.vocabulary) for _ in range(config.length)]
+            for way, engine in {"dense": dense, "artifact": sparse}.items():
+                taken = engine.ask(prompt)
                 # The first prompt warms both up.
                 seconds[way] += [taken] if turn else []
-        served = _ask(sparse, None)
+        served = sparse.ask(None)
     if not served.get("prefills", {}).get("sparse"):
         raise HeadwiseError(f"no prefill of {config.length} tokens was sparse: {served or 'no artifact was at work'}")
     return Outcome(text=_told(config, seconds, served))
@@ -100,35 +97,44 @@ def _installed(name: str) -> bool:
     return True
 
 
-@contextmanager
-def _engine(config: Config, artifact: str | None) -> Iterator[Connection]:
-    """The other end of a process with an engine: a prompt gives seconds, None what was served."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, config, artifact), daemon=False)
-    process.start()
-    theirs.close()
-    try:
-        if (reason := _received(ours)) is not None:
-            raise HeadwiseError(f"the engine {'without' if artifact is None else 'with'} the artifact: {reason}")
-        yield ours
-    finally:
-        ours.close()
-        process.join(60)
-        if process.is_alive():
-            process.terminate()
+class _Engine:
+    """A process with an engine: a prompt gives seconds, None what was served."""
 
+    def __init__(self, config: Config, artifact: str | None) -> None:
+        context = get_context("spawn")
+        self._there, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, config, artifact), daemon=False)
+        self._process.start()
+        theirs.close()
+        self.vocabulary = 0
 
-def _received(engine: Connection) -> Any:
-    try:
-        return engine.recv()
-    except EOFError:
-        raise HeadwiseError("an engine ended early: its log says why") from None
+    def __enter__(self) -> Self:
+        self.vocabulary = self._answer()
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._there.close()
+        self._process.join(60)
+        if self._process.is_alive():
+            self._process.terminate()
 
-def _ask(engine: Connection, prompt: list[int] | None) -> Any:
-    engine.send(prompt)
-    return _received(engine)
+    def ask(self, prompt: list[int] | None) -> Any:
+        """What the engine answers.
+
+        Raises:
+            HeadwiseError: it failed.
+        """
+        self._there.send(prompt)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._there.recv()
+        except EOFError:
+            raise HeadwiseError("an engine ended early: its log says why") from None
+        if isinstance(answer, str):
+            raise HeadwiseError(f"an engine failed: {answer}")
+        return answer
 
 
 def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
@@ -144,24 +150,19 @@ def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
     if artifact is not None:
         settings["additional_config"] = settings.get("additional_config", {}) | {KEY: artifact}
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     try:
         llm = LLM(model=config.model, **settings)
+        parent.send(int(llm.llm_engine.model_config.get_vocab_size()))
+        while (prompt := parent.recv()) is not None:
+            start = time.perf_counter()
+            llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
+            parent.send(time.perf_counter() - start)
+        parent.send(stats())
+    except EOFError:
+        return
     except Exception as error:
         parent.send(f"{type(error).__name__}: {error}")
-        raise
-    parent.send(None)
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    while True:
-        try:
-            prompt = parent.recv()
-        except EOFError:
-            return
-        if prompt is None:
-            parent.send(stats())
-            continue
-        start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
-        parent.send(time.perf_counter() - start)
 
 
 def _settings(text: str) -> dict[str, Any]:
