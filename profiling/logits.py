@@ -22,6 +22,8 @@ _HELD = 1 << 26
 _MOST_PLACES = 512
 # Turned to fp32 at once.
 _ROWS = 128
+# What a model forbids altogether, such as tokens of pictures, has a log-probability that half precision cannot hold.
+_LEAST = -1e4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,13 +56,12 @@ class DenseLogits:
         Args:
             model: any transformers causal model with logits_to_keep, with nothing applied to it.
             prompts: of any lengths.
-            places: how many places of a prompt are compared; None for as many as half a GiB holds, at most 512.
+            places: how many places of a prompt are compared; None for as many as 128 MiB hold, from 16 to 512.
 
         Raises:
             HeadwiseError: the model computes all logits or none.
         """
-        if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-            raise HeadwiseError(f"{type(model).__name__} has no logits_to_keep: logits of long prompts do not fit")
+        check_logits(model)
         self._model = model
         vocabulary = model.get_output_embeddings().weight.shape[0]
         most = places or max(16, min(_MOST_PLACES, _HELD // vocabulary))
@@ -98,4 +99,10 @@ class DenseLogits:
         """(P, V) fp32 of a prompt's places."""
         output = self._model(input_ids=self._ids[i], use_cache=False, logits_to_keep=self._places[i])
         logits: Tensor = output.logits[0].float()
-        return logits.log_softmax(-1)
+        return logits.log_softmax(-1).clamp_min_(_LEAST)
+
+
+def check_logits(model: Any) -> None:
+    """Raise HeadwiseError where a model computes the logits of all tokens or none."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise HeadwiseError(f"{type(model).__name__} has no logits_to_keep: logits of long prompts do not fit")

@@ -67,6 +67,7 @@ class ResidualStream:
         for layer, block in self._blocks.items():
             handles = [block.register_forward_pre_hook(self._enters(layer), with_kwargs=True)]
             handles.append(self._modules[layer].register_forward_hook(self._attends(layer)))
+            handles.append(block.register_forward_hook(self._leaves(layer)))
             handles += [
                 child.register_forward_hook(self._scales(layer))
                 for child in block.children()
@@ -92,6 +93,13 @@ class ResidualStream:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self._written[layer] = output[0] if isinstance(output, tuple) else output
             self._gains[layer] = torch.ones_like(self._sizes[layer][-1])
+
+        return hook
+
+    def _leaves(self, layer: int) -> Any:
+        def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # The outputs of all layers together are larger than anything else that is held.
+            self._written.pop(layer, None)
 
         return hook
 

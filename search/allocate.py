@@ -72,12 +72,12 @@ def spend(costs: np.ndarray, sizes: Sequence[float] | np.ndarray, total: float) 
 
 
 def _hull(sizes: np.ndarray, costs: np.ndarray) -> list[int]:
-    """Places of the lower convex hull from the smallest size on, where more size costs less."""
+    """Places on the lower convex hull from the smallest size on, also amid its edges, where more size costs less."""
     hull: list[int] = []
     for place in np.lexsort((costs, sizes)).tolist():
         if not np.isfinite(costs[place]) or (hull and costs[place] >= costs[hull[-1]]):
             continue
-        while len(hull) > 1 and _slope(sizes, costs, hull[-2], hull[-1]) >= _slope(sizes, costs, hull[-1], place):
+        while len(hull) > 1 and _slope(sizes, costs, hull[-2], hull[-1]) > _slope(sizes, costs, hull[-1], place):
             hull.pop()
         hull.append(place)
     return hull

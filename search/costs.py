@@ -6,22 +6,25 @@ Shapes: L layers, H query heads, C candidates.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from optuna.storages import BaseStorage
 
 from artifacts import HeadwiseError, ModelInfo
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
-from profiling.bench import backend_of
-from profiling.cost_table import CostTable, load
+from profiling.bench import backend_of, environment
+from profiling.cost_table import Cost, CostTable, load
 from profiling.gguf import cache_folder
 from profiling.kernels import Grid, run
 from search.ladder import LAST_Q
+from search.units import Units
 
 Unit = Literal["seconds", "flops"]
 _DENSITIES = (0.04, 0.12, 0.25, 0.5)
@@ -45,6 +48,10 @@ class Costs:
     @property
     def device(self) -> str | None:
         return self.table.device if self.table else None
+
+    def of_machine(self, device: str) -> bool:
+        """Whether the table was measured on this machine, so that times here are to be compared with it."""
+        return self.table is not None and self.table.device == environment(device)["device"]
 
     @property
     def identity(self) -> str:
@@ -89,7 +96,7 @@ class Costs:
         return max(rows, 0.0) * num_tiles(self.length) * self.all_keys() / self.scale / _causal_tiles(self.length)
 
 
-def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str, fresh: bool) -> CostTable:
+def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str) -> CostTable:
     """The cost table of this machine for the model's heads; measured once, then kept in the cache folder."""
     grid = Grid(
         device=device,
@@ -101,10 +108,11 @@ def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, devi
         repeats=_REPEATS,
     )
     size = next(iter(grid.sizes()))
-    where = f"{device.replace(':', '_')}_{backend_of(size)}_{torch.__version__}_{torch.get_num_threads()}"
+    name = re.sub(r"\W+", "-", environment(device)["device"])
+    where = f"{device.replace(':', '_')}_{name}_{backend_of(size)}_{torch.__version__}_{torch.get_num_threads()}"
     shape = f"{model.num_heads}x{model.num_kv_heads}x{model.head_dim}_{dtype}_{'_'.join(map(str, lengths))}"
     path = cache_folder() / "costs" / f"{where}_{shape}.safetensors"
-    if path.is_file() and not fresh:
+    if path.is_file():
         return load(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     heads = f"{model.num_heads}/{model.num_kv_heads}"
@@ -113,31 +121,46 @@ def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, devi
         f"{model.head_dim} --heads {heads} --dtypes {dtype} --densities {' '.join(map(str, _DENSITIES))} "
         f"--repeats {_REPEATS} --out cost.safetensors"
     )
-    return run(grid, path, command=command, fresh=fresh)
+    return run(grid, path, command=command)
 
 
-def costs_for(
-    unit: Unit, model: ModelInfo, *, length: int, lengths: Sequence[int], dtype: str, device: str, table: Path | None
-) -> Costs:
-    """How a search counts.
+def given_costs(unit: Unit, model: ModelInfo, *, length: int, dtype: str, table: Path | None) -> Costs | None:
+    """How a search counts where nothing has to be measured for that: FLOPs, or by a table; None where something has.
 
-    Args:
-        unit: seconds or flops.
-        table: a cost table of the device that will serve; None measures this machine, or takes what it measured before.
+    Raises:
+        HeadwiseError: a table and FLOPs, no such table, or see `costs_by`.
+    """
+    if unit == "seconds":
+        return None if table is None else costs_by(load(table), model, length=length, dtype=dtype)
+    if table is not None:
+        raise HeadwiseError(f"--cost-table {table} says seconds, and --cost is flops: leave one of them out")
+    return Costs(unit="flops", length=length, head_dim=model.head_dim, dtype=dtype)
+
+
+def costs_by(table: CostTable, model: ModelInfo, *, length: int, dtype: str) -> Costs:
+    """Seconds by a cost table of the device that will serve.
 
     Raises:
         HeadwiseError: the table does not hold the model's head dim and dtype for the kinds that are searched.
     """
-    shared: dict[str, Any] = {"length": length, "head_dim": model.head_dim, "dtype": dtype}
-    if unit == "flops":
-        if table is not None:
-            raise HeadwiseError(f"--cost-table {table} says seconds, and --cost is flops: leave one of them out")
-        return Costs(unit="flops", **shared)
-    found = load(table) if table else measured_table(model, lengths=lengths, dtype=dtype, device=device, fresh=False)
-    costs = Costs(unit="seconds", **shared, table=found)
     for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
-        found.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
-    return costs
+        table.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
+    return Costs(unit="seconds", length=length, head_dim=model.head_dim, dtype=dtype, table=table)
+
+
+def shared_table(
+    storage: BaseStorage, name: str, model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str
+) -> CostTable:
+    """The table of whoever of a search's processes came first: all have to count alike."""
+    heads = [model.num_heads, model.num_kv_heads, model.head_dim]
+    settings = {"device": device, "dtype": dtype, "heads": heads, "lengths": list(lengths)}
+    units = Units(storage, name, ["table"], settings)
+    # A search with other settings may begin where this one was cut off: nothing of it would be lost.
+    units.finish()
+    for key in units.claim(progress=False):
+        units.put(key, asdict(measured_table(model, lengths=lengths, dtype=dtype, device=device)))
+    found = units.results()["table"]
+    return CostTable(**found | {"costs": tuple(Cost(**cost) for cost in found["costs"])})
 
 
 def _causal_tiles(length: int) -> int:
@@ -146,7 +169,12 @@ def _causal_tiles(length: int) -> int:
 
 
 def _interpolate(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Piecewise linear; beyond the last point in proportion, before the first along the first two points."""
+    """Piecewise linear; beyond the last point in proportion, before the first along the first two points.
+
+    A table of several head counts has several times for the same tiles of a head: their mean counts.
+    """
+    x, place = np.unique(x, return_inverse=True)
+    y = np.bincount(place, weights=y) / np.bincount(place)
     inner = np.interp(at, x, y)
     if len(x) > 1:
         slope = (y[1] - y[0]) / (x[1] - x[0])

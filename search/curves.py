@@ -51,7 +51,7 @@ class Curves:
     @property
     def searched(self) -> np.ndarray:
         """(L,) whether the layer has candidates."""
-        found: np.ndarray = np.isfinite(self.change).all(axis=(1, 2))
+        found: np.ndarray = ~np.isnan(self.change).all(axis=(1, 2))
         return found
 
 
@@ -69,7 +69,7 @@ def score_prompt(
         backend: the attention backend, as for kernels.attention.sparse_attention.
 
     Raises:
-        HeadwiseError: a layer has attention sinks of its own.
+        HeadwiseError: a layer has attention sinks of its own, or numbers that its dtype cannot hold.
     """
     found: dict[int, dict[str, np.ndarray]] = {}
     heads = 1
@@ -88,6 +88,11 @@ def score_prompt(
         for layer, measures in found.items():
             # A norm between attention and stream is only known after the block.
             measures["change"] *= float(stream.gain(layer))
+            if not all(np.isfinite(values).all() for values in measures.values()):
+                dtype = str(loaded.model.dtype).removeprefix("torch.")
+                raise HeadwiseError(
+                    f"layer {layer} computes numbers that are not finite in {dtype}: try another --dtype"
+                )
     shape = (layers, heads, len(candidates))
     filled = {field.name: np.full(shape, np.nan, dtype=np.float32) for field in fields(Curves)}
     for layer, measures in found.items():

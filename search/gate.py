@@ -19,11 +19,10 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.head_fidelity import fidelity
 from profiling.logits import DenseLogits, Drift
 from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, make_prompts
+from profiling.prompts import Prompt, parse_task
 from runtime import Headwise
+from search.held_out import held_out, seen_by_search
 
-# Held-out prompts have seeds of their own.
-HELD_OUT_SEED = 1_000_003
 MAX_KL, MAX_DROP = 0.05, 0.03
 DEFAULT_TASKS = ("passkey", "kv_retrieval", "prose")
 _NAMED = 10
@@ -48,12 +47,6 @@ class Limits:
         if self.drop is not None and not drift.perplexity_ratio - 1 <= self.drop:
             return f"perplexity is {drift.perplexity_ratio - 1:+.2%}, the limit (--max-drop) is {self.drop:+.2%}"
         return None
-
-
-def held_out(tasks: Sequence[str], tokenizer: Any, *, length: int, samples: int, seed: int) -> list[Prompt]:
-    """Prompts of the tasks that no search with that seed looks at."""
-    made = (make_prompts(task, tokenizer, length=length, samples=samples, seed=seed + HELD_OUT_SEED) for task in tasks)
-    return [prompt for prompts in made for prompt in prompts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +79,21 @@ class Verdict:
 def run(config: Gate) -> Verdict:
     """Check an artifact against its limits."""
     artifact, arrays = load_pair(config.config)
+    for task in config.tasks or ():
+        parse_task(task)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    searched = artifact.search.calibration.lengths if artifact.search else (artifact.prefill.dense_below,)
-    length = config.length or max(searched)
+    if config.length is None and artifact.search is None:
+        raise HeadwiseError(f"{config.config} says of no search at which length it holds: give --length")
+    length = max(artifact.search.calibration.lengths) if config.length is None and artifact.search else config.length
+    assert length is not None
     if length < artifact.prefill.dense_below:
         raise HeadwiseError(
             f"--length {length} is below the artifact's dense_below of {artifact.prefill.dense_below}: all would be "
             "dense; ask for longer prompts"
         )
     tasks = config.tasks or DEFAULT_TASKS
-    prompts = held_out(tasks, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed)
+    seen = seen_by_search(artifact, tasks, loaded.tokenizer)
+    prompts = held_out(tasks, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed, seen=seen)
     logits = DenseLogits(loaded.model, prompts)
     with Headwise(artifact, arrays).apply(loaded.model):
         drift = logits.drift()
@@ -110,7 +108,7 @@ def _worst(loaded: LoadedModel, artifact: Any, arrays: Any, prompts: Sequence[Pr
     told = np.asarray(arrays["chosen.error"]) if "chosen.error" in arrays else np.zeros_like(found)
     excess = np.where(np.isfinite(found), found - np.nan_to_num(told), -np.inf)
     order = np.argsort(-excess, axis=None)[:_NAMED]
-    places = (divmod(int(at), excess.shape[1]) for at in order)
+    places = (divmod(int(at), excess.shape[1]) for at in order if np.isfinite(excess.flat[at]))
     return tuple((layer, head, float(found[layer, head]), float(told[layer, head])) for layer, head in places)
 
 

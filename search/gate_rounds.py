@@ -74,17 +74,18 @@ def raise_until(
     if fault is not None:
         curves = Curves.worst([problem.curves, curves_of()])
         total, weight = max(chosen.settlement.cost, problem.total), chosen.settlement.weight
-        most = float(np.nansum(problem.costs[..., -1]))
+        most = float(np.nansum(np.max(problem.costs, axis=-1)))
         while fault is not None:
-            if rounds == _ROUNDS or total >= most:
-                raise HeadwiseError(
-                    f"the gate: on held-out prompts {fault}, with {total / problem.total:.2f} times the budget; "
-                    "ask for a larger --budget or for less"
-                )
             # The same total first: what was held out may only want it spent elsewhere.
             settlement = by_model(curves, problem.costs, total, weight=weight)
             chosen = Point(settlement=settlement, drift=problem.drift(model, logits, settlement))
-            fault, rounds, total = limits.fault(chosen.drift), rounds + 1, total * _STEP
+            fault, rounds = limits.fault(chosen.drift), rounds + 1
+            if fault is not None and (rounds == _ROUNDS or total >= most):
+                raise HeadwiseError(
+                    f"the gate: on held-out prompts {fault}, with {total / problem.total:.2f} times the budget; "
+                    "ask for a larger --budget or allow more"
+                )
+            total = min(total * _STEP, most)
         found.append(chosen)
     return Raised(points=_front(found), chosen=chosen, rounds=rounds)
 

@@ -66,7 +66,7 @@ def _power(
     short: int,
     long: int,
 ) -> float | None:
-    """One head's power between two lengths; None where its rungs do not reach what is wanted."""
+    """One head's power between two lengths; None where its rungs do not reach far enough to tell."""
     place = list(candidates[long]).index(pattern)
     wanted = float(changes[long][place])
     rungs = _alike(pattern, candidates[long])
@@ -75,10 +75,11 @@ def _power(
     size = np.array([_size(candidates[short][c]) for c in rungs], dtype=np.float64)
     # More never loses more; noise may say so.
     change = np.minimum.accumulate(np.maximum(changes[short][rungs], _FLOOR))
-    if not change[-1] <= wanted <= change[0]:
-        return None
     needed = float(np.exp(np.interp(-np.log(wanted), -np.log(change), np.log(size))))
-    return float(np.log(_size(pattern) / needed) / np.log(long / short))
+    power = float(np.log(_size(pattern) / needed) / np.log(long / short))
+    # Past the rungs the power is known to be less, or more, than that of the last one: it may say enough.
+    beyond = (wanted < change[-1] and power > 0) or (wanted > change[0] and power < 1)
+    return None if beyond else power
 
 
 def _alike(pattern: Pattern, candidates: Sequence[Pattern]) -> list[int]:

@@ -62,8 +62,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--cost", choices=("seconds", "flops"), default="seconds", help="what is spent (default seconds)")
     p.add_argument("--cost-table", type=Path, help="of the device that will serve; default: this machine is measured")
-    p.add_argument("--n-trials", type=int, default=DEFAULT_TRIALS, help=f"end-to-end trials (default {DEFAULT_TRIALS})")
-    p.add_argument("--timeout", type=float, help="seconds after which no trial is begun")
+    p.add_argument(
+        "--n-trials",
+        type=int,
+        default=DEFAULT_TRIALS,
+        help=f"end-to-end trials in all, baselines included: at least those are run (default {DEFAULT_TRIALS})",
+    )
+    p.add_argument("--timeout", type=float, help="seconds of trials after which none is begun any more")
     p.add_argument("--max-kl", type=float, default=MAX_KL, help=f"gate: nats a token on held-out prompts ({MAX_KL})")
     p.add_argument("--max-drop", type=float, default=MAX_DROP, help=f"gate: rise of perplexity there ({MAX_DROP})")
     p.add_argument("--storage", metavar="URL", help="Optuna storage that processes share (default: a journal by --out)")

@@ -10,34 +10,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
+from artifacts import Artifact, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
-from kernels.patterns import Pattern
-from profiling.logits import DenseLogits
+from profiling.logits import check_logits
 from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from profiling.prompts import Prompt, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
-from search.attention_time import measure_scale
-from search.costs import Costs, Unit, costs_for
-from search.curves import Curves, score_prompt
-from search.gate import DEFAULT_TASKS, Limits, held_out
-from search.gate_rounds import Raised, raise_until
+from search.costs import Unit, costs_by, given_costs, shared_table
+from search.gate import DEFAULT_TASKS, Limits
+from search.held_out import held_out
 from search.ladder import ladder
-from search.model_record import Outcome, build_artifact, describe
-from search.refine import Problem, baselines, front, objective, parameters
+from search.model_phases import STUDIES, Phases
 from search.serving import serving_backend
 from search.storage import open_storage
-from search.study import finish, open_study
-from search.trials import run_trials
-from search.units import Units
-from search.workers import is_worker, workers
+from search.study import discard
+from search.workers import workers
 
 DENSE_TAIL = 64
 DEFAULT_BUDGET = 0.25
@@ -110,24 +101,44 @@ def run(config: ModelSearch) -> Artifact | None:
 
 def search_model(config: ModelSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact | None:
     """The search on a model that is loaded and fingerprinted."""
+    check_logits(loaded.model)
     lengths = _lengths(config, model)
     prompts = _calibration(config, loaded, lengths)
-    costs = costs_for(
-        config.cost,
-        model,
+    apart = held_out(
+        config.tasks,
+        loaded.tokenizer,
         length=lengths[-1],
-        lengths=lengths,
-        dtype=config.dtype,
-        device=config.device,
-        table=config.cost_table,
+        samples=config.samples,
+        seed=config.seed,
+        seen=list(prompts.values()),
     )
     backend = serving_backend(config.backend, model, config.dtype, config.device)
-    search = _Search(config, loaded, model, prompts, lengths, costs, backend)
+    costs = given_costs(config.cost, model, length=lengths[-1], dtype=config.dtype, table=config.cost_table)
+    # All that the user can have got wrong is known: from here on there is a file.
+    storage, stem = open_storage(config.storage, config.out), config.out.stem
+    if config.fresh:
+        # Before the copies start: they would work on what is discarded.
+        discard(storage, [f"{stem}.{name}" for name in STUDIES])
+    if costs is None:
+        table = shared_table(storage, f"{stem}.table", model, lengths=lengths, dtype=config.dtype, device=config.device)
+        costs = costs_by(table, model, length=lengths[-1], dtype=config.dtype)
+    phases = Phases(
+        config=config,
+        loaded=loaded,
+        model=model,
+        prompts=prompts,
+        held_out=apart,
+        candidates={length: ladder(length) for length in lengths},
+        costs=costs,
+        backend=backend,
+        storage=storage,
+    )
     with workers(config.workers, "search.heads", config.argv):
-        return search.run()
+        return phases.run()
 
 
 def _lengths(config: ModelSearch, model: ModelInfo) -> tuple[int, ...]:
+    """Ascending, each once."""
     lengths = tuple(sorted(set(config.lengths or (min(_LONGEST, model.max_positions),))))
     if lengths[-1] > model.max_positions and not config.beyond_positions:
         raise HeadwiseError(
@@ -141,168 +152,10 @@ def _calibration(config: ModelSearch, loaded: LoadedModel, lengths: Sequence[int
     """All calibration prompts by `length/task/number`."""
     found: dict[str, Prompt] = {}
     for length in lengths:
-        for task in config.tasks:
+        for task in dict.fromkeys(config.tasks):
             made = make_prompts(task, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed)
-            found |= {f"{length}/{parse_task(task).name}/{i}": prompt for i, prompt in enumerate(made)}
+            name = parse_task(task).name
+            if f"{length}/{name}/0" in found:
+                raise HeadwiseError(f"--calibration has two tasks {name}: give their files different names")
+            found |= {f"{length}/{name}/{i}": prompt for i, prompt in enumerate(made)}
     return found
-
-
-class _Search:
-    """One search: what its phases share."""
-
-    def __init__(
-        self,
-        config: ModelSearch,
-        loaded: LoadedModel,
-        model: ModelInfo,
-        prompts: Mapping[str, Prompt],
-        lengths: tuple[int, ...],
-        costs: Costs,
-        backend: str,
-    ) -> None:
-        self._config, self._loaded, self._model = config, loaded, model
-        self._prompts, self._lengths, self._costs, self._backend = prompts, lengths, costs, backend
-        self._length = lengths[-1]
-        self._candidates: dict[int, tuple[Pattern, ...]] = {length: ladder(length) for length in lengths}
-        self._storage = open_storage(config.storage, config.out)
-        calibration = {"prompts": digest(list(prompts.values())), "tasks": list(config.tasks), "lengths": list(lengths)}
-        self._settings = {
-            "model": model.name,
-            "weights": model.weights_sha256,
-            **calibration,
-            "dtype": config.dtype,
-            "device": config.device,
-            "backend": config.backend,
-            "dense tail": config.dense_tail,
-            "candidates": len(self._candidates[self._length]),
-        }
-
-    def run(self) -> Artifact | None:
-        config, name = self._config, self._config.out.stem
-        units = Units(self._storage, f"{name}.curves", list(self._prompts), self._settings, fresh=config.fresh)
-        for key in units.claim(description="prompts"):
-            length = int(key.partition("/")[0])
-            units.put(key, asdict(self._score(self._prompts[key], length)))
-        found = {key: Curves(**arrays) for key, arrays in units.results().items()}
-        curves = {
-            length: Curves.mean([one for key, one in found.items() if key.startswith(f"{length}/")])
-            for length in self._lengths
-        }
-        if not curves[self._length].searched.any():
-            raise HeadwiseError(f"every layer of {self._model.name} slides over a window already: nothing to search")
-        problem, costs, timing = self._problem(curves[self._length])
-        settings = {
-            **self._settings,
-            "budget": config.budget,
-            "cost": config.cost,
-            "scale": round(costs.scale, 12),
-            "seed": config.seed,
-        }
-        study = open_study(
-            self._storage, f"{name}.trials", settings, directions=("minimize", "minimize"), fresh=config.fresh
-        )
-        calibration = [prompt for key, prompt in self._prompts.items() if key.startswith(f"{self._length}/")]
-        trials = run_trials(
-            study,
-            objective(problem, self._loaded.model, DenseLogits(self._loaded.model, calibration)),
-            n_trials=config.n_trials,
-            timeout=config.timeout,
-            seed=config.seed,
-            baselines=baselines(),
-        )
-        if is_worker():
-            return None
-        artifact = self._finish(problem, costs, curves, trials)
-        for study_like in (units, timing):
-            study_like.finish()
-        finish(study)
-        return artifact
-
-    def _score(self, prompt: Prompt, length: int) -> Curves:
-        return score_prompt(
-            self._loaded,
-            prompt,
-            self._candidates[length],
-            layers=self._model.num_layers,
-            dense_tail=self._config.dense_tail,
-            backend=self._config.backend,
-        )
-
-    def _problem(self, curves: Curves) -> tuple[Problem, Costs, Units]:
-        """What is to be spent on what; the table's seconds are brought to those of this model's layers first."""
-        candidates = self._candidates[self._length]
-
-        def made(costs: Costs) -> Problem:
-            each = costs.of(candidates, curves.tiles)
-            heads = int(np.isfinite(each[..., 0]).sum())
-            return Problem(
-                model=self._model,
-                candidates=candidates,
-                curves=curves,
-                costs=each,
-                total=self._config.budget * costs.all_keys() * heads,
-                dense_tail=self._config.dense_tail,
-                describe=lambda settlement: describe(self._about(), self._calibration_info(), settlement, problem),
-            )
-
-        problem = made(self._costs)
-        settings = {**self._settings, "budget": self._config.budget, "table": self._costs.identity}
-        timing = Units(self._storage, f"{self._config.out.stem}.times", ["scale"], settings, fresh=self._config.fresh)
-        for key in timing.claim(description="times", progress=False):
-            scale = 1.0
-            if self._costs.unit == "seconds":
-                prompt = next(prompt for name, prompt in self._prompts.items() if name.startswith(f"{self._length}/"))
-                scale = measure_scale(self._loaded, problem, prompt, backend=self._config.backend)
-            timing.put(key, scale)
-        costs = self._costs.scaled(float(timing.results()["scale"]))
-        problem = made(costs)
-        if problem.total <= problem.least * 1.01:
-            share = problem.least / problem.total * self._config.budget
-            raise HeadwiseError(
-                f"--budget {self._config.budget:g} is impossible at {self._length} tokens: the cheapest candidates "
-                f"cost {share:.3f} of all of attention; ask for more, or for a longer --length"
-            )
-        return problem, costs, timing
-
-    def _about(self) -> Any:
-        return replace(self._config, backend=self._backend)
-
-    def _calibration_info(self) -> Calibration:
-        return Calibration(
-            tasks=tuple(dict.fromkeys(parse_task(task).name for task in self._config.tasks)),
-            lengths=self._lengths,
-            samples=self._config.samples,
-            sha256=digest(list(self._prompts.values())),
-        )
-
-    def _finish(self, problem: Problem, costs: Costs, curves: Mapping[int, Curves], trials: Sequence[Any]) -> Artifact:
-        """Held-out prompts decide what is written."""
-        config, model = self._config, self._loaded.model
-        prompts = held_out(
-            config.tasks, self._loaded.tokenizer, length=self._length, samples=config.samples, seed=config.seed
-        )
-        logits = DenseLogits(model, prompts)
-        points = [problem.settle(parameters(1, trial.params)) for trial in front(trials)]
-        raised: Raised = raise_until(
-            problem,
-            points,
-            model,
-            logits,
-            config.limits,
-            curves_of=lambda: Curves.mean([self._score(prompt, self._length) for prompt in prompts]),
-        )
-        uniform = problem.settle(None)
-        outcome = Outcome(
-            problem=problem,
-            costs=costs,
-            curves=curves,
-            candidates=self._candidates,
-            raised=raised,
-            uniform=uniform,
-            uniform_drift=problem.drift(model, logits, uniform),
-            trials=len(trials),
-            calibration=self._calibration_info(),
-            loaded=self._loaded,
-            prompt=prompts[0],
-        )
-        return build_artifact(self._about(), outcome)

@@ -117,8 +117,10 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
         ),
     )
     artifact = Artifact(model=problem.model, search=search, patterns=patterns, prefill=prefill, costs=section)
-    measured = _seconds(outcome, config) if costs.unit == "seconds" else None
-    if config.dense_below is None and costs.unit == "seconds":
+    # Times of this machine say nothing of another one's table.
+    here = costs.of_machine(config.device)
+    measured = _seconds(outcome, config) if here else None
+    if config.dense_below is None and here:
         always = artifact.model_copy(update={"prefill": prefill.model_copy(update={"dense_below": 0})})
         below = measured_dense_below(outcome.loaded, Headwise(always), length)
         artifact = artifact.model_copy(update={"prefill": prefill.model_copy(update={"dense_below": below})})
@@ -161,7 +163,7 @@ def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: fl
         "device": where.pop("device"),
         "versions": where,
         "length": outcome.costs.length,
-        "samples": config.samples * len(config.tasks),
+        "samples": config.samples * len(outcome.calibration.tasks),
     }
     uniform, tasks = outcome.uniform_drift, ", ".join(outcome.calibration.tasks)
     found = [

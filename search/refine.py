@@ -54,14 +54,15 @@ class Problem:
     def settle(self, params: dict[str, Any] | None) -> Settlement:
         """What a trial's parameters come to; None is a budget for every head, as the paper has it."""
         if params is None:
-            return by_head(self.curves, self.costs, self.total / int(np.isfinite(self.costs[..., 0]).sum()))
+            return by_head(self.curves, self.costs, self.total)
         weight = np.ones(len(self.costs))
         searched = np.flatnonzero(self.curves.searched)
         for number, group in enumerate(np.array_split(searched, min(_GROUPS, len(searched)))):
             weight[group] = 2.0 ** float(params.get(f"weight_{number}", 0.0))
         last_q = params.get("last_q", max(_ESTIMATES))
         allowed = np.array([getattr(pattern, "last_q", 0) <= last_q for pattern in self.candidates])
-        total = max(self.total * float(params.get("share", 1.0)), self.least * (1 + 1e-9))
+        least = float(self.costs[searched][..., allowed].min(axis=-1).sum())
+        total = max(self.total * float(params.get("share", 1.0)), least * (1 + 1e-9))
         return by_model(self.curves, self.costs, total, weight=weight, allowed=allowed)
 
     def headwise(self, settlement: Settlement) -> Headwise:

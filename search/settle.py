@@ -5,6 +5,7 @@ Shapes: L layers, H query heads, C candidates.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,16 +65,29 @@ def by_model(
     return _settlement(chosen, costs, weight, spent.price)
 
 
-def by_head(curves: Curves, costs: np.ndarray, each: float) -> Settlement:
+def by_head(curves: Curves, costs: np.ndarray, total: float) -> Settlement:
     """The same budget for every head, as in MInference 1.0, Algorithm 1: of what keeps to it the least error.
 
-    Where nothing does, the cheapest.
+    The budget is the largest with which all heads together cost at most `total`; a head that has nothing within it
+    takes its cheapest candidate.
     """
     layers = np.flatnonzero(curves.searched)
-    within = costs[layers] <= max(each, 0) * (1 + 1e-9)
-    within |= costs[layers] <= costs[layers].min(axis=-1, keepdims=True)
+    own, error = costs[layers], curves.error[layers]
+    cheapest = own.min(axis=-1, keepdims=True)
+
+    def chosen_for(each: float) -> np.ndarray:
+        within = (own <= each) | (own <= cheapest)
+        places: np.ndarray = np.where(within, error, np.inf).argmin(axis=-1)
+        return places
+
+    def total_of(places: np.ndarray) -> float:
+        return float(np.take_along_axis(own, places[..., None], axis=-1).sum())
+
+    # With more, heads only change to dearer candidates: what all cost together never falls.
+    budgets = np.unique(own)
+    fits = bisect_right(budgets, total * (1 + 1e-9), key=lambda each: total_of(chosen_for(float(each))))
     chosen = np.full(curves.change.shape[:2], -1, dtype=np.int64)
-    chosen[layers] = np.where(within, curves.error[layers], np.inf).argmin(axis=-1)
+    chosen[layers] = chosen_for(float(budgets[max(fits - 1, 0)]))
     return _settlement(chosen, costs, np.ones(len(chosen)), None)
 
 

@@ -52,6 +52,15 @@ def open_study(
     return study
 
 
+def discard(storage: BaseStorage, names: Sequence[str]) -> None:
+    """Forget all studies of these names; the copies of a process leave that to it."""
+    if is_worker():
+        return
+    for study in storage.get_all_studies():
+        if study.study_name.rpartition(".")[0] in names:
+            optuna.delete_study(study_name=study.study_name, storage=storage)
+
+
 def succeeded(study: optuna.Study) -> list[FrozenTrial]:
     """The trials of a study that succeeded, by place."""
     done = Claims(study._storage, study.study_name).survey().done

@@ -290,3 +290,15 @@ def test_bad_files(tmp_path: Path, kind: str, content: bytes, line: str) -> None
 def test_sizes_must_be_positive(length: int, samples: int) -> None:
     with pytest.raises(HeadwiseError, match="must be at least 1"):
         make_prompts("passkey", byte_level(), length=length, samples=samples, seed=0)
+
+
+def test_prose_needs_no_file_and_its_stretches_are_apart(tokenizer: Any) -> None:
+    length, samples = 700, 6
+    made = make_prompts("prose", tokenizer, length=length, samples=samples, seed=3)
+    assert [len(prompt.input_ids) for prompt in made] == [length] * samples
+    assert made == make_prompts("prose", tokenizer, length=length, samples=samples, seed=3)
+    assert made != make_prompts("prose", tokenizer, length=length, samples=samples, seed=4)
+    pieces = [{prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in made]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
+    with pytest.raises(HeadwiseError, match="unknown task 'prose:some.txt'"):
+        parse_task("prose:some.txt")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from artifacts import HeadwiseError
-from search.allocate import allocate
+from search.allocate import allocate, spend
 
 SIZES = (0.0625, 0.125, 0.25, 0.5, 1.0)
 
@@ -64,3 +64,30 @@ def test_a_dent_in_a_curve_is_stepped_over() -> None:
 def test_too_small_a_total_is_refused() -> None:
     with pytest.raises(HeadwiseError, match=r"a total of 0.1 is too small for 2 parts: the least is 0.125"):
         allocate(np.zeros((2, 5)), SIZES, 0.1)
+
+
+def test_parts_may_have_sizes_of_their_own() -> None:
+    costs = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
+    sizes = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
+    assert allocate(costs, sizes, 4.0) == [2, 0]
+    assert allocate(costs, sizes, 12.0) == [2, 2]
+    with pytest.raises(HeadwiseError, match="the least is 2"):
+        allocate(costs, sizes, 1.9)
+
+
+def test_sizes_need_not_ascend() -> None:
+    costs = np.array([[0.0, 4.0, 8.0]])
+    assert allocate(costs, np.array([[3.0, 2.0, 1.0]]), 2.5) == [1]
+
+
+def test_what_costs_infinitely_much_is_not_taken() -> None:
+    costs = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
+    assert allocate(costs, (1, 2, 3), 3.0) == [1, 0]
+    assert allocate(costs, (1, 2, 3), 6.0) == [2, 2]
+
+
+def test_the_price_is_what_the_dearest_step_taken_saved() -> None:
+    costs = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
+    assert spend(costs, (1, 2, 3), 2.0).price == np.inf
+    assert spend(costs, (1, 2, 3), 4.0).price == pytest.approx(3.0)
+    assert spend(costs, (1, 2, 3), 6.0).price == pytest.approx(0.5)

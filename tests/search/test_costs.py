@@ -1,0 +1,111 @@
+"""What candidates cost, by tables written down here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import search.costs
+from artifacts import HeadwiseError, ModelInfo
+from kernels.patterns import make
+from profiling.cost_table import Cost, CostTable, save
+from search.costs import Costs, costs_by, given_costs, shared_table
+from search.storage import open_storage
+from tests.search.tables import LENGTH, linear_table
+
+CANDIDATES = (make("a_shape", sink=64, window=64), make("vertical_slash", vertical=64, slash=64, last_q=64))
+ALL_TILES = 16 * 17 // 2
+
+
+@pytest.fixture
+def model() -> ModelInfo:
+    return ModelInfo(
+        name="tiny",
+        architecture="LlamaForCausalLM",
+        config_sha256="0" * 64,
+        weights_sha256="0" * 64,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rope={},
+        max_positions=1024,
+    )
+
+
+def test_flops_are_those_of_the_tiles() -> None:
+    costs = Costs(unit="flops", length=LENGTH, head_dim=16, dtype="float32")
+    tiles = np.array([[[10.0, np.nan]]])
+    np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
+    # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's numbers.
+    assert costs.all_keys() == costs.dense() == ALL_TILES * 4 * 64 * 64 * 16
+    assert costs.identity == "flops" and costs.device is None
+
+
+def test_seconds_are_read_off_the_line_of_the_kind(model: ModelInfo) -> None:
+    costs = costs_by(linear_table(), model, length=LENGTH, dtype="float32")
+    found = costs.of(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
+    np.testing.assert_allclose(found[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
+    assert np.isnan(found[1]).all()
+    assert costs.all_keys() == pytest.approx(1e-4 + ALL_TILES * 1e-6)
+    assert costs.dense() == pytest.approx(2e-3)
+
+
+def test_beyond_what_was_measured(model: ModelInfo) -> None:
+    costs = costs_by(linear_table(tiles=(40, 80)), model, length=LENGTH, dtype="float32")
+    found = costs.of(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
+    np.testing.assert_allclose(found, [1e-4 + 20e-6, 1e-4 + 60e-6, 2 * (1e-4 + 80e-6)])
+
+
+def test_an_estimate_of_more_queries_costs_more(model: ModelInfo) -> None:
+    costs = costs_by(linear_table(), model, length=LENGTH, dtype="float32")
+    few, many = (make("vertical_slash", vertical=64, slash=64, last_q=q) for q in (64, 256))
+    found = costs.of((few, many), np.array([50.0, 50.0]))
+    # Three more rows of queries against all keys.
+    assert found[1] - found[0] == pytest.approx(3 * 16 * costs.all_keys() / ALL_TILES)
+    scaled = costs.scaled(2).of((few, many), np.array([50.0, 50.0]))
+    np.testing.assert_allclose(scaled, 2 * found)
+    assert costs.scaled(2).scaled(3).all_keys() == pytest.approx(6 * costs.all_keys())
+
+
+def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
+    """A table of several head counts says several times what a head's tiles take."""
+    one, two = linear_table(), linear_table(factor=3.0)
+    both = CostTable(**{**vars(one), "costs": one.costs + two.costs})
+    found = costs_by(both, model, length=LENGTH, dtype="float32").of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
+    np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
+
+
+def test_a_table_without_a_kind_is_one_line(model: ModelInfo, tmp_path: Path) -> None:
+    table = linear_table()
+    left = tuple(cost for cost in table.costs if cost.pattern != "block_sparse")
+    save(CostTable(**{**vars(table), "costs": left}), tmp_path / "t.safetensors")
+    with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32") as error:
+        given_costs("seconds", model, length=LENGTH, dtype="float32", table=tmp_path / "t.safetensors")
+    assert "\n" not in str(error.value)
+    with pytest.raises(HeadwiseError, match="says seconds, and --cost is flops"):
+        given_costs("flops", model, length=LENGTH, dtype="float32", table=tmp_path / "t.safetensors")
+    assert given_costs("seconds", model, length=LENGTH, dtype="float32", table=None) is None
+
+
+def test_all_processes_count_by_the_table_of_the_first(
+    model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [linear_table(), linear_table(factor=2.0)]
+    monkeypatch.setattr(search.costs, "measured_table", lambda *args, **kwargs: made.pop(0))
+    options = {"lengths": (LENGTH,), "dtype": "float32", "device": "cpu"}
+    first = shared_table(open_storage(None, tmp_path / "a.yaml"), "a.table", model, **options)
+    again = shared_table(open_storage(None, tmp_path / "a.yaml"), "a.table", model, **options)
+    assert again == first == linear_table() and isinstance(again.costs[0], Cost)
+    assert shared_table(open_storage(None, tmp_path / "b.yaml"), "b.table", model, **options) != first
+
+
+def test_what_a_table_is_of() -> None:
+    from profiling.bench import environment
+
+    costs = Costs(unit="seconds", length=LENGTH, head_dim=16, dtype="float32", table=linear_table())
+    assert not costs.of_machine("cpu")
+    here = linear_table(device=environment("cpu")["device"])
+    assert Costs(unit="seconds", length=LENGTH, head_dim=16, dtype="float32", table=here).of_machine("cpu")

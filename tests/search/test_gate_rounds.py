@@ -1,0 +1,112 @@
+"""Held-out prompts choose the point that is served, and heads are given more until it passes, or not at all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from artifacts import HeadwiseError
+from kernels.patterns import make
+from search.curves import Curves
+from search.gate import Limits
+from search.gate_rounds import Raised, raise_until
+from search.settle import Settlement
+from tests.search.problems import Formula, problem_of
+
+CANDIDATES = (*(make("block_sparse", blocks=blocks) for blocks in (2, 4, 8, 16)), make("dense"))
+COSTS = np.tile(np.array([1.0, 2.0, 4.0, 8.0, 16.0]), (4, 5, 1))
+CHANGE = np.tile(np.array([16.0, 8.0, 4.0, 2.0, 0.0]), (4, 5, 1))
+
+
+def curves_of(change: np.ndarray = CHANGE) -> Curves:
+    return Curves(change=change, error=change, recall=1 - change / 32, tiles=COSTS)
+
+
+@pytest.fixture
+def problem() -> Formula:
+    return problem_of(curves_of(), COSTS, total=40.0, candidates=CANDIDATES)
+
+
+def by_cost(settlement: Settlement) -> tuple[float, float]:
+    return 4 / settlement.cost, 1.0
+
+
+def raised(problem: Formula, model: object, limits: Limits, **changes: object) -> Raised:
+    settlements = [problem.settle({"share": share}) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
+    options = {"curves_of": lambda: problem.curves, **changes}
+    return raise_until(problem, settlements, model, None, limits, **options)  # type: ignore[arg-type]
+
+
+def test_the_best_point_that_the_budget_pays_for_is_served(problem: Formula) -> None:
+    found = raised(problem, by_cost, Limits(kl=1.0), curves_of=None)
+    assert found.rounds == 0 and found.chosen.settlement.cost == 40.0
+    assert [point.settlement.cost for point in found.points] == [20.0, 28.0, 40.0, 56.0, 80.0]
+
+
+def test_points_that_are_no_better_leave_the_front(problem: Formula) -> None:
+    def model(settlement: Settlement) -> tuple[float, float]:
+        return (0.2 if 28 <= settlement.cost <= 56 else 4 / settlement.cost), 1.0
+
+    found = raised(problem, model, Limits(kl=1.0))
+    costs, kls = zip(*((p.settlement.cost, p.drift.mean_kl) for p in found.points), strict=True)
+    assert costs == (20.0, 80.0) and kls == pytest.approx((0.2, 0.05))
+
+
+def test_more_is_given_until_it_passes(problem: Formula) -> None:
+    found = raised(problem, by_cost, Limits(kl=0.06))
+    assert found.rounds > 1 and found.chosen.drift.mean_kl <= 0.06
+    # A round before it was not enough.
+    assert 4 / (found.chosen.settlement.cost / 1.15 - 2) > 0.06
+    assert found.chosen in found.points
+
+
+def test_perplexity_is_a_limit_of_its_own(problem: Formula) -> None:
+    found = raised(problem, lambda s: (0.001, 1 + 4 / s.cost), Limits(drop=0.06))
+    assert found.rounds > 1 and found.chosen.drift.perplexity_ratio <= 1.06
+
+
+def test_the_heads_that_held_out_prompts_show_to_be_worst_get_more(problem: Formula) -> None:
+    change = CHANGE.copy()
+    change[2, 3] *= 50
+    asked = []
+
+    def model(settlement: Settlement) -> tuple[float, float]:
+        asked.append(settlement)
+        return (0.01 if settlement.chosen[2, 3] == 4 else 1.0), 1.0
+
+    found = raised(problem, model, Limits(), curves_of=lambda: curves_of(change))
+    # The same total already does when it is spent by what was held out.
+    assert found.rounds == 1 and found.chosen.settlement.cost <= 40.0
+    assert found.chosen.settlement.chosen[2, 3] == 4 and (asked[2].chosen[2, 3] < 4)
+
+
+def test_all_of_attention_is_tried_and_then_it_fails_loudly(problem: Formula) -> None:
+    tried: list[float] = []
+
+    def model(settlement: Settlement) -> tuple[float, float]:
+        tried.append(settlement.cost)
+        return 1.0, 1.0
+
+    with pytest.raises(HeadwiseError, match=r"the gate: on held-out prompts KL to dense attention is 1\.0000") as error:
+        raised(problem, model, Limits())
+    assert "\n" not in str(error.value) and "times the budget" in str(error.value)
+    assert max(tried) > 4 * 40.0
+    small = problem_of(problem.curves, COSTS, total=240.0, candidates=CANDIDATES)
+    tried.clear()
+    with pytest.raises(HeadwiseError, match=r"with 1\.33 times the budget"):
+        raised(small, model, Limits())
+    assert max(tried) == COSTS.max(-1).sum() == 320.0
+
+
+def test_numbers_that_are_none_do_not_pass() -> None:
+    from profiling.logits import Drift
+
+    nan = np.array([np.nan])
+    assert Limits().fault(Drift(kl=nan, loss=nan, dense_loss=nan)) is not None
+
+
+def test_limits_must_be_above_0() -> None:
+    with pytest.raises(HeadwiseError, match=r"--max-kl must be above 0, got -1"):
+        Limits(kl=-1)
+    with pytest.raises(HeadwiseError, match=r"--max-drop must be above 0, got nan"):
+        Limits(drop=float("nan"))

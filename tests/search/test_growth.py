@@ -1,0 +1,99 @@
+"""How sizes go with the length, from curves whose power is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from artifacts import Growth
+from kernels.index import num_tiles
+from kernels.patterns import Pattern
+from search.curves import Curves
+from search.growth import GROWING, fit
+from search.ladder import ladder
+
+SHORT, LONG = 4096, 16_384
+LAYERS, HEADS = 2, 3
+
+
+def curves_of(candidates: tuple[Pattern, ...], length: int, power: float, noise: float = 0.0) -> Curves:
+    """What a head loses depends on its sizes over length ** power alone."""
+    rng = np.random.default_rng(length)
+
+    def change(pattern: Pattern) -> float:
+        names = GROWING.get(pattern.kind)
+        if names is None:
+            return 1e-12
+        return 1e9 * sum((getattr(pattern, name) / length**power) ** -1.5 for name in names)
+
+    values = np.array([change(pattern) for pattern in candidates])
+    spread = np.exp(noise * rng.normal(size=(LAYERS, HEADS, len(candidates))))
+    found = np.broadcast_to(values, spread.shape) * spread
+    return Curves(change=found, error=found, recall=found, tiles=found)
+
+
+def rung(candidates: tuple[Pattern, ...], length: int, kind: str, share: float) -> int:
+    """The place of the rung whose sizes are all that share of the length."""
+    per = {"block_sparse": num_tiles(length)}.get(kind, length)
+    return next(
+        c
+        for c, pattern in enumerate(candidates)
+        if pattern.kind == kind
+        and all(getattr(pattern, name) == per * share for name in GROWING[kind])
+        and getattr(pattern, "coverage", None) is None
+    )
+
+
+def fitted(
+    power: float,
+    kind: str = "a_shape",
+    lengths: tuple[int, ...] = (SHORT, LONG),
+    noise: float = 0.0,
+    share: float = 1 / 32,
+) -> Growth:
+    candidates = {length: ladder(length) for length in lengths}
+    curves = {length: curves_of(candidates[length], length, power, noise) for length in lengths}
+    chosen = np.full((LAYERS, HEADS), rung(candidates[max(lengths)], max(lengths), kind, share))
+    growth = fit(curves, candidates, chosen, max(lengths))
+    assert growth is not None and growth.length == max(lengths)
+    return growth
+
+
+@pytest.mark.parametrize("kind", list(GROWING))
+@pytest.mark.parametrize("power", [0.25, 0.5, 0.8])
+def test_a_known_power_is_found(kind: str, power: float) -> None:
+    powers = fitted(power, kind).powers
+    assert set(powers) == {kind}
+    assert powers[kind] == pytest.approx(dict.fromkeys(GROWING[kind], power), abs=0.06)
+
+
+def test_through_noise_and_over_three_lengths() -> None:
+    powers = fitted(0.5, lengths=(2048, SHORT, LONG), noise=0.1).powers
+    assert powers["a_shape"]["window"] == pytest.approx(0.5, abs=0.15)
+
+
+@pytest.mark.parametrize("power, told", [(-0.1, 0.0), (-1.5, 0.0), (1.2, 1.0), (3.0, 1.0)])
+def test_powers_are_clipped(power: float, told: float) -> None:
+    assert fitted(power).powers == {"a_shape": {"window": told}}
+
+
+def test_what_lies_between_beyond_the_rungs_is_not_guessed() -> None:
+    """At the short length the largest rung loses more than is wanted: the power is below 1, and nobody knows which."""
+    candidates = {length: ladder(length) for length in (SHORT, LONG)}
+    curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
+    chosen = np.full((LAYERS, HEADS), rung(candidates[LONG], LONG, "a_shape", 3 / 8))
+    assert fit(curves, candidates, chosen, LONG) is None
+
+
+def test_one_length_tells_nothing() -> None:
+    candidates = {LONG: ladder(LONG)}
+    curves = {LONG: curves_of(candidates[LONG], LONG, 0.5)}
+    assert fit(curves, candidates, np.zeros((LAYERS, HEADS), dtype=int), LONG) is None
+
+
+def test_heads_that_are_dense_or_left_alone_tell_nothing() -> None:
+    candidates = {length: ladder(length) for length in (SHORT, LONG)}
+    curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
+    chosen = np.full((LAYERS, HEADS), len(candidates[LONG]) - 1)
+    chosen[0] = -1
+    assert fit(curves, candidates, chosen, LONG) is None

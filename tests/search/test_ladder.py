@@ -1,0 +1,40 @@
+"""The candidates of a search with one budget for the model: the same rungs at every length."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.index import TILE, num_tiles
+from kernels.patterns import KINDS
+from search.ladder import ladder
+
+# What goes with the length, by kind, and in what it counts.
+SIZES = {"a_shape": ("window",), "vertical_slash": ("vertical", "slash"), "block_sparse": ("blocks",), "dense": ()}
+
+
+@pytest.mark.parametrize("length", [4096, 8192, 131_072])
+def test_a_rung_is_the_same_share_at_every_length(length: int) -> None:
+    short, long = ladder(2048), ladder(length)
+    assert len(short) == len(long)
+    for a, b in zip(short, long, strict=True):
+        assert (a.kind, getattr(a, "last_q", None)) == (b.kind, getattr(b, "last_q", None))
+        assert getattr(a, "coverage", None) == getattr(b, "coverage", None)
+        for name in SIZES[a.kind]:
+            per = num_tiles(2048) if name == "blocks" else 2048
+            of = num_tiles(length) if name == "blocks" else length
+            assert abs(getattr(a, name) / per - getattr(b, name) / of) <= 1 / per
+
+
+def test_from_tiny_to_dense() -> None:
+    found = ladder(8192)
+    assert found[-1].kind == "dense" and {pattern.kind for pattern in found} == set(SIZES) <= set(KINDS)
+    assert len(set(found)) == len(found)
+    assert min(pattern.window for pattern in found if pattern.kind == "a_shape") == 128
+    assert all(pattern.sink == TILE for pattern in found if pattern.kind == "a_shape")
+    for kind in ("vertical_slash", "block_sparse"):
+        assert {getattr(p, "coverage", None) for p in found if p.kind == kind} == {None, 0.9, 0.95, 0.98}
+
+
+@pytest.mark.parametrize("length", [1, 128, 130])
+def test_short_prompts_have_as_many(length: int) -> None:
+    assert len(ladder(length)) == len(ladder(8192))
