@@ -20,6 +20,7 @@ from profiling.logits import check_logits
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
+from runtime.layers import attention_layers, sliding_layers
 from search.costs import Unit, costs_by, given_costs, shared_table
 from search.gate import DEFAULT_TASKS, Limits
 from search.held_out import held_out
@@ -102,6 +103,9 @@ def run(config: ModelSearch) -> Artifact | None:
 def search_model(config: ModelSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact | None:
     """The search on a model that is loaded and fingerprinted."""
     check_logits(loaded.model)
+    modules = attention_layers(loaded.model)
+    if not set(modules) - sliding_layers(modules):
+        raise HeadwiseError(f"every layer of {model.name} slides over a window already: nothing to search")
     lengths = _lengths(config, model)
     prompts = _calibration(config, loaded, lengths)
     apart = held_out(
