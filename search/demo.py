@@ -27,7 +27,9 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Res
     except OSError as error:
         raise HeadwiseError(f"cannot make the folder {out}: {error.strerror}") from None
     config = out / "cfg.yaml"
-    command = f"python -m search.heads --model {model} --length {length} --budget {budget} --out {config}"
+    command = (
+        f"python -m search.heads --allocation heads --model {model} --length {length} --budget {budget} --out {config}"
+    )
     print(f"$ {command}")
     loaded = load_model(model)
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
