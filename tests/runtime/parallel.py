@@ -1,6 +1,7 @@
 """One of the processes of test_parallel.py: serves a tiny model that is sharded over all of them.
 
-torchrun --nproc-per-node 2 parallel.py FOLDER: for each cfg file in FOLDER the greedy tokens, by the first process.
+torchrun --nproc-per-node 2 parallel.py FOLDER: for each cfg file in FOLDER the greedy tokens, by the first process,
+and the logits of the prompt's last tokens, by each.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def main() -> None:
                     pad_token_id=0,
                 )
                 answers[config.stem] = {"tokens": out[:, prompt.shape[1] :].tolist(), "stats": handle.stats()}
+                logits = model(prompt, past_key_values=handle.new_cache(), logits_to_keep=16).logits
+                torch.save(logits.cpu(), folder / f"{config.stem}.{dist.get_rank()}.pt")
         except HeadwiseError as error:
             answers[config.stem] = {"error": str(error)}
     if dist.get_rank() == 0:

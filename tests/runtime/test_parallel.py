@@ -55,7 +55,7 @@ def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids
         "kept": sparse.model_copy(update={"kv_cache": mixed}),
         "low_memory": sparse,
     }
-    expected = {}
+    expected, logits = {}, {}
     for name, artifact in configs.items():
         saved = artifacts.save(artifact, tmp_path / f"{name}.yaml")
         with Headwise(saved).apply(model) as handle:
@@ -68,8 +68,15 @@ def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids
                 pad_token_id=0,
             )
             expected[name] = {"tokens": out[:, 200:].tolist(), "stats": handle.stats()}
+            with torch.no_grad():
+                logits[name] = model(prompt, past_key_values=handle.new_cache(), logits_to_keep=16).logits
     assert expected["sparse"]["stats"]["sparse"] == 6 and expected["omnikv"]["stats"]["decode"] > 0
     assert _run(tmp_path, 2) == expected
+    for name, one in logits.items():
+        for rank in range(2):
+            several = torch.load(tmp_path / f"{name}.{rank}.pt")
+            # Sums in another order: 1e-5 of the largest logit.
+            assert (several - one).abs().max() <= 1e-5 * one.abs().max()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
