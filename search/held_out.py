@@ -44,7 +44,7 @@ def held_out(
         else:
             raise HeadwiseError(
                 f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} tokens that no search "
-                "looks at are needed; give a longer text, a shorter --length or fewer --samples"
+                "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer --samples"
             )
     return found
 
