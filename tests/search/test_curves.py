@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
 from profiling.capture import LayerInputs, capture
+from profiling.logits import DenseLogits
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt
+from runtime.layers import attention_layers, sliding_layers
 from search.curves import Curves, score_prompt
 from search.ladder import ladder
+from tests.runtime.tiny import FAMILIES, tiny_model
 from tests.search.conftest import save_tiny
 
 LENGTH = 700
@@ -157,3 +160,18 @@ def test_every_candidate_serves_the_shortest_prompts(tiny_model: Path, length: i
     prompt = Prompt(tuple(i * 7 % 250 for i in range(length)), None)
     curves = score_prompt(loaded, prompt, ladder(length), layers=3, dense_tail=TAIL, backend="auto")
     assert np.isfinite(curves.change).all()
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "GptOss"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_architecture_has_curves_and_logits(family: str) -> None:
+    model = tiny_model(family, vocab_size=260).eval()
+    loaded = LoadedModel(model=model, tokenizer=None, name=family, revision=None)
+    prompt = Prompt(tuple(i * 7 % 200 + 3 for i in range(400)), None)
+    modules = attention_layers(model)
+    curves = curves_of(loaded, prompt, layers=max(modules) + 1)
+    found = set(np.flatnonzero(curves.searched).tolist())
+    assert found == set(modules) - sliding_layers(modules)
+    for layer in found:
+        assert (curves.change[layer, :, -1] < 1e-6).all() and (curves.change[layer, :, 4] > 1e-6).any()
+    assert DenseLogits(model, [prompt]).drift().mean_kl < 1e-3
