@@ -74,7 +74,8 @@ def spend(costs: np.ndarray, sizes: Sequence[float] | np.ndarray, total: float) 
 def _hull(sizes: np.ndarray, costs: np.ndarray) -> list[int]:
     """Places on the lower convex hull from the smallest size on, also amid its edges, where more size costs less."""
     hull: list[int] = []
-    for place in np.lexsort((costs, sizes)).tolist():
+    # Of entries that are alike the last: where candidates ascend, dense before what only happens to be exact.
+    for place in np.lexsort((-np.arange(len(sizes)), costs, sizes)).tolist():
         if not np.isfinite(costs[place]) or (hull and costs[place] >= costs[hull[-1]]):
             continue
         while len(hull) > 1 and _slope(sizes, costs, hull[-2], hull[-1]) > _slope(sizes, costs, hull[-1], place):

@@ -91,3 +91,8 @@ def test_the_price_is_what_the_dearest_step_taken_saved() -> None:
     assert spend(costs, (1, 2, 3), 2.0).price == np.inf
     assert spend(costs, (1, 2, 3), 4.0).price == pytest.approx(3.0)
     assert spend(costs, (1, 2, 3), 6.0).price == pytest.approx(0.5)
+
+
+def test_of_entries_that_are_alike_the_last_is_taken() -> None:
+    assert allocate(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0) == [2]
+    assert allocate(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0) == [1]
