@@ -300,5 +300,5 @@ def test_prose_needs_no_file_and_its_stretches_are_apart(tokenizer: Any) -> None
     assert made != make_prompts("prose", tokenizer, length=length, samples=samples, seed=4)
     pieces = [{prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in made]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
-    with pytest.raises(HeadwiseError, match="unknown task 'prose:some.txt'"):
+    with pytest.raises(HeadwiseError, match=r"unknown task 'prose:some\.txt'"):
         parse_task("prose:some.txt")
