@@ -78,8 +78,11 @@ def run(config: Versus) -> Result:
     """Load the model and compare.
 
     Raises:
-        HeadwiseError: an artifact that is of another model, or that would serve all of it densely.
+        HeadwiseError: a count that is none; an artifact of another model, or one that would serve all of it densely.
     """
+    for name, value, least in (("places", config.places, 1), ("repeats", config.repeats, 0)):
+        if value is not None and value < least:
+            raise HeadwiseError(f"--{name} must be at least {least}, got {value}")
     pairs = [load_pair(path) for path in config.configs]
     for path, (artifact, _) in zip(config.configs, pairs, strict=True):
         if config.length < artifact.prefill.dense_below:

@@ -63,6 +63,14 @@ def test_what_would_be_dense_is_refused_in_one_line(tiny: Path, artifacts: tuple
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("option", "least"), [({"places": 0}, 1), ({"places": -3}, 1), ({"repeats": -1}, 0)])
+def test_a_count_that_is_none_is_refused(option: dict[str, int], least: int, tmp_path: Path) -> None:
+    """Before anything is read."""
+    config = Versus(configs=(tmp_path / "none.yaml",), model="none", tasks=("passkey",), length=600, **option)
+    with pytest.raises(HeadwiseError, match=rf"^--(places|repeats) must be at least {least}, got "):
+        run(config)
+
+
 def test_attention_is_timed_for_every_set_of_plans_and_dense(tiny: Path) -> None:
     from kernels.patterns import LayerPlan, make
 
