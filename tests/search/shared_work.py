@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -73,4 +74,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A job in the background ignores Ctrl-C, and so do all that it starts, these tests among them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_command(main)
