@@ -99,8 +99,8 @@ def attach(
     decode_kernel: bool = True,
 ) -> Applied:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
-    if min_recall is not None and not 0 < min_recall <= 1:
-        raise HeadwiseError(f"min_recall must be above 0 and at most 1, got {min_recall}")
+    if min_recall is not None and not (isinstance(min_recall, int | float) and 0 < min_recall <= 1):
+        raise HeadwiseError(f"min_recall must be above 0 and at most 1, got {min_recall!r}")
     if backend not in ("auto", *BACKENDS):
         raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
     modules = attention_layers(model)

@@ -30,6 +30,9 @@ def attend_to_every_key(call: Call) -> Tensor | None:
     # Without a mask several queries start at the first key; that is sdpa's.
     if mask is None and q.shape[2] > 1:
         return None
+    # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel would not look at it.
+    if mask is not None and mask.shape[-1] != k.shape[2]:
+        return None
     starts = starts_of(mask)
     if isinstance(starts, str) or special(call) is not None or native.supports(q, k, v) is not None:
         return None

@@ -52,6 +52,18 @@ def test_padded_batches(left: bool, build: Any, artifact_for: Any, ids: Any) -> 
     assert dense.get(BY_KERNEL, 0) == (16 if left else 0)
 
 
+def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build: Any, artifact_for: Any, ids: Any) -> None:
+    model, prompt = build(), ids(100, batch=2)
+    real = torch.ones_like(prompt)
+    real[0, :40] = 0
+    cache = DynamicCache(config=model.config)
+    model(prompt, attention_mask=real, past_key_values=cache)
+    cache.layers[1].keys, cache.layers[1].values = (x[:, :, 5:] for x in (cache.layers[1].keys, cache.layers[1].values))
+    longer = torch.cat([real, real[:, -1:]], dim=1)
+    with Headwise(artifact_for(model, dense=True)).apply(model), pytest.raises(RuntimeError, match="size"):
+        model(prompt[:, :1], attention_mask=longer, past_key_values=cache)
+
+
 @pytest.mark.parametrize("drafts", [2, 16, 17])
 def test_drafts(drafts: int, build: Any, artifact_for: Any, ids: Any) -> None:
     model, prompt, few = build(), ids(100), ids(drafts, seed=9)

@@ -163,8 +163,8 @@ def test_only_heads_below_the_bound_change(build, artifact_for, ids) -> None:
         assert after == (1.0 if low else pytest.approx(before))
 
 
-@pytest.mark.parametrize("bound", [0, -1, 1.5, float("nan")])
-def test_a_bound_that_is_no_share_is_refused(bound: float, build, artifact_for) -> None:
+@pytest.mark.parametrize("bound", [0, -1, 1.5, float("nan"), "0.9"])
+def test_a_bound_that_is_no_share_is_refused(bound: Any, build, artifact_for) -> None:
     model = build()
     with pytest.raises(HeadwiseError, match="min_recall must be above 0 and at most 1, got"):
         Headwise(artifact_for(model)).apply(model, min_recall=bound)
