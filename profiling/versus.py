@@ -24,7 +24,7 @@ from profiling.bench import environment
 from profiling.head_fidelity import fidelity
 from profiling.logits import DenseLogits, Drift
 from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, make_prompts
+from profiling.prompts import Prompt, make_prompts, parse_task
 from runtime import Headwise
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
@@ -138,7 +138,7 @@ def _row(path: Path, density: float, seconds: float | None, drift: Drift, config
         seconds=seconds,
         kl=drift.mean_kl,
         kl_error=float(drift.kl.std() / len(drift.kl) ** 0.5),
-        kl_by_task={task.partition(":")[0]: float(kl.mean()) for task, kl in zip(config.tasks, by_task, strict=True)},
+        kl_by_task={parse_task(task).name: float(kl.mean()) for task, kl in zip(config.tasks, by_task, strict=True)},
         loss=float(loss.mean()),
         loss_error=float(loss.std() / len(loss) ** 0.5),
     )
