@@ -66,7 +66,6 @@ def describe(
     """How a settlement was found, with its means over the calibration prompts."""
     curves, searched = problem.curves, settlement.chosen >= 0
     kinds = Counter(problem.candidates[c].kind for c in settlement.chosen[searched])
-    causal = float(np.nanmax(curves.tiles))
     return SearchInfo(
         tool_version=tool_version(),
         command=config.command or "search.model_budget",
@@ -84,7 +83,7 @@ def describe(
         summary=Summary(
             recall=float(np.nanmean(settlement.pick(curves.recall))),
             error=float(np.nanmean(settlement.pick(curves.error))),
-            density=min(1.0, float(np.nanmean(settlement.pick(curves.tiles))) / causal),
+            density=min(1.0, float(np.nanmean(settlement.pick(problem.density)))),
             winners=dict(kinds.most_common()),
         ),
     )
@@ -134,13 +133,12 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
 
 
 def _front_point(problem: Problem, point: Point, layers: Any, dense_cost: float) -> FrontPoint:
-    causal = float(np.nanmax(problem.curves.tiles))
     return FrontPoint(
         cost=point.settlement.cost,
         speedup=dense_cost / point.settlement.cost,
         kl=point.drift.mean_kl,
         recall=min(1.0, float(np.nanmean(point.settlement.pick(problem.curves.recall)))),
-        density=min(1.0, float(np.nanmean(point.settlement.pick(problem.curves.tiles))) / causal),
+        density=min(1.0, float(np.nanmean(point.settlement.pick(problem.density)))),
         layers=layers,
     )
 
@@ -202,12 +200,11 @@ def _arrays(outcome: Outcome) -> dict[str, np.ndarray]:
     """What each head got and every candidate's scores, (L, H) each; NaN or -1 in layers left alone."""
     problem, settlement = outcome.problem, outcome.raised.chosen.settlement
     curves = problem.curves
-    causal = float(np.nanmax(curves.tiles))
     measures = {
         "change": curves.change,
         "error": curves.error,
         "recall": curves.recall,
-        "density": curves.tiles / causal,
+        "density": problem.density,
         outcome.costs.unit: problem.costs,
     }
     arrays: dict[str, np.ndarray] = {"chosen.candidate": settlement.chosen.astype(np.int32)}

@@ -47,6 +47,13 @@ class Problem:
     dense_tail: int
 
     @property
+    def density(self) -> np.ndarray:
+        """(L, H, C) tiles computed over those of dense attention: over 1 where columns overlap tiles."""
+        dense = next(c for c, pattern in enumerate(self.candidates) if pattern.kind == "dense")
+        share: np.ndarray = self.curves.tiles / self.curves.tiles[..., dense : dense + 1]
+        return share
+
+    @property
     def least(self) -> float:
         """What all heads cost with their cheapest candidates."""
         return float(self.costs[self.curves.searched].min(axis=-1).sum())

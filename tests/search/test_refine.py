@@ -96,3 +96,19 @@ def test_the_front_is_of_trials_that_none_beats() -> None:
 def test_the_papers_trial_alone_is_no_front() -> None:
     with pytest.raises(HeadwiseError, match="no trial but the paper's was finished: allow more"):
         front([trial(0, 1.0, 1.0)])
+
+
+def test_density_is_to_dense_attention_not_to_the_widest_candidate() -> None:
+    candidates = (make("vertical_slash", vertical=64, slash=64), make("dense"), make("block_sparse", blocks=9))
+    tiles = np.array([[[5.0, 10.0, 11.0], [4.0, 10.0, 3.0]]])
+    curves = Curves(change=tiles, error=tiles, recall=tiles, tiles=tiles)
+    found = Problem(
+        model=None,
+        describe=None,
+        candidates=candidates,
+        curves=curves,
+        costs=tiles,
+        total=1.0,
+        dense_tail=0,  # type: ignore[arg-type]
+    )
+    assert found.density.tolist() == [[[0.5, 1.0, 1.1], [0.4, 1.0, 0.3]]]
