@@ -28,7 +28,8 @@ class Config:
 
     file: Path
     model: str
-    length: int = 8192
+    # The token that is generated takes the last of 8,192 positions.
+    length: int = 8191
     repeats: int = 5
     seed: int = 0
     engine: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The options of the command, by the names of Config."""
     parser.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
     parser.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
-    parser.add_argument("--length", type=count, default=8192, metavar="N", help="tokens of a prompt (default 8192)")
+    parser.add_argument("--length", type=count, default=8191, metavar="N", help="tokens of a prompt (default 8191)")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)")
     parser.add_argument(
@@ -146,7 +147,7 @@ def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
 
     from runtime.vllm import stats
 
-    settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + 16}
+    settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + 1}
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
     if artifact is not None:
         settings["additional_config"] = settings.get("additional_config", {}) | {KEY: artifact}
