@@ -77,13 +77,9 @@ def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache:
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids must have the shape (1, S), got {tuple(input_ids.shape)}")
     _check_layers(model)
-    run = _Run(visit)
-    token = _run.set(run)
-    try:
-        with torch.inference_mode(), attending_with(model, CAPTURE_NAME, _attention, _mask):
-            output = _forward(model, input_ids, use_cache)
-    finally:
-        _run.reset(token)
+    run = Run(visit)
+    with torch.inference_mode(), masks_of(run), attending_with(model, CAPTURE_NAME, _attention, layer_mask):
+        output = _forward(model, input_ids, use_cache)
     if not run.visits:
         name = type(model).__name__
         raise HeadwiseError(f"model without attention that Headwise can serve: {name} asked for none in this pass")
@@ -99,13 +95,25 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 @dataclass(eq=False)
-class _Run:
+class Run:
+    """One pass: what is called for each layer, how many there were, and the masks that it made."""
+
     visit: Visit
     visits: int = 0
     masks: dict[int, LayerMask] = field(default_factory=dict)
 
 
-_run: ContextVar[_Run] = ContextVar("headwise_capture")
+_run: ContextVar[Run] = ContextVar("headwise_capture")
+
+
+@contextmanager
+def masks_of(run: Run) -> Iterator[None]:
+    """What `layer_mask` makes belongs to this run."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
 
 
 @contextmanager
@@ -137,7 +145,7 @@ def _forward(model: PreTrainedModel, input_ids: Tensor, use_cache: bool) -> Any:
     return model.base_model(input_ids=input_ids, use_cache=use_cache)
 
 
-def _mask(
+def layer_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -161,7 +169,12 @@ def _mask(
     return standin.expand(batch_size, 1, q_length, kv_length)
 
 
-def _attention(
+def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return attend_densely(_run.get(), module, *args, **kwargs)
+
+
+def attend_densely(
+    run: Run,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -172,7 +185,6 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S, H, E)."""
-    run = _run.get()
     layer = getattr(module, "layer_idx", None)
     layer = run.visits if layer is None else int(layer)
     mask = _known(run, layer, attention_mask)
@@ -203,7 +215,7 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _known(run: _Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:
+def _known(run: Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:
     if attention_mask is None:
         return None
     mask = run.masks.get(attention_mask.untyped_storage().data_ptr())

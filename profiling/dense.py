@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 BLOCK = 256
 # Scores held at a time: 64 MiB in fp32.
@@ -77,14 +79,19 @@ def blockwise_attention(
             k[:, :, keys.start : keys.stop],
             v[:, :, keys.start : keys.stop],
         )
-        if plain:
-            group = heads // k.shape[1]
-            wide_k, wide_v = (x.repeat_interleave(group, dim=1) for x in part[1:])
-            done = F.scaled_dot_product_attention(part[0], wide_k, wide_v, attn_mask=visible, scale=scale)
-        else:
-            done = _explicit(*part, visible, scale, softcap, sinks)
-        out[:, :, start : queries.stop] = done
+        attend = (
+            partial(_plain, scale=scale) if plain else partial(_explicit, scale=scale, softcap=softcap, sinks=sinks)
+        )
+        if torch.is_grad_enabled():
+            # Else every block's scores would be kept for the way back.
+            attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+        out[:, :, start : queries.stop] = attend(*part, visible)
     return out
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, scale: float) -> Tensor:
+    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=visible, scale=scale)
 
 
 def _causal(queries: range, keys: range, device: torch.device) -> Tensor:
@@ -97,6 +104,7 @@ def _explicit(
     k: Tensor,
     v: Tensor,
     visible: Tensor,
+    *,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
