@@ -178,12 +178,13 @@ def report(answer: dict[str, Any]) -> str:
     if "why" not in answer:
         return "\n".join([*lines, *_heads_table(answer["heads"])])
     lines.append(f"layer {answer['layer']}, head {answer['head']}: {answer['pattern']}\n")
-    weighed = answer["candidates"][0]["change"] is not None
-    lines.append(f"  {'tried':<26}{_HEADER}{'change' if weighed else '':>11}")
+    told = next((name for name in ("objective", "change") if answer["candidates"][0][name] is not None), None)
+    header = {"objective": "loss", "change": "change", None: ""}[told]
+    lines.append(f"  {'tried':<26}{_HEADER}{header:>11}")
     for row in answer["candidates"]:
         mark = "*" if row["chosen"] else " "
-        change = f"{row['change']:>11.2e}" if weighed else ""
-        lines.append(f"{mark} {row['pattern']:<26}{_scores(row)}{change}{'  hull' if row['on_hull'] else ''}")
+        lost = f"{row[told]:>11.2e}" if told else ""
+        lines.append(f"{mark} {row['pattern']:<26}{_scores(row)}{lost}{'  hull' if row['on_hull'] else ''}")
     lines.append("* chosen; hull: no mixture of two others loses less at the cost\n")
     lines += answer["why"]
     lines.append(f"\nthe heads of layer {answer['layer']}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("error", "recall", "density")
 # What a search adds that has one budget for the model.
-_OPTIONAL = ("change", "seconds", "flops")
+_OPTIONAL = ("objective", "change", "seconds", "flops")
 # Drift counts from this error up: bfloat16 alone puts dense attention's output 0.002 off.
 DRIFT_FLOOR = 0.01
 
@@ -29,7 +29,8 @@ class Trial:
     """How one candidate did for one head.
 
     error: relative L2 of the head's output. recall: attention mass kept. density: share of the causal tiles computed.
-    change: of the residual stream, squared and relative. seconds, flops: of the head's attention over a prompt. None
+    objective: what the budget was spent to make small, nats a token (search.curves.Curves.loss). change: of the
+        residual stream, squared and relative. seconds, flops: of the head's attention over a prompt. None
     where the search did not count by it.
     """
 
@@ -39,14 +40,15 @@ class Trial:
     error: float
     recall: float
     density: float
+    objective: float | None = None
     change: float | None = None
     seconds: float | None = None
     flops: float | None = None
 
     @property
     def loss(self) -> float:
-        """The change of the residual stream, or the squared error where there is none: what heads' losses add up by."""
-        return self.error**2 if self.change is None else self.change
+        """The objective, else the change of the residual stream, else the squared error: what adds up over heads."""
+        return next(lost for lost in (self.objective, self.change, self.error**2) if lost is not None)
 
     @property
     def cost(self) -> float:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # What a search keeps in its storage, each under the artifact's name.
 STUDIES = ("curves", "times", "trials")
+# Raised where what is measured of a prompt changes: what a storage has of before is of another search.
+_CURVES = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,6 +93,7 @@ class Phases:
         """All that curves depend on. Of files it holds names and contents, for paths differ between machines."""
         config, calibration = self.config, self._about_prompts()
         return {
+            "curves": _CURVES,
             "model": self.model.name,
             "weights": self.model.weights_sha256,
             "prompts": calibration.sha256,

@@ -201,6 +201,7 @@ def _arrays(outcome: Outcome) -> dict[str, np.ndarray]:
     problem, settlement = outcome.problem, outcome.raised.chosen.settlement
     curves = problem.curves
     measures = {
+        "objective": curves.loss,
         "change": curves.change,
         "error": curves.error,
         "recall": curves.recall,

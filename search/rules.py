@@ -97,7 +97,7 @@ class ModelPrice:
     """One budget for the model: at its price each head takes the least of loss and cost.
 
     The candidates are those that the search tried for the head. A candidate costs what it did, times how many more
-    tiles it computes on this model; an error changes the residual stream by as much as the head's errors did there.
+    tiles it computes on this model; an error costs as much as the head's errors did there.
     """
 
     def __init__(self, found: Findings, backend: str) -> None:
@@ -132,7 +132,11 @@ class ModelPrice:
         values: dict[str, float] = {}
         tried = self._found.trials(layer, head)
         errors = sum(trial.error**2 for trial in tried)
-        share = sum(trial.loss for trial in tried) / errors if errors and tried[0].change is not None else None
+        shares = {
+            name: sum(getattr(trial, name) for trial in tried) / errors
+            for name in ("change", "objective")
+            if errors and tried and getattr(tried[0], name) is not None
+        }
         best: tuple[float, float, int] | None = None
         scores: dict[int, dict[str, float]] = {}
         for candidate in self._found.candidates:
@@ -144,10 +148,10 @@ class ModelPrice:
             for unit in ("seconds", "flops"):
                 if (spent := getattr(before, unit)) is not None:
                     mean[unit] = spent * mean["density"] / before.density
-            if share is not None:
-                mean["change"] = share * mean["error"] ** 2
+            mean |= {name: share * mean["error"] ** 2 for name, share in shares.items()}
             scores[candidate.place] = mean
-            loss, cost = mean.get("change", mean["error"] ** 2), mean.get("seconds", mean.get("flops", mean["density"]))
+            loss = mean.get("objective", mean.get("change", mean["error"] ** 2))
+            cost = mean.get("seconds", mean.get("flops", mean["density"]))
             values |= {f"candidates.{candidate.place}.{candidate.name}.{name}": mean[name] for name in mean}
             weighed = float(self._found.weight[layer]) * loss + float(self._price[layer]) * cost
             best = min(best or (weighed, cost, candidate.place), (weighed, cost, candidate.place))

@@ -21,9 +21,9 @@ from search.record import as_artifact_pattern
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Settlement:
-    """chosen: (L, H) candidate, -1 in layers left alone. weight: (L,) of the layers' changes.
+    """chosen: (L, H) candidate, -1 in layers left alone. weight: (L,) of the layers' losses.
 
-    cost: of all heads together. price: change that the dearest step taken saved for a unit of cost; None where heads
+    cost: of all heads together. price: loss that the dearest step taken saved for a unit of cost; None where heads
     had budgets of their own.
     """
 
@@ -42,26 +42,26 @@ class Settlement:
 def by_model(
     curves: Curves, costs: np.ndarray, total: float, *, weight: np.ndarray, allowed: np.ndarray | None = None
 ) -> Settlement:
-    """One budget for the model: the least weighted change for at most `total` (search.allocate).
+    """One budget for the model: the least weighted loss for at most `total` (search.allocate).
 
     Args:
         curves: of the prompts.
         costs: (L, H, C).
         total: what all heads may cost together.
-        weight: (L,) of each layer's change.
+        weight: (L,) of each layer's loss.
         allowed: (C,) candidates that may be taken; all if None.
 
     Raises:
         HeadwiseError: the total is less than all heads' cheapest candidates.
     """
     layers = np.flatnonzero(curves.searched)
-    change = curves.change[layers].astype(np.float64) * weight[layers, None, None]
+    loss = curves.loss[layers] * weight[layers, None, None]
     if allowed is not None:
-        change = np.where(allowed, change, np.inf)
-    flat = change.reshape(-1, change.shape[-1])
+        loss = np.where(allowed, loss, np.inf)
+    flat = loss.reshape(-1, loss.shape[-1])
     spent = spend(flat, costs[layers].reshape(flat.shape), total)
     chosen = np.full(curves.change.shape[:2], -1, dtype=np.int64)
-    chosen[layers] = np.array(spent.places).reshape(change.shape[:2])
+    chosen[layers] = np.array(spent.places).reshape(loss.shape[:2])
     return _settlement(chosen, costs, weight, spent.price)
 
 

@@ -73,9 +73,9 @@ def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Foun
     for cost in ("chosen.seconds", "chosen.flops"):
         if cost in kept:
             kept[cost] *= drift.here.density / arrays["chosen.density"]
-    if "chosen.change" in kept:
-        before = np.maximum(drift.before, np.finfo(np.float32).tiny)
-        kept["chosen.change"] *= np.where(drift.before > 0, drift.here.error / before, 1.0) ** 2
+    before = np.maximum(drift.before, np.finfo(np.float32).tiny)
+    for loss in {"chosen.change", "chosen.objective"} & kept.keys():
+        kept[loss] *= np.where(drift.before > 0, drift.here.error / before, 1.0) ** 2
     for measure in MEASURES:
         kept[f"chosen.{measure}"] = np.array(getattr(drift.here, measure), dtype=np.float32)
     searched = np.zeros_like(drift.before, dtype=np.uint8)

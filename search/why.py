@@ -69,6 +69,7 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
     price, weight = float(found.price[layer]), float(found.weight[layer])
     per, unit, per_unit = _unit(winner)
     lost = "squared error" if winner.change is None else "change of the residual stream"
+    lost = lost if winner.objective is None else "loss"
 
     def total(trial: Trial) -> float:
         return weight * trial.loss + price * trial.cost
@@ -79,8 +80,9 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
     # In float32, as the scores are.
     if total(winner) > total(best) * (1 + 1e-5):
         return [
-            f"At {told}, this head would have {best.pattern}: the search gave it {winner.pattern} in a later step, "
-            "which looks at the whole model (refinement, or the check on held-out prompts)."
+            f"At {told}, this head would have {best.pattern}: either that did not fit into what was left of the "
+            f"budget, or the search gave it {winner.pattern} in a later step, which looks at the whole model "
+            "(refinement, or the check on held-out prompts)."
         ]
     said = [f"At {told}, {winner.pattern} has the least sum of {lost} and cost among {len(trials)} candidates."]
     line = [trials[at] for at in hull(trials)]

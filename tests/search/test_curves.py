@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
 from profiling.capture import LayerInputs, capture
+from profiling.head_fidelity import attend
 from profiling.logits import DenseLogits
+from profiling.loss_gradients import loss_gradients
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt
 from runtime.layers import attention_layers, sliding_layers
@@ -116,15 +120,77 @@ def test_layers_that_slide_are_left_out_and_a_norm_behind_attention_counts(tmp_p
     ends: list[float] = []
     norm = block.post_attention_layernorm
     handle = norm.register_forward_hook(
-        lambda module, args, output: ends.append(float(output[0, -1].norm() ** 2 / args[0][0, -1].norm() ** 2))
+        lambda module, args, output: ends.append(
+            float(output[0, -1].detach().norm() ** 2 / args[0][0, -1].detach().norm() ** 2)
+        )
     )
     curves = curves_of(loaded, prompt)
     handle.remove()
     assert curves.searched.tolist() == [False, True, False]
     assert all(np.isnan(getattr(curves, name)[[0, 2]]).all() for name in ("change", "error", "recall", "tiles"))
     expected = direct(loaded, prompt)[1]["change"]
-    assert abs(ends[0] - 1) > 0.1
-    np.testing.assert_allclose(curves.change[1], expected * ends[0], rtol=3e-3, atol=1e-6)
+    # The last pass, after those that take gradients.
+    assert abs(ends[-1] - 1) > 0.1
+    np.testing.assert_allclose(curves.change[1], expected * ends[-1], rtol=3e-3, atol=1e-6)
+
+
+def test_what_a_change_does_to_the_loss_is_told_to_first_and_second_order(tiny_model: Path, prompt: Prompt) -> None:
+    loaded = load_model(str(tiny_model), dtype="float32")
+    curves = curves_of(loaded, prompt)
+    ids = torch.tensor([prompt.input_ids])
+    gradients = loss_gradients(loaded.model, ids)
+    assert gradients is not None and int(curves.tokens) == LENGTH
+    found: list[LayerInputs] = []
+    capture(loaded.model, ids, found.append)
+    for inputs in found:
+        gradient = gradients[inputs.layer].double()
+        dense = attend(inputs, dense_index(1, inputs.q.shape[1], LENGTH, LENGTH, inputs.q.device), "reference")[0][0]
+        for c in (0, 4):
+            plan = LayerPlan([CANDIDATES[c]] * inputs.q.shape[1], inputs.k.shape[1], dense_tail=TAIL)
+            out = attend(inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), "reference")[0][0]
+            lost = (gradient * (out - dense).double().transpose(0, 1)).sum(-1)
+            groups = torch.nn.functional.pad(lost, (0, 0, 0, -LENGTH % 64)).unflatten(0, (-1, 64)).sum(1)
+            np.testing.assert_allclose(curves.drop[inputs.layer, :, c], lost.mean(0), rtol=2e-2, atol=1e-7)
+            expected = groups.square().sum(0) / LENGTH / 2
+            np.testing.assert_allclose(curves.divergence[inputs.layer, :, c], expected, rtol=2e-2, atol=1e-9)
+    # A prompt that asks for an answer is no text.
+    asked = curves_of(loaded, Prompt(prompt.input_ids, "42"))
+    assert int(asked.tokens) == 0 and not asked.drop.any()
+    np.testing.assert_allclose(asked.divergence, curves.divergence, rtol=1e-4)
+
+
+def test_what_a_budget_makes_small() -> None:
+    rng = np.random.default_rng(0)
+
+    def made(tokens: int) -> Curves:
+        change, divergence, drop = rng.random((2, 3, 4)), rng.random((2, 3, 4)), rng.normal(size=(2, 3, 4))
+        some = {"error": change, "recall": change, "tiles": change}
+        return Curves(change=change, divergence=divergence, drop=drop * bool(tokens), tokens=np.array(tokens), **some)
+
+    text, asked = made(30_000), made(0)
+    np.testing.assert_allclose(Curves.mean([text, asked]).drop, text.drop)
+    more = made(10_000)
+    both = Curves.mean([text, more, asked])
+    assert int(both.tokens) == 40_000
+    np.testing.assert_allclose(both.drop, (3 * text.drop + more.drop) / 4)
+    # On the scale of the divergence, whatever the unit of the change is.
+    assert asked.loss.sum() == pytest.approx(asked.divergence.sum())
+    np.testing.assert_allclose(replace(asked, change=7 * asked.change).loss, asked.loss)
+    plain = replace(text, drop=0 * text.drop).loss
+    np.testing.assert_allclose(text.loss, np.maximum(plain + text.drop / 2, plain / 4))
+    # Without gradients there is nothing but the change.
+    without = replace(text, divergence=np.full((2, 3, 4), np.nan))
+    np.testing.assert_array_equal(without.loss, without.change)
+
+
+def test_a_model_without_gradients_is_searched_by_the_change_alone(
+    tiny_model: Path, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_model(str(tiny_model), dtype="float32")
+    monkeypatch.setattr("search.curves.loss_gradients", lambda model, ids, wanted: None)
+    curves = curves_of(loaded, prompt)
+    assert np.isnan(curves.divergence).all() and int(curves.tokens) == 0
+    np.testing.assert_array_equal(curves.loss, curves.change)
 
 
 def test_nothing_of_the_layers_is_kept(tiny_model: Path, prompt: Prompt) -> None:

@@ -106,22 +106,24 @@ def test_at_a_price_the_neighbours_on_the_hull_say_why(allocated: Path) -> None:
     assert "dense, would cost 15 ms more and take away squared error at 0.00667 a ms, less than the price" in dearer
 
 
-def test_the_change_of_the_stream_and_flops_are_what_is_weighed_where_they_are_known(allocated: Path) -> None:
+@pytest.mark.parametrize(("measure", "said"), [("change", "change of the residual stream"), ("objective", "loss")])
+def test_what_heads_lose_and_flops_are_weighed_where_they_are_known(allocated: Path, measure: str, said: str) -> None:
     artifact, arrays = artifacts.load_pair(allocated)
     for name in list(arrays):
         if name.endswith(".seconds"):
             arrays[name.replace("seconds", "flops")] = arrays.pop(name) * np.float32(1e12)
         if name.startswith("candidates.") and name.endswith(".error"):
-            arrays[name.replace("error", "change")] = arrays[name] ** 2 * np.float32(1e-3)
+            arrays[name.replace("error", "change")] = arrays[name] ** 2 * np.float32(7)
+            arrays[name.replace("error", measure)] = arrays[name] ** 2 * np.float32(1e-3)
     arrays["allocation.price"] = np.array([50.0]) * 1e-3 / 1e12
     artifacts.save(artifact, allocated, arrays)
     answer = asked(allocated, 1, 2)
     assert answer["unit"] == "flops"
     first, cheaper, dearer = answer["why"]
-    assert "price of 5e-05 change of the residual stream a GFLOP" in first
-    assert "vs_128_128, would save 3 GFLOP and add change of the residual stream at 0.0001 a GFLOP, more" in cheaper
+    assert f"price of 5e-05 {said} a GFLOP" in first
+    assert f"vs_128_128, would save 3 GFLOP and add {said} at 0.0001 a GFLOP, more" in cheaper
     assert "dense, would cost 15 GFLOP more" in dearer
-    assert "4.00e-04" in report(answer)
+    assert "4.00e-04" in report(answer) and said.split()[0] in report(answer).splitlines()[3]
 
 
 def test_a_candidate_that_was_not_tried_for_a_head_is_not_told(allocated: Path) -> None:

@@ -85,20 +85,20 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -
     np.testing.assert_allclose(artifact.search.summary.density, np.nanmean(arrays["chosen.density"]), rtol=1e-5)
 
 
-def test_it_changes_less_than_a_budget_for_each_head(found: Path) -> None:
-    """By the curves and at no more cost: change is what is spent for."""
+def test_it_loses_less_than_a_budget_for_each_head(found: Path) -> None:
+    """By the curves and at no more cost: the objective is what is spent for."""
     arrays = artifacts.load_arrays(found)
     by_place = sorted(
-        (n for n in arrays if n.endswith(".change") and "candidates" in n), key=lambda n: int(n.split(".")[1])
+        (n for n in arrays if n.endswith(".objective") and "candidates" in n), key=lambda n: int(n.split(".")[1])
     )
-    change = np.stack([arrays[name] for name in by_place], axis=-1)
-    error = np.stack([arrays[name.removesuffix("change") + "error"] for name in by_place], axis=-1)
-    flops = np.stack([arrays[name.removesuffix("change") + "flops"] for name in by_place], axis=-1)
+    lost = np.stack([arrays[name] for name in by_place], axis=-1)
+    error = np.stack([arrays[name.removesuffix("objective") + "error"] for name in by_place], axis=-1)
+    flops = np.stack([arrays[name.removesuffix("objective") + "flops"] for name in by_place], axis=-1)
     weight = arrays["allocation.weight"][:, None]
     spent = float(arrays["chosen.flops"].sum())
     each = spent / 18
     uniform = np.where(flops <= each, error, np.inf).argmin(-1)[..., None]
-    assert (arrays["chosen.change"] * weight).sum() < (np.take_along_axis(change, uniform, -1)[..., 0] * weight).sum()
+    assert (arrays["chosen.objective"] * weight).sum() < (np.take_along_axis(lost, uniform, -1)[..., 0] * weight).sum()
 
 
 def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:

@@ -362,7 +362,7 @@ def _everywhere(artifact: artifacts.Artifact, name: str) -> artifacts.Artifact:
     return artifact.model_copy(update=update)
 
 
-def _measured(artifact: artifacts.Artifact, model: Path) -> dict[str, np.ndarray]:
+def _measured(artifact: artifacts.Artifact, model: Path, lost: str) -> dict[str, np.ndarray]:
     """The arrays of a search with one budget for the model, as measured by profiling on two prompts."""
     loaded = load_model(str(model), dtype="float32")
     prompts = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=2, seed=0)
@@ -372,33 +372,34 @@ def _measured(artifact: artifacts.Artifact, model: Path) -> dict[str, np.ndarray
         for measure in ("error", "recall", "density"):
             mean = np.mean([getattr(one, measure) for one in found], axis=0)
             arrays[f"candidates.{place}.{name}.{measure}"] = mean.astype(np.float32)
-        arrays[f"candidates.{place}.{name}.change"] = SHARES * arrays[f"candidates.{place}.{name}.error"] ** 2
+        arrays[f"candidates.{place}.{name}.{lost}"] = SHARES * arrays[f"candidates.{place}.{name}.error"] ** 2
         arrays[f"candidates.{place}.{name}.seconds"] = arrays[f"candidates.{place}.{name}.density"] * 0.01
     return arrays
 
 
-def _chosen(arrays: dict[str, np.ndarray], price: np.ndarray) -> np.ndarray:
-    """Each head's least sum of change and cost at its layer's price."""
+def _chosen(arrays: dict[str, np.ndarray], price: np.ndarray, lost: str) -> np.ndarray:
+    """Each head's least sum of what it loses and cost at its layer's price."""
     pairs = [
-        (arrays[f"candidates.{place}.{name}.change"].astype(float), arrays[f"candidates.{place}.{name}.seconds"])
+        (arrays[f"candidates.{place}.{name}.{lost}"].astype(float), arrays[f"candidates.{place}.{name}.seconds"])
         for place, name in enumerate(CANDIDATES)
     ]
     return np.argmin([change + price[:, None] * seconds for change, seconds in pairs], axis=0).astype(np.int32)
 
 
-def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["change", "objective"])
+def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: Path, tmp_path: Path, lost: str) -> None:
     artifact, _ = artifacts.load_pair(source)
     assert artifact.search is not None
     price = np.array([160.0, 40.0, 80.0])
-    arrays = _measured(artifact, finetune.parent / "base")
-    chosen = _chosen(arrays, price)
+    arrays = _measured(artifact, finetune.parent / "base", lost)
+    chosen = _chosen(arrays, price, lost)
     assert len(set(chosen.flat)) > 2, "a price at which all heads take the same shows nothing"
     arrays["chosen.candidate"] = chosen
-    for measure in ("error", "recall", "density", "change", "seconds"):
+    for measure in ("error", "recall", "density", lost, "seconds"):
         tables = [arrays[f"candidates.{place}.{name}.{measure}"] for place, name in enumerate(CANDIDATES)]
         arrays[f"chosen.{measure}"] = np.take_along_axis(np.stack(tables), chosen[None].astype(int), axis=0)[0]
     # Nobody tried dense for the first head that moves: it cannot get it now.
-    for measure in ("error", "change"):
+    for measure in ("error", lost):
         arrays[f"candidates.4.dense.{measure}"][MOVED[0]] = np.nan
     arrays["allocation.price"] = price
     rows = tuple(tuple(CANDIDATES[at] for at in row) for row in chosen)
@@ -413,9 +414,9 @@ def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: P
     _, _, _, moved = run(options(allocated, finetune, out, max_drift=0.05))
     assert [tuple(at) for at in np.argwhere(moved).tolist()] == MOVED
     written, new = artifacts.load_pair(out)
-    there = _measured(artifact, finetune)
-    there["candidates.4.dense.change"][MOVED[0]] = np.inf
-    expected = _chosen(there, price)
+    there = _measured(artifact, finetune, lost)
+    there[f"candidates.4.dense.{lost}"][MOVED[0]] = np.inf
+    expected = _chosen(there, price, lost)
     for layer, head in MOVED:
         for name, array in there.items():
             if np.isfinite(new[name][layer, head]):
