@@ -6,7 +6,9 @@ and the logits of the prompt's last tokens, by each.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from runtime import load, tiles
 
 
 def main() -> None:
+    # A process that aborts says where.
+    faulthandler.enable()
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     # Of which the prompt has several.
@@ -48,7 +52,11 @@ def main() -> None:
             answers[config.stem] = {"error": str(error)}
     if dist.get_rank() == 0:
         (folder / "answers.json").write_text(json.dumps(answers))
+    # Nobody leaves while another still talks to it, and gloo's threads are not there to see the interpreter go.
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def _run(folder: Path, size: int) -> dict[str, Any]:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr
     answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
     return answers
 
