@@ -104,7 +104,7 @@ def _rows(loaded: LoadedModel, headwise: Headwise, tokens: int, config: Overhead
     ids = torch.randint(3, _VOCABULARY, (1, tokens), device=model.device)
     applied: Contexts = {
         "plain": nullcontext,
-        "applied": lambda: headwise.apply(model, check_weights=False, decode_kernel=False),
+        "applied": lambda: headwise.apply(model, check_weights=False, dense_kernels=False),
     }
     cache = transformers.DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

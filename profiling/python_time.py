@@ -47,7 +47,7 @@ def python_time(model: Any, headwise: Headwise, tokens: int) -> list[PythonTime]
         runs["sdpa, no artifact"] = lambda: sdpa_attention_forward(*args, **kwargs)
         runs["by kernel"] = lambda: headwise_attention(*args, **kwargs)
         seconds = _timed({name: run for name, run in runs.items()}, out, done)
-    with headwise.apply(model, check_weights=False, decode_kernel=False):
+    with headwise.apply(model, check_weights=False, dense_kernels=False):
         seconds |= _timed({"sdpa": lambda: headwise_attention(*args, **kwargs)}, out, done)
     plain = seconds["sdpa, no artifact"]
     return [

@@ -96,7 +96,7 @@ def attach(
     low_memory: bool = False,
     watch: bool = False,
     min_recall: float | None = None,
-    decode_kernel: bool = True,
+    dense_kernels: bool = True,
 ) -> Applied:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
     if min_recall is not None and not (isinstance(min_recall, int | float) and 0 < min_recall <= 1):
@@ -119,8 +119,8 @@ def attach(
         strict=strict,
         backend=backend,
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
-        # Who asked for eager attention by name gets it, and who asked for another kernel gets no third one.
-        decode_kernel=decode_kernel and backend in ("auto", "cpu") and implementation != "eager",
+        # The reference is slower than dense attention.
+        dense_kernels=dense_kernels and backend != "reference" and not _wants_eager(model),
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
         watch=_watch(min_recall) if watch or min_recall is not None else None,
@@ -134,6 +134,11 @@ def _watch(min_recall: float | None) -> Watch:
     from runtime.watch import Watch
 
     return Watch(min_recall)
+
+
+def _wants_eager(model: PreTrainedModel) -> bool:
+    """Whether eager attention was asked for by name: models that sdpa cannot serve come with it."""
+    return text_config(model)._attn_implementation == "eager" and model._supports_sdpa
 
 
 def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:

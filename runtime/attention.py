@@ -25,6 +25,7 @@ from runtime.policies.standin import NewTokens
 from runtime.reasons import no_kernel, special, why_dense
 from runtime.sparse import attend_sparsely
 from runtime.state import Layer, layer_of
+from runtime.without_mask import attend_without_mask
 
 ATTENTION_NAME = "headwise"
 _Served = TypeVar("_Served")
@@ -79,10 +80,11 @@ def headwise_attention(
             layer.count("sparse")
             return served, None
         why = served
-    elif call.query.shape[2] <= MAX_QUERIES:
-        by_kernel = _attempt(layer, lambda: attend_to_every_key(call))
+    else:
+        few = call.query.shape[2] <= MAX_QUERIES
+        by_kernel = _attempt(layer, lambda: attend_to_every_key(call) if few else attend_without_mask(call))
         if isinstance(by_kernel, Tensor):
-            layer.count("decode by kernel")
+            layer.count("decode by kernel" if few else "window by kernel" if layer.plan is None else why)
             return by_kernel, None
         why = by_kernel or why
     layer.count(why)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from runtime.calls import Call
-from runtime.head_groups import attend_without_mask
 from runtime.layers import eager_attention
 from runtime.masks import PrefillMask
 
@@ -19,8 +18,6 @@ def attend_densely(call: Call) -> tuple[Tensor, Tensor | None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     module, layer, q, k, v, mask, dropout, scale, more = call
-    if layer is not None and layer.settings.low_memory and (out := attend_without_mask(call)) is not None:
-        return out, None
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
     needs_eager = (
         (layer is not None and layer.settings.dense == "eager")

@@ -23,18 +23,24 @@ _MIN_KEYS_FLOAT32 = 256
 def attend_to_every_key(call: Call) -> Tensor | None:
     """(B, Q, H, E) of a few queries behind all keys of their sequences; None where sdpa is to serve them."""
     layer, q, k, v, mask = call.layer, call.query, call.key, call.value, call.mask
-    if layer is None or not layer.settings.decode_kernel or q.shape[2] > MAX_QUERIES or q.device.type != "cpu":
+    if layer is None or not layer.settings.dense_kernels or layer.settings.backend not in ("auto", "cpu"):
+        return None
+    if q.shape[2] > MAX_QUERIES or q.device.type != "cpu":
         return None
     if q.dtype == torch.float32 and k.shape[2] < _MIN_KEYS_FLOAT32:
         return None
     # Without a mask several queries start at the first key; that is sdpa's.
     if mask is None and q.shape[2] > 1:
         return None
+    # Of a window that is not full yet, or just so, every key is seen.
+    window, more = call.more.get("sliding_window"), {**call.more, "sliding_window": None}
+    if window is not None and k.shape[2] > window:
+        return None
     # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel would not look at it.
     if mask is not None and mask.shape[-1] != k.shape[2]:
         return None
     starts = starts_of(mask)
-    if isinstance(starts, str) or special(call) is not None or native.supports(q, k, v) is not None:
+    if isinstance(starts, str) or special(call._replace(more=more)) is not None or native.supports(q, k, v) is not None:
         return None
     done = decode_attention(q, k, v, starts=starts, scale=call.scale, softcap=call.softcap, backend="cpu")
     return done.out.transpose(1, 2)

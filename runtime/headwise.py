@@ -80,7 +80,7 @@ class Headwise:
         low_memory: bool = False,
         watch: bool = False,
         min_recall: float | None = None,
-        decode_kernel: bool = True,
+        dense_kernels: bool = True,
     ) -> Handle:
         """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
 
@@ -95,8 +95,9 @@ class Headwise:
             watch: keep density, estimated recall and times of each layer and head: see Handle.stats.
             min_recall: a head whose recall, estimated from the last queries, is lower than this is served densely, for
                 this sequence and call; implies `watch`. None leaves it.
-            decode_kernel: where decode attends to every key, have Headwise's kernel do it if that is faster than sdpa:
-                on the CPU, in half precision and on 256 keys or more. stats() counts it as "decode by kernel".
+            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa. Layers that
+                slide compute their window and no mask ("window by kernel" in stats()); on the CPU decode attends to
+                every key, in half precision and on 256 keys or more ("decode by kernel").
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
@@ -117,7 +118,7 @@ class Headwise:
             low_memory=low_memory,
             watch=watch,
             min_recall=min_recall,
-            decode_kernel=decode_kernel,
+            dense_kernels=dense_kernels,
         )
         return Handle(self, applied)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from kernels.decode import MAX_QUERIES
-from runtime.packed import Rows, packed_rows
-from runtime.state import settings_of
+from runtime.mask_rules import Rows, Rule, rule_of
+from runtime.state import Settings, settings_of
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
 MIN_QUERIES = 64
@@ -152,13 +152,13 @@ def starts_of(mask: Tensor | None) -> Tensor | str | None:
 _STARTS = "headwise_starts"
 
 
-def _telling(mask: Tensor | None, padding: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """The mask of a decode step, with what starts_of wants to know kept on it."""
-    if mask is None or (padding is not None and (padding.dim() != 2 or padding.shape != (batch, length))):
+def _telling(mask: Tensor | None, padding: Tensor | None, batch: int, gone: int, length: int) -> Tensor | None:
+    """The mask of a decode step over `length` slots after `gone`, with what starts_of wants to know kept on it."""
+    if mask is None or (padding is not None and (padding.dim() != 2 or padding.shape != (batch, gone + length))):
         return mask
     starts = None
     if padding is not None:
-        real = padding.bool()
+        real = padding[:, gone:].bool()
         starts = real.to(torch.uint8).argmax(1).to(torch.int32)
         if not bool((real.sum(1) == length - starts).all()):
             return mask
@@ -194,30 +194,41 @@ def headwise_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    if settings is not None and settings.evicts:
-        mask = _fresh_mask(given, dense, name)
-        return dense(**given) if mask is None else mask
-    if settings is not None and settings.low_memory:
-        mask = _large_mask(given, dense, name)
-        if mask is not None:
-            return mask
-    if settings is None or kv_offset != 0 or kwargs.get("local_size") is not None or kwargs.get("use_vmap"):
+    rule = None if settings is None or kwargs.get("use_vmap") else rule_of(mask_function)
+    if settings is None or rule is None or rule.window != kwargs.get("local_size"):
         return dense(**given)
-    if mask_function is not causal_mask_function:
-        mask = _packed_mask(given, dense, name)
-        return dense(**given) if mask is None else mask
-    if q_length < MIN_QUERIES or kv_length < settings.dense_below:
-        mask = dense(**given)
-        kernel = settings.decode_kernel and q_length <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
-        whole = (kernel or settings.decode is not None) and int(q_offset) + q_length == kv_length
-        return _telling(mask, attention_mask, batch_size, kv_length) if whole else mask
-    start = int(q_offset)
-    ranges = _ranges(attention_mask, batch_size, start + q_length)
-    if ranges is None or start + q_length > kv_length:
-        return dense(**given)
+    make = _fresh_mask if settings.evicts else _packed_mask if rule.packed is not None else _causal_mask
+    mask = make(rule, settings, given, dense, name)
+    return dense(**given) if mask is None else mask
+
+
+def _causal_mask(
+    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
+) -> Tensor | None:
+    """The mask of a call whose rows are one sequence each; None where dense attention's is to be made right away."""
+    gone, q_len, k_len = (int(given[each]) for each in ("kv_offset", "q_length", "kv_length"))
+    padding, batch = given["attention_mask"], int(given["batch_size"])
+    if gone and rule.window is None:
+        return None
+    slides = rule.window is not None and k_len > rule.window
+    large = settings.low_memory and q_len * k_len >= LARGE
+    if q_len < MIN_QUERIES or not (large or (settings.dense_kernels if slides else k_len >= settings.dense_below)):
+        mask: Tensor | None = dense(**given)
+        kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
+        tells = (kernel or settings.decode is not None) and not slides
+        whole = tells and int(given["q_offset"]) + q_len == gone + k_len
+        return _telling(mask, padding, batch, gone, k_len) if whole else mask
+    start = int(given["q_offset"])
+    if start + q_len > gone + k_len:
+        return None
+    ranges = _ranges(padding, batch, start + q_len)
+    if ranges is None:
+        return None
+    # A layer that slides counts its slots from the first token that it still has.
+    here = tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
     # A static cache gives its own counter, which has moved on by the time the mask is read.
-    given["q_offset"] = start
-    return _prefill_mask(Layout(start, q_length, kv_length, ranges), given, dense, name)
+    layout = Layout(start - gone, q_len, k_len, here, window=rule.window)
+    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
 
 
 def _prefill_mask(layout: Layout, given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask:
@@ -229,61 +240,34 @@ def _prefill_mask(layout: Layout, given: dict[str, Any], dense: Callable[..., An
     )
 
 
-def _fresh_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:
+def _fresh_mask(
+    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
+) -> PrefillMask | None:
     """The mask for a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
     padding, start, q_len = given["attention_mask"], int(given["q_offset"]), int(given["q_length"])
-    if given["kv_offset"] != 0 or given.get("use_vmap") or not _plain(given["mask_function"], given.get("local_size")):
+    if given["kv_offset"] != 0 or rule.packed is not None:
         return None
     batch, end = int(given["batch_size"]), start + q_len
     new = padding if padding is None or padding.dim() != 2 else padding[:, start:end]
     fresh = _ranges(new, batch, q_len)
     if fresh is None:
         return None
-    ranges = None if given.get("local_size") is not None else _ranges(padding, batch, end)
+    ranges = None if rule.window is not None else _ranges(padding, batch, end)
     layout = Layout(start, q_len, int(given["kv_length"]), ranges, fresh)
     return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
 
 
-def _packed_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:
+def _packed_mask(
+    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
+) -> PrefillMask | None:
     """The mask of sequences that lie end to end in the rows of a call without a cache; None for any other."""
     q_len, k_len = int(given["q_length"]), int(given["kv_length"])
     if q_len != k_len or given["attention_mask"] is not None or int(given["q_offset"]):
         return None
-    packed = packed_rows(given["mask_function"], int(given["batch_size"]), q_len)
-    return None if packed is None else _prefill_mask(Layout(0, q_len, k_len, None, packed=packed), given, dense, name)
-
-
-def _large_mask(given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask | None:
-    """The mask of a call that dense would make a large one for, layers that slide included; None for other calls."""
-    start, gone, window = int(given["q_offset"]), int(given["kv_offset"]), given.get("local_size")
-    q_len, k_len = int(given["q_length"]), int(given["kv_length"])
-    if q_len < MIN_QUERIES or q_len * k_len < LARGE or given.get("use_vmap") or (gone and window is None):
+    packed = rule.rows(int(given["batch_size"]), q_len)
+    if packed is None:
         return None
-    if start + q_len > gone + k_len or not _plain(given["mask_function"], window):
-        return None
-    ranges = _ranges(given["attention_mask"], int(given["batch_size"]), start + q_len)
-    if ranges is None:
-        return None
-    # A layer that slides counts its slots from the first token that it still has.
-    here = tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
-    layout = Layout(start - gone, q_len, k_len, here, window=window)
-    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
-
-
-def _plain(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask function is causal, over a window if one is given, and nothing else: by what it says."""
-    from transformers.masking_utils import causal_mask_function
-
-    if window is None:
-        return mask_function is causal_mask_function
-    near = torch.tensor([0, 1, window - 1, window, window + 1, 3 * window])
-    q, k = near[:, None], torch.cat([near, near + window])[None]
-    try:
-        said = mask_function(torch.tensor(0), torch.tensor(0), q, k)
-    except (IndexError, RuntimeError):
-        # It knows of tokens that these are not: it is about more than positions.
-        return False
-    return bool((said == ((k <= q) & (k > q - window))).all())
+    return _prefill_mask(Layout(0, q_len, k_len, None, window=rule.window, packed=packed), given, dense, name)
 
 
 def _ranges(padding: Tensor | None, batch: int, length: int) -> tuple[tuple[int, int], ...] | None:

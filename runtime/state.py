@@ -54,9 +54,9 @@ class Settings:
     """One application of an artifact to a model, shared by its layers.
 
     `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
-    `decode_kernel`: decode over every key by our kernel, where that is faster. `evicts`: the artifact has a kv_cache
-    section, so caches may be such as need no mask. `watch` serves sparse prefills and keeps what it sees; None where
-    nobody asked.
+    `dense_kernels`: what stays dense by our kernels where those are faster: decode over every key, layers that slide.
+    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask. `watch` serves sparse prefills
+    and keeps what it sees; None where nobody asked.
     """
 
     dense_below: int
@@ -65,7 +65,7 @@ class Settings:
     backend: str
     decode: OmniKV | None = None
     evicts: bool = False
-    decode_kernel: bool = True
+    dense_kernels: bool = True
     low_memory: bool = False
     watch: Watch | None = None
     calls: Calls = field(default_factory=Calls)

@@ -31,9 +31,7 @@ def test_steps_are_those_of_sdpa(own_cache: bool, family: str, build: Any, artif
         found = steps(model, prompt, forced, cache)
         dense = handle.stats()["dense"]
     torch.testing.assert_close(found, expected, **CLOSE)
-    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    full = 0 if family == "Gemma2" else kinds.count("full_attention")
-    assert dense.get(BY_KERNEL, 0) == 8 * full, "layers that slide are sdpa's, and eager ones stay eager"
+    assert dense.get(BY_KERNEL, 0) == 8 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -98,7 +96,7 @@ def test_slots_that_are_not_filled_are_not_seen(build: Any, artifact_for: Any, i
 
 @pytest.mark.parametrize(
     ("changes", "options"),
-    [({}, {"decode_kernel": False}), ({}, {"backend": "reference"}), ({"attn_implementation": "eager"}, {})],
+    [({}, {"dense_kernels": False}), ({}, {"backend": "reference"}), ({"attn_implementation": "eager"}, {})],
 )
 def test_switched_off(
     changes: dict[str, Any], options: dict[str, Any], build: Any, artifact_for: Any, ids: Any

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
+    chunked_causal_mask_function,
     create_causal_mask,
     eager_mask,
     find_packed_sequence_indices,
@@ -57,6 +58,19 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
     assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
 
 
+@pytest.mark.parametrize("gone", [0, 50])
+def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
+    """`gone` tokens have left the cache; sequences are counted from what is left."""
+    real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
+    rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
+    mask, expected = call(
+        batch_size=3, q_length=113, kv_length=128, q_offset=gone + 15, kv_offset=gone, attention_mask=real, **rule
+    )
+    assert isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.tokens.window == 16
+    assert mask.tokens.ranges == ((0, 128), (max(30 - gone, 0), 128), (0, 100 - gone))
+    assert torch.equal(mask.for_dense(), expected)
+
+
 def test_without_padding_dense_gets_what_it_got_before(call):
     mask, expected = call(batch_size=2, q_length=128, kv_length=128)
     found = mask.for_dense()
@@ -86,13 +100,15 @@ def test_another_device_does_not_make_it(call):
 @pytest.mark.parametrize(
     "given",
     [
-        {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16},
+        {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16, "q_length": 63, "q_offset": 65},
+        {"mask_function": sliding_window_causal_mask_function(16), "local_size": 20},
+        {"mask_function": chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64)), "local_size": 16},
         {"attention_mask": padding([(0, 128)], 128).index_fill(1, torch.tensor([9]), False)},
         {"attention_mask": padding([(0, 128)], 128), "kv_offset": 1},
         {"kv_length": 127, "q_length": 127},
         {"q_length": 63, "q_offset": 65},
     ],
-    ids=["sliding", "holes", "evicted", "short", "few queries"],
+    ids=["few queries that slide", "two windows", "chunked", "holes", "evicted", "short", "few queries"],
 )
 def test_everything_else_is_what_it_was(given, call):
     mask, expected = call(**{"batch_size": 1, "q_length": 128, "kv_length": 128} | given)
