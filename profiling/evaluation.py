@@ -22,8 +22,9 @@ from profiling.journal import Journal
 from profiling.kinds import KINDS
 from profiling.methods import Method, Methods
 from profiling.models import LoadedModel
-from profiling.prompts import Prompt, Task, make_prompts, parse_task
+from profiling.prompts import Prompt, parse_task
 from profiling.trials import VERSION, trial
+from profiling.unseen import Pieces, seen_by_searches, unseen_prompts
 
 DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -60,12 +61,16 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Set:
-    """The prompts of one task at one length; `depth` is the place in the grid, None where there is none."""
+    """The prompts of one task at one length; `depth` is the place in the grid, None where there is none.
+
+    overlapping: how many of the prompts the artifact's search has seen, for want of others.
+    """
 
     task: str
     length: int
     depth: float | None
     prompts: tuple[Prompt, ...]
+    overlapping: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,7 @@ class Outcome:
     depth: float | None
     method: str
     records: tuple[dict[str, Any], ...]
+    overlapping: int = 0
 
 
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -99,21 +105,19 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
             )
 
 
-def prompt_sets(config: Evaluation, tokenizer: Any, length: int) -> list[Set]:
-    """All prompts of one length."""
+def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Pieces) -> list[Set]:
+    """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
+    how: dict[str, Any] = {"samples": config.samples, "seed": config.seed, "seen": seen, "shorter": True}
     sets = []
     for name in config.tasks:
         task = parse_task(name)
         gridded = task.kind == GRID and not any(parameter == "depth" for parameter, _ in task.parameters)
         for depth in config.depths if gridded else (None,):
             placed = task if depth is None else replace(task, parameters=(*task.parameters, ("depth", depth)))
-            prompts = _prompts(placed, tokenizer, length, config)
-            sets.append(Set(task=task.name, length=length, depth=depth, prompts=tuple(prompts)))
+            made = unseen_prompts(placed, tokenizer, length=length, **how)
+            prompts = tuple(made.prompts)
+            sets.append(Set(task=task.name, length=length, depth=depth, prompts=prompts, overlapping=made.overlapping))
     return sets
-
-
-def _prompts(task: Task, tokenizer: Any, length: int, config: Evaluation) -> list[Prompt]:
-    return make_prompts(task, tokenizer, length=length, samples=config.samples, seed=config.seed, shorter=True)
 
 
 def open_journal(folder: Path, *, fresh: bool) -> Journal:
@@ -127,7 +131,8 @@ def open_journal(folder: Path, *, fresh: bool) -> Journal:
 
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, journal: Journal) -> list[Outcome]:
     """Every prompt under every method that is not in the journal yet; outcomes by length, task, depth and method."""
-    sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length)]
+    seen = Pieces(seen_by_searches([methods.artifact], config.tasks, loaded.tokenizer))
+    sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, seen)]
     of = _Keys(methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     outcomes = []
@@ -144,6 +149,7 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, journal:
                     depth=each.depth,
                     method=method.name,
                     records=tuple(journal[of(method, prompt)] for prompt in each.prompts),
+                    overlapping=each.overlapping,
                 )
                 for each in here
                 for method in made

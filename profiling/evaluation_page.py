@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from profiling.charts import Bar, Series, heatmap, intervals, legend, lines
-from profiling.evaluation_record import figure, summary_tasks, told_crossover
+from profiling.evaluation_record import figure, summary_tasks, told_crossover, told_seen
 from profiling.evaluation_rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
 from profiling.page_parts import STYLE, number, plain, size, table
 
@@ -254,8 +254,9 @@ def _made_with(record: dict[str, Any]) -> str:
     told = {**record["machine"], **record["versions"], **record["settings"]}
     items = "".join(f"<li>{escape(str(key))}: {escape(plain(value))}</li>" for key, value in told.items())
     digest = escape(str(record["artifact"]["content_sha256"]))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
     return (
-        f"<h2>Made with</h2><p><code>{escape(record['command'])}</code></p><p>Artifact <code>{digest}</code></p>"
+        f"{notes}<h2>Made with</h2><p><code>{escape(record['command'])}</code></p><p>Artifact <code>{digest}</code></p>"
         f"<details><summary>Machine, versions and settings</summary><ul>{items}</ul></details>"
     )
 

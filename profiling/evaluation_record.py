@@ -17,6 +17,7 @@ from profiling.evaluation_times import Times, machine
 from profiling.method_table import says
 from profiling.methods import Methods
 from profiling.page_parts import number
+from profiling.unseen import told_overlap
 
 FORMAT = 1
 
@@ -48,8 +49,18 @@ def record_of(
         "figures": [asdict(figure) for figure in figures(outcomes)],
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
+        "seen_by_search": _seen(outcomes),
         **_times(times),
     }
+
+
+def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """How many prompts of a task and length the search had looked at, where it was any."""
+    found = {(each.task, each.length): (each.overlapping, len(each.records)) for each in outcomes if each.overlapping}
+    return [
+        {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
+        for (task, length), (overlapping, samples) in found.items()
+    ]
 
 
 def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
@@ -154,7 +165,13 @@ def table(record: dict[str, Any]) -> str:
         blocks.append("\n".join([f"{length} tokens (+ better, - worse than dense beyond chance)", *text]))
     if record["crossover"]:
         blocks.append(told_crossover(record))
+    blocks += told_seen(record)
     return "\n\n".join(blocks)
+
+
+def told_seen(record: dict[str, Any]) -> list[str]:
+    """A sentence for each task of which the search had seen prompts; none in records from before that was looked at."""
+    return [told_overlap(**each) for each in record.get("seen_by_search", [])]
 
 
 def told_crossover(record: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ from profiling.bench import environment
 from profiling.head_fidelity import fidelity
 from profiling.logits import DenseLogits, Drift
 from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, make_prompts, parse_task
+from profiling.prompts import Prompt, parse_task
+from profiling.unseen import Pieces, seen_by_searches, told_overlap, unseen_prompts
 from runtime import Headwise
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
@@ -91,10 +92,7 @@ def run(config: Versus) -> Result:
                 "all would be dense; ask for longer prompts"
             )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    prompts = {
-        task: make_prompts(task, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed)
-        for task in config.tasks
-    }
+    prompts = _prompts(config, loaded.tokenizer, [artifact for artifact, _ in pairs])
     flat = [prompt for made in prompts.values() for prompt in made]
     logits = DenseLogits(loaded.model, flat, places=config.places)
     seconds = _seconds(config, loaded, pairs, flat[0])
@@ -111,6 +109,19 @@ def run(config: Versus) -> Result:
         settings=settings,
         environment=environment(config.device),
     )
+
+
+def _prompts(config: Versus, tokenizer: Any, artifacts: Sequence[Artifact]) -> dict[str, list[Prompt]]:
+    """Of each task those that none of the artifacts' searches looked at, as far as there are any."""
+    seen, found = Pieces(seen_by_searches(artifacts, config.tasks, tokenizer)), {}
+    for task in config.tasks:
+        made = unseen_prompts(
+            task, tokenizer, length=config.length, samples=config.samples, seed=config.seed, seen=seen
+        )
+        if made.overlapping:
+            print(told_overlap(parse_task(task).name, config.length, made.overlapping, config.samples), file=sys.stderr)
+        found[task] = made.prompts
+    return found
 
 
 def _seconds(

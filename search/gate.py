@@ -20,8 +20,9 @@ from profiling.head_fidelity import fidelity
 from profiling.logits import DenseLogits, Drift
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, parse_task
+from profiling.unseen import seen_by_searches
 from runtime import Headwise
-from search.held_out import held_out, seen_by_search
+from search.held_out import held_out
 
 MAX_KL, MAX_DROP = 0.05, 0.03
 DEFAULT_TASKS = ("passkey", "kv_retrieval", "prose")
@@ -92,7 +93,7 @@ def run(config: Gate) -> Verdict:
             "dense; ask for longer prompts"
         )
     tasks = config.tasks or DEFAULT_TASKS
-    seen = seen_by_search(artifact, tasks, loaded.tokenizer)
+    seen = seen_by_searches([artifact], tasks, loaded.tokenizer)
     prompts = held_out(tasks, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed, seen=seen)
     logits = DenseLogits(loaded.model, prompts)
     with Headwise(artifact, arrays).apply(loaded.model):

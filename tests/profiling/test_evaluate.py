@@ -194,3 +194,35 @@ def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
     }
     # Keys and values alone: 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
     assert all(value >= 3 * 2 * 16 * 4 * 2 * LENGTH // 2 for value in found.values()), found
+
+
+def test_windows_that_the_search_saw_are_told(
+    searched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text of which the search saw all: every window is of it, in the table, the page and the JSON."""
+    text = searched / "text.txt"
+    artifact, arrays = artifacts.load_pair(searched / "cfg.yaml")
+    assert artifact.search is not None
+    calibration = artifact.search.calibration.model_copy(update={"tasks": ("text:text.txt",), "lengths": (LENGTH,)})
+    info = artifact.search.model_copy(update={"calibration": calibration})
+    artifacts.save(artifact.model_copy(update={"search": info}), tmp_path / "cfg.yaml", arrays)
+    main(
+        [
+            *(
+                "--model",
+                str(searched / "tiny"),
+                "--config",
+                str(tmp_path / "cfg.yaml"),
+                "--out",
+                str(tmp_path / "out"),
+            ),
+            *("--lengths", str(LENGTH), "--dtype", "float32", "--no-speed", "--samples", "2"),
+            *("--tasks", "passkey", "--text", str(text), "--methods", "headwise"),
+        ]
+    )
+    record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert record["seen_by_search"] == [
+        {"task": "text:text.txt", "length": LENGTH, "overlapping": 2, "samples": 2},
+    ]
+    said = "2 of 2 prompts of text:text.txt at 900 tokens overlap what the search looked at"
+    assert said in capsys.readouterr().out and said in (tmp_path / "out" / "index.html").read_text()
