@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from artifacts import HeadwiseError
 from profiling.logits import DenseLogits, Drift
+from profiling.prompts import Prompt
 from search.curves import Curves
 from search.gate import Limits
 from search.refine import Problem
@@ -24,70 +25,98 @@ _ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Point:
-    """A settlement and how it does on the held-out prompts."""
+    """A settlement and how it does on prompts that were held out."""
 
     settlement: Settlement
     drift: Drift
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Raised:
-    """points: of the front that stay one on the held-out prompts, the cheapest first. chosen: the one to serve.
+class Judges:
+    """Prompts to judge by: dense predictions on them, and their curves, which take a while.
 
-    rounds: how often heads were given more for it to pass.
+    fresh: nothing was decided by them.
+    """
+
+    prompts: Sequence[Prompt]
+    logits: DenseLogits
+    curves: Callable[[], Curves]
+    fresh: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Raised:
+    """points: of the front that stay one on the judges' prompts, the cheapest first. chosen: the one to serve.
+
+    rounds: how often heads were given more for it to pass. fault: why, in words. judges: by what all drifts are.
     """
 
     points: tuple[Point, ...]
     chosen: Point
-    rounds: int
+    judges: Judges
+    rounds: int = 0
+    fault: str | None = None
 
 
 def raise_until(
     problem: Problem,
     settlements: Sequence[Settlement],
     model: Any,
-    logits: DenseLogits,
+    judges: Iterator[Judges],
     limits: Limits,
-    *,
-    curves_of: Callable[[], Curves],
 ) -> Raised:
-    """The point for the budget, given more until the held-out prompts lose no more than the limits.
+    """The point for the budget, given more until prompts that it was not made by lose no more than the limits.
+
+    Prompts that say which heads get more can no longer judge what comes of it: the next ones do, as long as there are
+    any.
 
     Args:
         problem: what is known and what may be spent.
         settlements: the front by the calibration prompts, the cheapest first.
-        model, logits: what is measured on.
+        model: what is measured on.
+        judges: one after the other, at least one.
         limits: what may be lost.
-        curves_of: the curves of the held-out prompts; asked for only where more has to be given.
 
     Raises:
         HeadwiseError: not even much more budget is enough.
     """
-    found = [
-        Point(settlement=settlement, drift=problem.drift(model, logits, settlement))
-        for settlement in tqdm(_thinned(settlements, problem.total), desc="held out", disable=None)
-    ]
+    judge = next(judges)
+
+    def measured(settlement: Settlement) -> Point:
+        return Point(settlement=settlement, drift=problem.drift(model, judge.logits, settlement))
+
+    def all_measured(settlements: Iterable[Settlement]) -> list[Point]:
+        return [measured(settlement) for settlement in tqdm(list(settlements), desc="held out", disable=None)]
+
+    found = all_measured(_thinned(settlements, problem.total))
     affordable = [point for point in found if point.settlement.cost <= problem.total * (1 + 1e-9)]
     chosen = min(affordable or found[:1], key=lambda point: point.drift.mean_kl)
-    rounds = 0
-    fault = limits.fault(chosen.drift)
-    if fault is not None:
-        curves = Curves.worst([problem.curves, curves_of()])
-        total, weight = max(chosen.settlement.cost, problem.total), chosen.settlement.weight
-        most = float(np.nansum(np.max(problem.costs, axis=-1)))
+    first = fault = limits.fault(chosen.drift)
+    if fault is None:
+        return Raised(points=_front(found), chosen=chosen, judges=judge)
+    total, weight = max(chosen.settlement.cost, problem.total), chosen.settlement.weight
+    most, rounds, known = float(np.nansum(np.max(problem.costs, axis=-1))), 0, [problem.curves]
+    while fault is not None:
+        known.append(judge.curves())
+        curves = Curves.worst(known)
         while fault is not None:
             # The same total first: what was held out may only want it spent elsewhere.
-            settlement = by_model(curves, problem.costs, total, weight=weight)
-            chosen = Point(settlement=settlement, drift=problem.drift(model, logits, settlement))
+            chosen, spent = measured(by_model(curves, problem.costs, total, weight=weight)), total
             fault, rounds = limits.fault(chosen.drift), rounds + 1
-            if fault is not None and (rounds == _ROUNDS or total >= most):
+            if fault is not None and (rounds >= _ROUNDS or total >= most):
                 raise HeadwiseError(
-                    f"the gate: on held-out prompts {fault}, with {total / problem.total:.2f} times the budget; "
+                    f"the gate: on held-out prompts {fault}, with {spent / problem.total:.2f} times the budget; "
                     "ask for a larger --budget or allow more"
                 )
-            total = min(total * _STEP, most)
-        found.append(chosen)
-    return Raised(points=_front(found), chosen=chosen, rounds=rounds)
+            total = min(total * _STEP, most) if fault is not None else total
+        # A round more, and the same judges would be asked about what they decided.
+        judge = next(judges, None) or replace(judge, fresh=False)
+        if judge.fresh:
+            chosen = measured(chosen.settlement)
+            fault = limits.fault(chosen.drift)
+    if judge.fresh:
+        found = all_measured(point.settlement for point in found)
+    return Raised(points=_front([*found, chosen]), chosen=chosen, judges=judge, rounds=rounds, fault=first)
 
 
 def _thinned(settlements: Sequence[Settlement], total: float) -> list[Settlement]:

@@ -13,7 +13,14 @@ _SEEDS = 40
 
 
 def held_out(
-    tasks: Sequence[str], tokenizer: Any, *, length: int, samples: int, seed: int, seen: Sequence[Prompt]
+    tasks: Sequence[str],
+    tokenizer: Any,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    seen: Sequence[Prompt],
+    number: int = 0,
 ) -> list[Prompt]:
     """Prompts of the tasks that no search with that seed looks at.
 
@@ -24,6 +31,7 @@ def held_out(
         samples: prompts of each task.
         seed: the search's.
         seen: the prompts that the search looked at.
+        number: of the set; sets of other numbers have other prompts, but for windows of a text that may overlap.
 
     Raises:
         HeadwiseError: a text is too short to have anything left that was not seen.
@@ -32,7 +40,8 @@ def held_out(
     found: list[Prompt] = []
     for task in dict.fromkeys(tasks):
         for turn in range(_SEEDS):
-            made = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed + SEED * (1 + turn))
+            at = seed + SEED * (1 + number * _SEEDS + turn)
+            made = make_prompts(task, tokenizer, length=length, samples=samples, seed=at)
             if not of_texts(task) or not any(map(known.overlaps, made)):
                 found += made
                 break

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optuna.storages import BaseStorage
@@ -17,9 +19,11 @@ from profiling.prompts import Prompt, digest, parse_task
 from search.attention_time import measure_scale
 from search.costs import Costs
 from search.curves import Curves, score_prompt
-from search.gate_rounds import raise_until
+from search.gate_rounds import Judges, raise_until
+from search.held_out import held_out
 from search.model_record import Outcome, build_artifact, describe
 from search.refine import Problem, baselines, front, objective, parameters
+from search.settle import by_head
 from search.study import finish, open_study
 from search.trials import run_trials
 from search.units import Units
@@ -28,8 +32,10 @@ from search.workers import is_worker
 if TYPE_CHECKING:
     from search.model_budget import ModelSearch
 
+# Sets of held-out prompts, of which each judges what the one before decided.
+JUDGES = ("judges", "more judges", "last judges")
 # What a search keeps in its storage, each under the artifact's name.
-STUDIES = ("curves", "times", "trials")
+STUDIES = ("curves", "times", "trials", *JUDGES)
 # Raised where what is measured of a prompt changes: what a storage has of before is of another search.
 _CURVES = 2
 
@@ -185,16 +191,13 @@ class Phases:
     def _finish(self, problem: Problem, costs: Costs, curves: Mapping[int, Curves], trials: Sequence[Any]) -> Artifact:
         """Held-out prompts decide what is written."""
         model = self.loaded.model
-        logits = DenseLogits(model, self.held_out)
-        raised = raise_until(
-            problem,
-            [problem.settle(parameters(1, trial.params)) for trial in front(trials)],
-            model,
-            logits,
-            self.config.limits,
-            curves_of=lambda: Curves.mean([self._score(prompt, self._longest) for prompt in self.held_out]),
-        )
-        uniform = problem.settle(None)
+        settlements = [problem.settle(parameters(1, trial.params)) for trial in front(trials)]
+        raised = raise_until(problem, settlements, model, self._judges(), self.config.limits)
+        total = max(raised.chosen.settlement.cost, problem.total)
+        if raised.fault is not None:
+            more = total / problem.total
+            print(f"the gate: {raised.fault}, so heads were given {more:.2f} times the budget", file=sys.stderr)
+        uniform = by_head(problem.curves, problem.costs, total)
         outcome = Outcome(
             problem=problem,
             costs=costs,
@@ -202,10 +205,32 @@ class Phases:
             candidates=self.candidates,
             raised=raised,
             uniform=uniform,
-            uniform_drift=problem.drift(model, logits, uniform),
+            uniform_drift=problem.drift(model, raised.judges.logits, uniform),
             trials=len(trials),
             calibration=self._about_prompts(),
             loaded=self.loaded,
-            prompt=self.held_out[0],
         )
         return build_artifact(self._about(), outcome)
+
+    def _judges(self) -> Iterator[Judges]:
+        """The prompts that were held out, then others, each set unlike those before, as far as texts have any."""
+        config, prompts, seen = self.config, self.held_out, list(self.prompts.values())
+        for number in range(len(JUDGES)):
+            if number:
+                seen = [*seen, *prompts]
+                how: dict[str, Any] = {"length": self._longest, "samples": config.samples, "seed": config.seed}
+                try:
+                    prompts = held_out(config.tasks, self.loaded.tokenizer, **how, seen=seen, number=number)
+                except HeadwiseError:
+                    return
+            logits = DenseLogits(self.loaded.model, prompts)
+            yield Judges(prompts=prompts, logits=logits, curves=partial(self._curves_of_judges, number, prompts))
+
+    def _curves_of_judges(self, number: int, prompts: Sequence[Prompt]) -> Curves:
+        """The means over one of the held-out sets."""
+        settings = {**self._settings, "held out": digest(prompts)}
+        units = Units(self.storage, self._name(JUDGES[number]), [str(i) for i in range(len(prompts))], settings)
+        for key in units.claim(description="held-out prompts"):
+            units.put(key, asdict(self._score(prompts[int(key)], self._longest)))
+        units.finish()
+        return Curves.mean([Curves(**arrays) for arrays in units.results().values()])

@@ -27,7 +27,6 @@ from profiling.bench import environment
 from profiling.cost_table import embed
 from profiling.logits import Drift
 from profiling.models import LoadedModel
-from profiling.prompts import Prompt
 from runtime import Headwise
 from search.attention_time import measured_seconds
 from search.costs import Costs
@@ -57,7 +56,6 @@ class Outcome:
     trials: int
     calibration: Calibration
     loaded: LoadedModel
-    prompt: Prompt
 
 
 def describe(
@@ -111,7 +109,7 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
             length=length,
             unit=costs.unit,
             dense_cost=dense_cost,
-            measured_on="held_out",
+            measured_on="held_out" if outcome.raised.judges.fresh else "calibration",
             points=tuple(_front_point(problem, point, layers, dense_cost) for point, layers, _ in points),
         ),
     )
@@ -149,7 +147,7 @@ def _seconds(outcome: Outcome, config: ModelSearch) -> float:
         outcome.loaded,
         outcome.problem,
         outcome.raised.chosen.settlement,
-        outcome.prompt,
+        outcome.raised.judges.prompts[0],
         backend=config.backend,
     )
 
@@ -164,9 +162,11 @@ def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: fl
         "samples": config.samples * len(outcome.calibration.tasks),
     }
     uniform, tasks = outcome.uniform_drift, ", ".join(outcome.calibration.tasks)
+    # Where no prompts were left that had no part in it.
+    prompts = f"held-out {tasks}" if outcome.raised.judges.fresh else f"{tasks} that the gate gave budget by"
     found = [
         Measurement(
-            name=f"KL to dense attention on held-out {tasks}",
+            name=f"KL to dense attention on {prompts}",
             value=chosen.drift.mean_kl,
             unit="nats a token",
             baseline=uniform.mean_kl,
@@ -174,7 +174,7 @@ def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: fl
             **shared,
         ),
         Measurement(
-            name=f"perplexity on held-out {tasks}",
+            name=f"perplexity on {prompts}",
             value=chosen.drift.perplexity_ratio,
             unit="times that of dense attention",
             baseline=uniform.perplexity_ratio,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from artifacts import HeadwiseError
 from kernels.patterns import make
+from profiling.logits import Drift
 from search.curves import Curves
 from search.gate import Limits
-from search.gate_rounds import Raised, raise_until
+from search.gate_rounds import Judges, Raised, raise_until
 from search.settle import Settlement
 from tests.search.problems import Formula, problem_of
 
@@ -31,14 +35,19 @@ def by_cost(settlement: Settlement) -> tuple[float, float]:
     return 4 / settlement.cost, 1.0
 
 
-def raised(problem: Formula, model: object, limits: Limits, **changes: object) -> Raised:
+def judges(*curves: Curves) -> Iterator[Judges]:
+    """A set of prompts for each of the curves; the number of the set stands for its prompts."""
+    for number, each in enumerate(curves):
+        yield Judges(prompts=number, logits=number, curves=lambda each=each: each)  # type: ignore[arg-type,misc]
+
+
+def raised(problem: Formula, model: object, limits: Limits, *curves: Curves) -> Raised:
     settlements = [problem.settle({"share": share}) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
-    options = {"curves_of": lambda: problem.curves, **changes}
-    return raise_until(problem, settlements, model, None, limits, **options)  # type: ignore[arg-type]
+    return raise_until(problem, settlements, model, judges(*(curves or (problem.curves,))), limits)
 
 
 def test_the_best_point_that_the_budget_pays_for_is_served(problem: Formula) -> None:
-    found = raised(problem, by_cost, Limits(kl=1.0), curves_of=None)
+    found = raised(problem, by_cost, Limits(kl=1.0))
     assert found.rounds == 0 and found.chosen.settlement.cost == 40.0
     assert [point.settlement.cost for point in found.points] == [20.0, 28.0, 40.0, 56.0, 80.0]
 
@@ -55,6 +64,7 @@ def test_points_that_are_no_better_leave_the_front(problem: Formula) -> None:
 def test_more_is_given_until_it_passes(problem: Formula) -> None:
     found = raised(problem, by_cost, Limits(kl=0.06))
     assert found.rounds > 1 and found.chosen.drift.mean_kl <= 0.06
+    assert found.fault is not None and not found.judges.fresh
     # A round before it was not enough.
     assert 4 / (found.chosen.settlement.cost / 1.15 - 2) > 0.06
     assert found.chosen in found.points
@@ -74,10 +84,33 @@ def test_the_heads_that_held_out_prompts_show_to_be_worst_get_more(problem: Form
         asked.append(settlement)
         return (0.01 if settlement.chosen[2, 3] == 4 else 1.0), 1.0
 
-    found = raised(problem, model, Limits(), curves_of=lambda: curves_of(change))
+    found = raised(problem, model, Limits(), curves_of(change))
     # The same total already does when it is spent by what was held out.
     assert found.rounds == 1 and found.chosen.settlement.cost <= 40.0
     assert found.chosen.settlement.chosen[2, 3] == 4 and (asked[2].chosen[2, 3] < 4)
+
+
+def test_what_decided_does_not_judge(problem: Formula) -> None:
+    """The next prompts do, and where they find fault as well, those after them."""
+    by_judge: list[tuple[int, float]] = []
+
+    class Judged(Formula):
+        def drift(self, model: object, logits: int, settlement: Settlement) -> Drift:
+            by_judge.append((logits, settlement.cost))
+            # The second set asks for more than the first, and is content with that.
+            return super().drift(lambda s: ((4, 6, 5)[logits] / s.cost, 1.0), logits, settlement)
+
+    judged = Judged(**{field.name: getattr(problem, field.name) for field in fields(problem)})
+    found = raised(judged, None, Limits(kl=0.06), *[problem.curves] * 3)
+    assert found.judges.prompts == 2 and found.judges.fresh  # type: ignore[comparison-overlap]
+    assert found.chosen.drift.mean_kl == 5 / found.chosen.settlement.cost <= 0.06
+    # 4 / 0.06 is enough for the first, 6 / 0.06 for the second, within a step.
+    assert 100 <= found.chosen.settlement.cost < 100 * 1.15 + 2
+    assert {logits for logits, _ in by_judge} == {0, 1, 2}
+    # The front is the third set's too.
+    assert all(point.drift.mean_kl == 5 / point.settlement.cost for point in found.points)
+    passed = raised(judged, None, Limits(kl=0.06), *[problem.curves] * 2)
+    assert passed.chosen.drift.mean_kl <= 0.06 and not passed.judges.fresh
 
 
 def test_all_of_attention_is_tried_and_then_it_fails_loudly(problem: Formula) -> None:
@@ -99,8 +132,6 @@ def test_all_of_attention_is_tried_and_then_it_fails_loudly(problem: Formula) ->
 
 
 def test_numbers_that_are_none_do_not_pass() -> None:
-    from profiling.logits import Drift
-
     nan = np.array([np.nan])
     assert Limits().fault(Drift(kl=nan, loss=nan, dense_loss=nan)) is not None
 

@@ -119,6 +119,32 @@ def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) ->
     )
 
 
+def test_what_the_gate_gave_is_judged_by_other_prompts(
+    found: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kl = next(measured.value for measured in artifacts.load(found).evidence if measured.unit == "nats a token")
+    out, limit = tmp_path / "cfg.yaml", f"{0.75 * kl:.6f}"
+    assert main(options(tiny_model, out, budget="0.5", max_kl=limit)) == 0
+    assert "the gate: KL to dense attention is" in (said := capsys.readouterr().err) and "times the budget" in said
+    artifact = artifacts.load(out)
+    front = artifact.prefill.front
+    assert front is not None and front.measured_on == "held_out"
+    assert float(artifacts.load_arrays(out)["chosen.flops"].sum()) > 0.5 * front.dense_cost
+    told = next(measured for measured in artifact.evidence if measured.unit == "nats a token")
+    assert told.name.startswith("KL to dense attention on held-out") and told.value <= float(limit)
+    loaded = load_model(str(tiny_model), dtype="float32")
+    seen = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
+    by_set = []
+    for number in range(3):
+        how = {"length": LENGTH, "samples": 1, "seed": 0, "number": number}
+        seen += (prompts := held_out(TASKS, loaded.tokenizer, **how, seen=seen))
+        logits = DenseLogits(loaded.model, prompts)
+        with Headwise(artifact).apply(loaded.model):
+            by_set.append(logits.drift().mean_kl)
+    assert len(set(by_set)) == 3 and by_set[0] <= float(limit)
+    assert told.value in (pytest.approx(by_set[1], rel=1e-4), pytest.approx(by_set[2], rel=1e-4))
+
+
 def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
     loaded = load_model(str(tiny_model), dtype="float32")
     front = artifacts.load(found).prefill.front
