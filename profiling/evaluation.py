@@ -18,13 +18,14 @@ from tqdm import tqdm
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.hashing import canonical_json
+from profiling.held_out import seen_by_searches
 from profiling.journal import Journal
 from profiling.kinds import KINDS
 from profiling.methods import Method, Methods
 from profiling.models import LoadedModel
 from profiling.prompts import Prompt, parse_task
 from profiling.trials import VERSION, trial
-from profiling.unseen import Pieces, seen_by_searches, unseen_prompts
+from profiling.unseen import Pieces, unseen_prompts
 
 DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

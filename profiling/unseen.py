@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from artifacts import Artifact
 from profiling.prompts import Prompt, Task, make_prompts, parse_task
 
 # Made anew from a file or a text by every seed, and so possibly out of what a search has seen.
@@ -38,20 +37,6 @@ class Pieces:
         """Whether a prompt has tokens in a row with one of them in common."""
         ids = prompt.input_ids
         return any(ids[start : start + _ALIKE] in self._known for start in range(len(ids) - _ALIKE + 1))
-
-
-def seen_by_searches(artifacts: Sequence[Artifact], tasks: Sequence[str], tokenizer: Any) -> list[Prompt]:
-    """The prompts out of texts that searches looked at, of those among these tasks that they were given."""
-    found = []
-    for artifact in artifacts:
-        if artifact.search is None:
-            continue
-        calibration, seed = artifact.search.calibration, artifact.search.seed
-        for task in dict.fromkeys(tasks):
-            if parse_task(task).name in calibration.tasks and of_texts(task):
-                for length in calibration.lengths:
-                    found += make_prompts(task, tokenizer, length=length, samples=calibration.samples, seed=seed)
-    return found
 
 
 def told_overlap(task: str, length: int, overlapping: int, samples: int) -> str:

@@ -22,10 +22,11 @@ from kernels.patterns import LayerPlan
 from profiling.attention_time import DENSE, attention_seconds
 from profiling.bench import environment
 from profiling.head_fidelity import fidelity
+from profiling.held_out import seen_by_searches
 from profiling.logits import DenseLogits, Drift
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, parse_task
-from profiling.unseen import Pieces, seen_by_searches, told_overlap, unseen_prompts
+from profiling.unseen import Pieces, told_overlap, unseen_prompts
 from runtime import Headwise
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan

@@ -80,13 +80,13 @@ def headwise_attention(
             layer.count("sparse")
             return served, None
         why = served
-    else:
-        few = call.query.shape[2] <= MAX_QUERIES
-        by_kernel = _attempt(layer, lambda: attend_to_every_key(call) if few else attend_without_mask(call))
-        if isinstance(by_kernel, Tensor):
-            layer.count("decode by kernel" if few else "window by kernel" if layer.plan is None else why)
-            return by_kernel, None
-        why = by_kernel or why
+    few = call.query.shape[2] <= MAX_QUERIES
+    by_kernel = _attempt(layer, lambda: attend_to_every_key(call) if few else attend_without_mask(call))
+    if isinstance(by_kernel, Tensor):
+        slides = layer.plan is None and isinstance(call.mask, PrefillMask) and call.mask.tokens.window is not None
+        layer.count("decode by kernel" if few else "window by kernel" if slides else why)
+        return by_kernel, None
+    why = by_kernel or why
     layer.count(why)
     return attend_densely(call)
 

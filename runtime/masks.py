@@ -215,7 +215,7 @@ def _causal_mask(
     if q_len < MIN_QUERIES or not (large or (settings.dense_kernels if slides else k_len >= settings.dense_below)):
         mask: Tensor | None = dense(**given)
         kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
-        tells = (kernel or settings.decode is not None) and not slides
+        tells = (kernel and not slides) or (settings.decode is not None and rule.window is None)
         whole = tells and int(given["q_offset"]) + q_len == gone + k_len
         return _telling(mask, padding, batch, gone, k_len) if whole else mask
     start = int(given["q_offset"])

@@ -9,6 +9,8 @@ from kernels import dispatch
 from runtime.calls import Call
 from runtime.masks import MIN_QUERIES, PrefillMask
 
+SLIDES = "the layer slides, and the artifact has patterns for it"
+
 
 def why_dense(call: Call) -> str | None:
     """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
@@ -36,6 +38,8 @@ def _unexpected(call: Call) -> str | None:
         return reason
     if not isinstance(mask, PrefillMask) or mask.tokens.sequences is None:
         return "the mask is not causal over contiguous tokens (overlaid, with holes, or made by hand)"
+    if mask.tokens.window is not None:
+        return SLIDES
     lengths = call.more.get("cu_seq_lens_q")
     if lengths is not None and lengths.numel() > 2 and mask.tokens.packed is None:
         return "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
@@ -64,7 +68,7 @@ def special(call: Call) -> str | None:
         if more.get(name) is not None:
             return f"the layer uses {what}"
     if more.get("sliding_window") is not None:
-        return "the layer slides, and the artifact has patterns for it"
+        return SLIDES
     if not query.dtype == key.dtype == value.dtype:
         return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     return None

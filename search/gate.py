@@ -17,12 +17,11 @@ import numpy as np
 from artifacts import HeadwiseError, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.head_fidelity import fidelity
+from profiling.held_out import SETS, held_out, seen_by_searches
 from profiling.logits import DenseLogits, Drift
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, parse_task
-from profiling.unseen import seen_by_searches
 from runtime import Headwise
-from search.held_out import held_out
 
 MAX_KL, MAX_DROP = 0.05, 0.03
 DEFAULT_TASKS = ("passkey", "kv_retrieval", "prose")
@@ -94,7 +93,9 @@ def run(config: Gate) -> Verdict:
         )
     tasks = config.tasks or DEFAULT_TASKS
     seen = seen_by_searches([artifact], tasks, loaded.tokenizer)
-    prompts = held_out(tasks, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed, seen=seen)
+    how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
+    # Of a number that no search uses: its own have judged already, and may have decided.
+    prompts = held_out(tasks, loaded.tokenizer, **how, seen=seen, number=SETS)
     logits = DenseLogits(loaded.model, prompts)
     with Headwise(artifact, arrays).apply(loaded.model):
         drift = logits.drift()

@@ -80,7 +80,7 @@ def raise_until(
     Raises:
         HeadwiseError: not even much more budget is enough.
     """
-    judge = next(judges)
+    first = judge = next(judges)
 
     def measured(settlement: Settlement) -> Point:
         return Point(settlement=settlement, drift=problem.drift(model, judge.logits, settlement))
@@ -91,32 +91,32 @@ def raise_until(
     found = all_measured(_thinned(settlements, problem.total))
     affordable = [point for point in found if point.settlement.cost <= problem.total * (1 + 1e-9)]
     chosen = min(affordable or found[:1], key=lambda point: point.drift.mean_kl)
-    first = fault = limits.fault(chosen.drift)
+    told = fault = limits.fault(chosen.drift)
     if fault is None:
         return Raised(points=_front(found), chosen=chosen, judges=judge)
     total, weight = max(chosen.settlement.cost, problem.total), chosen.settlement.weight
     most, rounds, known = float(np.nansum(np.max(problem.costs, axis=-1))), 0, [problem.curves]
     while fault is not None:
         known.append(judge.curves())
-        curves = Curves.worst(known)
+        curves, tries = Curves.worst(known), 0
         while fault is not None:
             # The same total first: what was held out may only want it spent elsewhere.
             chosen, spent = measured(by_model(curves, problem.costs, total, weight=weight)), total
-            fault, rounds = limits.fault(chosen.drift), rounds + 1
-            if fault is not None and (rounds >= _ROUNDS or total >= most):
+            fault, rounds, tries = limits.fault(chosen.drift), rounds + 1, tries + 1
+            if fault is not None and (tries >= _ROUNDS or total >= most):
                 raise HeadwiseError(
                     f"the gate: on held-out prompts {fault}, with {spent / problem.total:.2f} times the budget; "
                     "ask for a larger --budget or allow more"
                 )
             total = min(total * _STEP, most) if fault is not None else total
-        # A round more, and the same judges would be asked about what they decided.
+        # What they decided they do not judge.
         judge = next(judges, None) or replace(judge, fresh=False)
         if judge.fresh:
             chosen = measured(chosen.settlement)
             fault = limits.fault(chosen.drift)
-    if judge.fresh:
+    if judge.logits is not first.logits:
         found = all_measured(point.settlement for point in found)
-    return Raised(points=_front([*found, chosen]), chosen=chosen, judges=judge, rounds=rounds, fault=first)
+    return Raised(points=_front([*found, chosen]), chosen=chosen, judges=judge, rounds=rounds, fault=told)
 
 
 def _thinned(settlements: Sequence[Settlement], total: float) -> list[Settlement]:

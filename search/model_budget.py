@@ -16,6 +16,7 @@ from pathlib import Path
 
 from artifacts import Artifact, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
+from profiling.held_out import held_out
 from profiling.logits import check_logits
 from profiling.models import LoadedModel, load_model
 from profiling.prompts import Prompt, make_prompts, parse_task
@@ -23,7 +24,6 @@ from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
 from search.costs import Unit, costs_by, given_costs, shared_table
 from search.gate import DEFAULT_TASKS, Limits
-from search.held_out import held_out
 from search.ladder import ladder
 from search.model_phases import STUDIES, Phases
 from search.serving import serving_backend

@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage
 
 from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
 from kernels.patterns import Pattern
+from profiling.held_out import SETS, held_out
 from profiling.logits import DenseLogits
 from profiling.models import LoadedModel
 from profiling.prompts import Prompt, digest, parse_task
@@ -20,7 +21,6 @@ from search.attention_time import measure_scale
 from search.costs import Costs
 from search.curves import Curves, score_prompt
 from search.gate_rounds import Judges, raise_until
-from search.held_out import held_out
 from search.model_record import Outcome, build_artifact, describe
 from search.refine import Problem, baselines, front, objective, parameters
 from search.settle import by_head
@@ -32,8 +32,8 @@ from search.workers import is_worker
 if TYPE_CHECKING:
     from search.model_budget import ModelSearch
 
-# Sets of held-out prompts, of which each judges what the one before decided.
-JUDGES = ("judges", "more judges", "last judges")
+# What is known of each set of held-out prompts: each judges what the one before decided.
+JUDGES = tuple(f"judges_{number}" for number in range(SETS))
 # What a search keeps in its storage, each under the artifact's name.
 STUDIES = ("curves", "times", "trials", *JUDGES)
 # Raised where what is measured of a prompt changes: what a storage has of before is of another search.
@@ -223,8 +223,11 @@ class Phases:
                     prompts = held_out(config.tasks, self.loaded.tokenizer, **how, seen=seen, number=number)
                 except HeadwiseError:
                     return
-            logits = DenseLogits(self.loaded.model, prompts)
-            yield Judges(prompts=prompts, logits=logits, curves=partial(self._curves_of_judges, number, prompts))
+            yield Judges(
+                prompts=prompts,
+                logits=DenseLogits(self.loaded.model, prompts),
+                curves=partial(self._curves_of_judges, number, prompts),
+            )
 
     def _curves_of_judges(self, number: int, prompts: Sequence[Prompt]) -> Curves:
         """The means over one of the held-out sets."""

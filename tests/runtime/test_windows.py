@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from runtime import Headwise
+from artifacts import HeadwiseError
+from runtime import Headwise, masks
 from runtime.masks import PrefillMask
+from runtime.reasons import SLIDES
 from tests.runtime.omnikv import CLOSE, steps
 
 BY_KERNEL = "window by kernel"
@@ -157,3 +159,49 @@ def test_a_model_that_slides_everywhere_is_served_by_its_window(build: Any, arti
     with Headwise(nothing).apply(model) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
         assert handle.stats() == {"sparse": 0, "dense": {BY_KERNEL: 2}}
+
+
+def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_say_so(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
+    """Qwen2-MoE has a window in the mask alone."""
+    more = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2, "hidden_size": 256}
+    model, prompt = build("Qwen2Moe", **more), ids(300)
+    assert "sliding_attention" in model.config.layer_types
+    expected = model(prompt).logits
+    headwise = Headwise(artifact_for(model, rows=[["dense"] * 4] * 2))
+    with headwise.apply(model) as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+        assert handle.stats()["dense"][SLIDES] == sliding(model)
+    with headwise.apply(model, strict=True), pytest.raises(HeadwiseError, match="the layer slides"):
+        model(prompt)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_layers_that_see_everything_are_not_counted_as_windows(
+    low_memory: bool, build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "LARGE", 1)
+    model, prompt = build("Gemma2"), ids(300)
+    expected = model(prompt).logits
+    with Headwise(artifact_for(model, rows=[None, None])).apply(model, low_memory=low_memory) as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+        assert handle.stats()["dense"] == {BY_KERNEL: 1, "layer left alone": 1}
+
+
+def test_what_fails_sparsely_with_low_memory_makes_no_mask(
+    build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(call: Any) -> Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(masks, "LARGE", 1)
+    monkeypatch.setattr("runtime.attention.attend_sparsely", fails)
+    made: list[bool] = []
+    once = PrefillMask._once
+    monkeypatch.setattr(PrefillMask, "_once", lambda self, skip: made.append(skip) or once(self, skip))
+    model, prompt = build("Gemma2"), ids(300)
+    expected = model(prompt).logits
+    with Headwise(artifact_for(model)).apply(model, low_memory=True) as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+        assert handle.stats()["dense"] == {BY_KERNEL: 1, "out of memory": 1} and not made

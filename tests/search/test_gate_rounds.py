@@ -109,8 +109,19 @@ def test_what_decided_does_not_judge(problem: Formula) -> None:
     assert {logits for logits, _ in by_judge} == {0, 1, 2}
     # The front is the third set's too.
     assert all(point.drift.mean_kl == 5 / point.settlement.cost for point in found.points)
-    passed = raised(judged, None, Limits(kl=0.06), *[problem.curves] * 2)
-    assert passed.chosen.drift.mean_kl <= 0.06 and not passed.judges.fresh
+
+
+def test_where_no_judges_are_left_the_last_ones_figures_are_told(problem: Formula) -> None:
+    class Judged(Formula):
+        def drift(self, model: object, logits: int, settlement: Settlement) -> Drift:
+            return super().drift(lambda s: ((4, 6)[logits] / s.cost, 1.0), logits, settlement)
+
+    judged = Judged(**{field.name: getattr(problem, field.name) for field in fields(problem)})
+    found = raised(judged, None, Limits(kl=0.06), *[problem.curves] * 2)
+    assert found.chosen.drift.mean_kl <= 0.06 and not found.judges.fresh
+    assert found.judges.prompts == 1  # type: ignore[comparison-overlap]
+    assert found.chosen in found.points
+    assert all(point.drift.mean_kl == 6 / point.settlement.cost for point in found.points)
 
 
 def test_all_of_attention_is_tried_and_then_it_fails_loudly(problem: Formula) -> None:

@@ -19,12 +19,12 @@ from artifacts import HeadwiseError
 from profiling.bench import environment
 from profiling.cost_table import save as save_table
 from profiling.head_fidelity import fidelity
+from profiling.held_out import held_out
 from profiling.logits import DenseLogits
 from profiling.models import load_model
 from profiling.prompts import make_prompts
 from runtime import Headwise, load
 from search.heads import main
-from search.held_out import held_out
 from search.storage import open_storage
 from tests.search.conftest import save_tiny
 from tests.search.tables import linear_table

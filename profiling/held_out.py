@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from artifacts import HeadwiseError
+from artifacts import Artifact, HeadwiseError
 from profiling.prompts import Prompt, make_prompts, parse_task
 from profiling.unseen import SEED, Pieces, of_texts
 
+# Sets that a search may come to judge by, one after the other.
+SETS = 3
 _SEEDS = 40
 
 
@@ -50,4 +53,29 @@ def held_out(
                 f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} tokens that no search "
                 "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer --samples"
             )
+    return found
+
+
+def seen_by_searches(artifacts: Sequence[Artifact], tasks: Sequence[str], tokenizer: Any) -> list[Prompt]:
+    """The prompts out of texts that searches looked at, of those among these tasks that they were given.
+
+    Those of calibration, and the first that were held out: by them a search with one budget for the model chooses.
+    """
+    found: list[Prompt] = []
+    for artifact in artifacts:
+        search = artifact.search
+        if search is None:
+            continue
+        calibration, seed = search.calibration, search.seed
+        for task in dict.fromkeys(tasks):
+            if parse_task(task).name not in calibration.tasks or not of_texts(task):
+                continue
+            how: dict[str, Any] = {"samples": calibration.samples, "seed": seed}
+            seen = [p for length in calibration.lengths for p in make_prompts(task, tokenizer, length=length, **how)]
+            if search.allocation == "model":
+                longest = max(calibration.lengths)
+                # A text that was too short for that is none that the search was made with.
+                with suppress(HeadwiseError):
+                    seen += held_out([task], tokenizer, length=longest, **how, seen=seen)
+            found += seen
     return found

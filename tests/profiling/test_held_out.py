@@ -11,8 +11,8 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.filler import sentences
+from profiling.held_out import held_out
 from profiling.prompts import Prompt, make_prompts
-from search.held_out import held_out
 from tests.profiling.tokenizers import byte_level
 
 LENGTH = 1000
