@@ -13,6 +13,7 @@ from artifacts import HeadwiseError
 from profiling.filler import sentences
 from profiling.held_out import held_out
 from profiling.prompts import Prompt, make_prompts
+from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
 
 LENGTH = 1000
@@ -21,12 +22,6 @@ LENGTH = 1000
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return byte_level()
-
-
-def story(path: Path, characters: int) -> str:
-    source = sentences(random.Random(0))
-    path.write_text("".join(f"{i}. {next(source)}" for i in range(2000))[:characters])
-    return f"text:{path}"
 
 
 def overlap(a: Prompt, b: Prompt) -> int:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from profiling.filler import sentences
 from profiling.prompts import Prompt, make_prompts
 from profiling.unseen import Pieces, told_overlap, unseen_prompts
+from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
 
 LENGTH, SEED = 1000, 7
@@ -19,12 +18,6 @@ LENGTH, SEED = 1000, 7
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return byte_level()
-
-
-def story(path: Path, characters: int) -> str:
-    source = sentences(random.Random(0))
-    path.write_text("".join(f"{i}. {next(source)}" for i in range(4000))[:characters])
-    return f"text:{path}"
 
 
 def made(task: str, tokenizer: Any, samples: int, seed: int = SEED) -> list[Prompt]:

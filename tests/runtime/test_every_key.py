@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from runtime import Headwise
 from tests.runtime.omnikv import CLOSE, steps
+from tests.runtime.tiny import WITHOUT_DENSE_KERNELS
 
 BY_KERNEL = "decode by kernel"
 
@@ -94,10 +95,7 @@ def test_slots_that_are_not_filled_are_not_seen(build: Any, artifact_for: Any, i
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("changes", "options"),
-    [({}, {"dense_kernels": False}), ({}, {"backend": "reference"}), ({"attn_implementation": "eager"}, {})],
-)
+@pytest.mark.parametrize(("changes", "options"), WITHOUT_DENSE_KERNELS)
 def test_switched_off(
     changes: dict[str, Any], options: dict[str, Any], build: Any, artifact_for: Any, ids: Any
 ) -> None:

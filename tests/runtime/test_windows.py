@@ -15,6 +15,7 @@ from runtime import Headwise, masks
 from runtime.masks import PrefillMask
 from runtime.reasons import SLIDES
 from tests.runtime.omnikv import CLOSE, steps
+from tests.runtime.tiny import WITHOUT_DENSE_KERNELS
 
 BY_KERNEL = "window by kernel"
 # Of each two or three layers one slides at least; with them sinks, soft-caps, wide heads, layers without positions.
@@ -113,10 +114,7 @@ def test_decode_of_padded_batches(
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("changes", "options"),
-    [({}, {"dense_kernels": False}), ({}, {"backend": "reference"}), ({"attn_implementation": "eager"}, {})],
-)
+@pytest.mark.parametrize(("changes", "options"), WITHOUT_DENSE_KERNELS)
 def test_switched_off(
     changes: dict[str, Any], options: dict[str, Any], build: Any, artifact_for: Any, ids: Any
 ) -> None:

@@ -6,6 +6,12 @@ import torch
 import transformers
 
 DENSE_BELOW = 128
+# Models and applications that leave to torch what stays dense.
+WITHOUT_DENSE_KERNELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"dense_kernels": False}),
+    ({}, {"backend": "reference"}),
+    ({"attn_implementation": "eager"}, {}),
+]
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 128,
