@@ -196,7 +196,9 @@ class Phases:
         total = max(raised.chosen.settlement.cost, problem.total)
         if raised.fault is not None:
             more = total / problem.total
-            print(f"the gate: {raised.fault}, so heads were given {more:.2f} times the budget", file=sys.stderr)
+            print(
+                f"the gate: {raised.fault}; by those prompts too, {more:.2f} times the budget passes", file=sys.stderr
+            )
         uniform = by_head(problem.curves, problem.costs, total)
         outcome = Outcome(
             problem=problem,
