@@ -33,14 +33,16 @@ def attend_to_every_key(call: Call) -> Tensor | None:
     if mask is None and q.shape[2] > 1:
         return None
     # Of a window that is not full yet, or just so, every key is seen.
-    window, more = call.more.get("sliding_window"), {**call.more, "sliding_window": None}
-    if window is not None and k.shape[2] > window:
-        return None
+    window = call.more.get("sliding_window")
+    if window is not None:
+        if k.shape[2] > window:
+            return None
+        call = call._replace(more={**call.more, "sliding_window": None})
     # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel would not look at it.
     if mask is not None and mask.shape[-1] != k.shape[2]:
         return None
     starts = starts_of(mask)
-    if isinstance(starts, str) or special(call._replace(more=more)) is not None or native.supports(q, k, v) is not None:
+    if isinstance(starts, str) or special(call) is not None or native.supports(q, k, v) is not None:
         return None
     done = decode_attention(q, k, v, starts=starts, scale=call.scale, softcap=call.softcap, backend="cpu")
     return done.out.transpose(1, 2)
