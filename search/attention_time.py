@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 
 
 def measured_seconds(
-    loaded: LoadedModel, problem: Problem, settlement: Settlement, prompt: Prompt, *, backend: str
-) -> float:
-    """Seconds of index builds and attention of all searched layers over a prompt."""
+    loaded: LoadedModel, problem: Problem, settlements: Sequence[Settlement], prompt: Prompt, *, backend: str
+) -> list[float]:
+    """Seconds of index builds and attention of all searched layers over a prompt, of each settlement in turns."""
     plans = {
-        layer: LayerPlan(
-            [problem.candidates[c] for c in row], problem.model.num_kv_heads, dense_tail=problem.dense_tail
-        )
-        for layer, row in enumerate(settlement.chosen)
-        if row[0] >= 0
+        str(number): {
+            layer: LayerPlan(
+                [problem.candidates[c] for c in row], problem.model.num_kv_heads, dense_tail=problem.dense_tail
+            )
+            for layer, row in enumerate(settlement.chosen)
+            if row[0] >= 0
+        }
+        for number, settlement in enumerate(settlements)
     }
     with all_threads():
-        return attention_seconds(loaded, prompt, {"settlement": plans}, backend=backend)["settlement"]
+        return list(attention_seconds(loaded, prompt, plans, backend=backend).values())
 
 
 def measure_scale(loaded: LoadedModel, problem: Problem, prompt: Prompt, *, backend: str) -> float:
@@ -41,7 +44,8 @@ def measure_scale(loaded: LoadedModel, problem: Problem, prompt: Prompt, *, back
     The table times layers whose heads are all alike, on made-up inputs; the factor is what real layers make of that.
     """
     settlement = problem.settle({})
-    return measured_seconds(loaded, problem, settlement, prompt, backend=backend) / settlement.cost
+    (seconds,) = measured_seconds(loaded, problem, [settlement], prompt, backend=backend)
+    return seconds / settlement.cost
 
 
 @contextmanager

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from artifacts import HeadwiseError
-from profiling.logits import DenseLogits, Drift
+from profiling.logits import Drift
 from profiling.prompts import Prompt
 from search.curves import Curves
 from search.gate import Limits
@@ -33,13 +31,13 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Judges:
-    """Prompts to judge by: dense predictions on them, and their curves, which take a while.
+    """Prompts to judge by: how settlements do on them, and their curves, which take a while.
 
     fresh: nothing was decided by them.
     """
 
     prompts: Sequence[Prompt]
-    logits: DenseLogits
+    drifts: Callable[[Sequence[Settlement]], Sequence[Drift]]
     curves: Callable[[], Curves]
     fresh: bool = True
 
@@ -61,7 +59,6 @@ class Raised:
 def raise_until(
     problem: Problem,
     settlements: Sequence[Settlement],
-    model: Any,
     judges: Iterator[Judges],
     limits: Limits,
 ) -> Raised:
@@ -73,7 +70,6 @@ def raise_until(
     Args:
         problem: what is known and what may be spent.
         settlements: the front by the calibration prompts, the cheapest first.
-        model: what is measured on.
         judges: one after the other, at least one.
         limits: what may be lost.
 
@@ -82,13 +78,11 @@ def raise_until(
     """
     first = judge = next(judges)
 
-    def measured(settlement: Settlement) -> Point:
-        return Point(settlement=settlement, drift=problem.drift(model, judge.logits, settlement))
+    def measured(*settlements: Settlement) -> list[Point]:
+        drifts = judge.drifts(settlements)
+        return [Point(settlement=one, drift=drift) for one, drift in zip(settlements, drifts, strict=True)]
 
-    def all_measured(settlements: Iterable[Settlement]) -> list[Point]:
-        return [measured(settlement) for settlement in tqdm(list(settlements), desc="held out", disable=None)]
-
-    found = all_measured(_thinned(settlements, problem.total))
+    found = measured(*settlements)
     affordable = [point for point in found if point.settlement.cost <= problem.total * (1 + 1e-9)]
     chosen = min(affordable or found[:1], key=lambda point: point.drift.mean_kl)
     told = fault = limits.fault(chosen.drift)
@@ -101,7 +95,7 @@ def raise_until(
         curves, tries = Curves.worst(known), 0
         while fault is not None:
             # The same total first: what was held out may only want it spent elsewhere.
-            chosen, spent = measured(by_model(curves, problem.costs, total, weight=weight)), total
+            (chosen,), spent = measured(by_model(curves, problem.costs, total, weight=weight)), total
             fault, rounds, tries = limits.fault(chosen.drift), rounds + 1, tries + 1
             if fault is not None and (tries >= _ROUNDS or total >= most):
                 raise HeadwiseError(
@@ -112,15 +106,15 @@ def raise_until(
         # What they decided they do not judge.
         judge = next(judges, None) or replace(judge, fresh=False)
         if judge.fresh:
-            chosen = measured(chosen.settlement)
+            (chosen,) = measured(chosen.settlement)
             fault = limits.fault(chosen.drift)
-    if judge.logits is not first.logits:
-        found = all_measured(point.settlement for point in found)
+    if judge.prompts is not first.prompts:
+        found = measured(*(point.settlement for point in found))
     return Raised(points=_front([*found, chosen]), chosen=chosen, judges=judge, rounds=rounds, fault=told)
 
 
-def _thinned(settlements: Sequence[Settlement], total: float) -> list[Settlement]:
-    """At most so many, the one nearest below the budget among them."""
+def thinned(settlements: Sequence[Settlement], total: float) -> list[Settlement]:
+    """Of a front at most eight, the one nearest below the budget among them."""
     if len(settlements) <= _MOST_POINTS:
         return list(settlements)
     within = [i for i, one in enumerate(settlements) if one.cost <= total * (1 + 1e-9)]

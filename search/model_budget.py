@@ -5,7 +5,7 @@
 3. Refinement: Optuna weighs groups of layers by what the whole model says (search.refine); a front of cost and KL.
 4. Gate: held-out prompts; where they lose more than allowed, the heads that they show to be worst get more.
 
-1 and 3 are shared by all processes of a search through one Optuna storage.
+1, 3 and 4 are shared by all processes of a search through one Optuna storage.
 """
 
 from __future__ import annotations

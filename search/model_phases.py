@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from optuna.storages import BaseStorage
@@ -20,10 +22,11 @@ from profiling.prompts import Prompt, digest, parse_task
 from search.attention_time import measure_scale
 from search.costs import Costs
 from search.curves import Curves, score_prompt
-from search.gate_rounds import Judges, raise_until
+from search.gate_rounds import Judges, Point, Raised, raise_until, thinned
 from search.model_record import Outcome, build_artifact, describe
 from search.refine import Problem, baselines, front, objective, parameters
-from search.settle import by_head
+from search.settle import Settlement, by_head
+from search.shared_drifts import SharedDrifts
 from search.study import finish, open_study
 from search.trials import run_trials
 from search.units import Units
@@ -32,10 +35,11 @@ from search.workers import is_worker
 if TYPE_CHECKING:
     from search.model_budget import ModelSearch
 
-# What is known of each set of held-out prompts: each judges what the one before decided.
+# Curves of each set of held-out prompts, and how settlements do on it: each judges what the one before decided.
 JUDGES = tuple(f"judges_{number}" for number in range(SETS))
+DRIFTS = tuple(f"drifts_{number}" for number in range(SETS))
 # What a search keeps in its storage, each under the artifact's name.
-STUDIES = ("curves", "times", "trials", *JUDGES)
+STUDIES = ("curves", "times", "trials", *JUDGES, *DRIFTS)
 # Raised where what is measured of a prompt changes: what a storage has of before is of another search.
 _CURVES = 2
 
@@ -59,9 +63,10 @@ class Phases:
     storage: BaseStorage
 
     def run(self) -> Artifact | None:
-        """All phases; None in a copy, which leaves the last one to the process that started it."""
+        """All phases; None in a copy, which leaves what is told and written to the process that started it."""
         config = self.config
-        curves = self._curves()
+        logits = DenseLogits(self.loaded.model, self._calibration, at_once=False)
+        curves = self._curves(idle=logits.learn)
         problem, costs = self._problem(curves[self._longest])
         settings = {
             **self._settings,
@@ -74,16 +79,19 @@ class Phases:
         study = open_study(self.storage, self._name("trials"), settings, directions=("minimize", "minimize"))
         trials = run_trials(
             study,
-            objective(problem, self.loaded.model, DenseLogits(self.loaded.model, self._calibration)),
+            objective(problem, self.loaded.model, logits),
             n_trials=config.n_trials,
             timeout=config.timeout,
             seed=config.seed,
             baselines=baselines(),
         )
-        if is_worker():
-            return None
         # Where the gate lets nothing pass, another budget is another search, by the same curves.
         finish(study)
+        if is_worker():
+            # Nothing passes: whoever started this finds that out as well, and tells.
+            with contextlib.suppress(HeadwiseError):
+                self._gate(problem, trials)
+            return None
         return self._finish(problem, costs, curves, trials)
 
     @property
@@ -115,10 +123,10 @@ class Phases:
     def _name(self, what: str) -> str:
         return f"{self.config.out.stem}.{what}"
 
-    def _curves(self) -> dict[int, Curves]:
-        """By length, the means over its prompts."""
+    def _curves(self, *, idle: Callable[[], bool]) -> dict[int, Curves]:
+        """By length, the means over its prompts. idle: what to do while others have the last of them in hand."""
         units = Units(self.storage, self._name("curves"), list(self.prompts), self._settings)
-        for key in units.claim(description="prompts"):
+        for key in units.claim(description="prompts", idle=idle):
             units.put(key, asdict(self._score(self.prompts[key], int(key.partition("/")[0]))))
         # Their settings are in the trials' too: a search with others is stopped there, where it has unfinished trials.
         units.finish()
@@ -188,36 +196,41 @@ class Phases:
             sha256=digest(list(self.prompts.values())),
         )
 
-    def _finish(self, problem: Problem, costs: Costs, curves: Mapping[int, Curves], trials: Sequence[Any]) -> Artifact:
-        """Held-out prompts decide what is written."""
-        model = self.loaded.model
-        settlements = [problem.settle(parameters(1, trial.params)) for trial in front(trials)]
-        raised = raise_until(problem, settlements, model, self._judges(), self.config.limits)
+    def _gate(self, problem: Problem, trials: Sequence[Any]) -> tuple[Raised, Settlement]:
+        """Held-out prompts decide what is served; with it the same budget, or what it came to, as one for each head."""
+        settlements = thinned([problem.settle(parameters(1, trial.params)) for trial in front(trials)], problem.total)
+        judges = self._judges(problem)
+        first = next(judges)
+        # All that will most likely be asked for: where it is told at once, processes wait for each other once.
+        first.drifts([*settlements, by_head(problem.curves, problem.costs, problem.total)])
+        raised = raise_until(problem, settlements, chain([first], judges), self.config.limits)
         total = max(raised.chosen.settlement.cost, problem.total)
+        return raised, by_head(problem.curves, problem.costs, total)
+
+    def _finish(self, problem: Problem, costs: Costs, curves: Mapping[int, Curves], trials: Sequence[Any]) -> Artifact:
+        raised, uniform = self._gate(problem, trials)
         if raised.fault is not None:
-            more = total / problem.total
+            more = max(raised.chosen.settlement.cost, problem.total) / problem.total
             print(
                 f"the gate: {raised.fault}; by those prompts too, {more:.2f} times the budget passes", file=sys.stderr
             )
-        uniform = by_head(problem.curves, problem.costs, total)
         outcome = Outcome(
             problem=problem,
             costs=costs,
             curves=curves,
             candidates=self.candidates,
             raised=raised,
-            uniform=uniform,
-            uniform_drift=problem.drift(model, raised.judges.logits, uniform),
+            uniform=Point(settlement=uniform, drift=raised.judges.drifts([uniform])[0]),
             trials=len(trials),
             calibration=self._about_prompts(),
             loaded=self.loaded,
         )
         return build_artifact(self._about(), outcome)
 
-    def _judges(self) -> Iterator[Judges]:
+    def _judges(self, problem: Problem) -> Iterator[Judges]:
         """The prompts that were held out, then others, each set unlike those before, as far as texts have any."""
         config, prompts, seen = self.config, self.held_out, list(self.prompts.values())
-        for number in range(len(JUDGES)):
+        for number in range(SETS):
             if number:
                 seen = [*seen, *prompts]
                 how: dict[str, Any] = {"length": self._longest, "samples": config.samples, "seed": config.seed}
@@ -225,16 +238,20 @@ class Phases:
                     prompts = held_out(config.tasks, self.loaded.tokenizer, **how, seen=seen, number=number)
                 except HeadwiseError:
                     return
+            settings = {**self._settings, "held out": digest(prompts)}
+            units = partial(self._units, DRIFTS[number], settings)
             yield Judges(
                 prompts=prompts,
-                logits=DenseLogits(self.loaded.model, prompts),
-                curves=partial(self._curves_of_judges, number, prompts),
+                drifts=SharedDrifts(problem, self.loaded.model, prompts, units),
+                curves=partial(self._curves_of_judges, number, prompts, settings),
             )
 
-    def _curves_of_judges(self, number: int, prompts: Sequence[Prompt]) -> Curves:
+    def _units(self, what: str, settings: Mapping[str, Any], keys: Sequence[str]) -> Units:
+        return Units(self.storage, self._name(what), keys, settings)
+
+    def _curves_of_judges(self, number: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> Curves:
         """The means over one of the held-out sets."""
-        settings = {**self._settings, "held out": digest(prompts)}
-        units = Units(self.storage, self._name(JUDGES[number]), [str(i) for i in range(len(prompts))], settings)
+        units = self._units(JUDGES[number], settings, [str(i) for i in range(len(prompts))])
         for key in units.claim(description="held-out prompts"):
             units.put(key, asdict(self._score(prompts[int(key)], self._longest)))
         units.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from artifacts.sections import save_searched
 from kernels.patterns import Pattern
 from profiling.bench import environment
 from profiling.cost_table import embed
-from profiling.logits import Drift
 from profiling.models import LoadedModel
 from runtime import Headwise
 from search.attention_time import measured_seconds
@@ -41,18 +40,19 @@ from search.settle import Settlement, rows_of
 if TYPE_CHECKING:
     from search.model_budget import ModelSearch
 
+_EACH = " with a budget for each head"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a search came to. uniform: the paper's way of spending the same budget, for comparison."""
+    """What a search came to. uniform: the paper's way of spending the same budget, on the same held-out prompts."""
 
     problem: Problem
     costs: Costs
     curves: Mapping[int, Curves]
     candidates: Mapping[int, tuple[Pattern, ...]]
     raised: Raised
-    uniform: Settlement
-    uniform_drift: Drift
+    uniform: Point
     trials: int
     calibration: Calibration
     loaded: LoadedModel
@@ -116,7 +116,7 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
     artifact = Artifact(model=problem.model, search=search, patterns=patterns, prefill=prefill, costs=section)
     # Times of this machine say nothing of another one's table.
     here = costs.of_machine(config.device)
-    measured = _seconds(outcome, config) if here else None
+    measured = _seconds(outcome, config) if here else []
     if config.dense_below is None and here:
         always = artifact.model_copy(update={"prefill": prefill.model_copy(update={"dense_below": 0})})
         below = measured_dense_below(outcome.loaded, Headwise(always), length)
@@ -141,18 +141,17 @@ def _front_point(problem: Problem, point: Point, layers: Any, dense_cost: float)
     )
 
 
-def _seconds(outcome: Outcome, config: ModelSearch) -> float:
-    """Attention of one prefill as it is on this machine, on a prompt that was held out."""
-    return measured_seconds(
-        outcome.loaded,
-        outcome.problem,
-        outcome.raised.chosen.settlement,
-        outcome.raised.judges.prompts[0],
-        backend=config.backend,
-    )
+def _seconds(outcome: Outcome, config: ModelSearch) -> list[float]:
+    """Attention of one prefill as it is on this machine, on a prompt that was held out: of what is served, and of the
+    same total as a budget for each head."""
+    settlements = [outcome.raised.chosen.settlement, outcome.uniform.settlement]
+    prompt = outcome.raised.judges.prompts[0]
+    return measured_seconds(outcome.loaded, outcome.problem, settlements, prompt, backend=config.backend)
 
 
-def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: float | None) -> tuple[Measurement, ...]:
+def _evidence(
+    config: ModelSearch, outcome: Outcome, chosen: Point, measured: Sequence[float]
+) -> tuple[Measurement, ...]:
     where = environment(config.device)
     shared: dict[str, Any] = {
         "command": config.command or "search.model_budget",
@@ -161,7 +160,7 @@ def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: fl
         "length": outcome.costs.length,
         "samples": config.samples * len(outcome.calibration.tasks),
     }
-    uniform, tasks = outcome.uniform_drift, ", ".join(outcome.calibration.tasks)
+    uniform, tasks = outcome.uniform.drift, ", ".join(outcome.calibration.tasks)
     # Where no prompts were left that had no part in it.
     prompts = f"held-out {tasks}" if outcome.raised.judges.fresh else f"{tasks} that the gate gave budget by"
     found = [
@@ -182,13 +181,13 @@ def _evidence(config: ModelSearch, outcome: Outcome, chosen: Point, measured: fl
             **shared,
         ),
     ]
-    if measured is not None:
+    for (point, whose), seconds in zip(((chosen, ""), (outcome.uniform, _EACH)), measured, strict=False):
         found.append(
             Measurement(
-                name="attention of one prefill, index build included",
-                value=measured,
+                name=f"attention of one prefill{whose}, index build included",
+                value=seconds,
                 unit="s",
-                baseline=chosen.settlement.cost,
+                baseline=point.settlement.cost,
                 baseline_name="predicted from the cost table",
                 **shared,
             )

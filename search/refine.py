@@ -80,10 +80,12 @@ class Problem:
             Artifact(model=self.model, search=self.describe(settlement), patterns=patterns, prefill=prefill)
         )
 
-    def drift(self, model: Any, logits: DenseLogits, settlement: Settlement) -> Drift:
-        """How far the settlement leads the model's predictions away from those of dense attention."""
+    def drift(
+        self, model: Any, logits: DenseLogits, settlement: Settlement, *, which: Sequence[int] | None = None
+    ) -> Drift:
+        """How far the settlement leads the model's predictions away from dense attention's, on some prompts or all."""
         with self.headwise(settlement).apply(model, check_weights=False):
-            return logits.drift()
+            return logits.drift(which)
 
 
 def baselines() -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ def baselines() -> list[dict[str, Any]]:
 
 
 def objective(problem: Problem, model: Any, logits: DenseLogits) -> Any:
-    """From a trial to its cost and its divergence on the calibration prompts."""
+    """From a trial to its cost and its divergence on the calibration prompts, dense predictions on which come first."""
     groups = min(_GROUPS, int(problem.curves.searched.sum()))
 
     def run(trial: optuna.Trial) -> Sequence[float]:
@@ -104,6 +106,8 @@ def objective(problem: Problem, model: Any, logits: DenseLogits) -> Any:
             for group in range(groups):
                 trial.suggest_float(f"weight_{group}", -_REACH, _REACH)
         settlement = problem.settle(parameters(place, trial.params))
+        while logits.learn():
+            pass
         return settlement.cost, problem.drift(model, logits, settlement).mean_kl
 
     return run

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,17 +67,27 @@ class Units:
         self._results: dict[str, Any] = {}
         self._finished = 0
 
-    def claim(self, *, description: str = "units", progress: bool | None = None) -> Iterator[str]:
+    def claim(
+        self,
+        *,
+        description: str = "units",
+        progress: bool | None = None,
+        choose: Callable[[Sequence[str]], str] | None = None,
+        idle: Callable[[], bool] | None = None,
+    ) -> Iterator[str]:
         """Keys for this process to work on, one at a time, until all are done by someone; put each before the next.
 
         Args:
             description: what the progress bar says.
             progress: whether to show one; None shows it on a terminal, in the first process only.
+            choose: of the keys that nobody works on, the one to take; the first if None.
+            idle: called where others work on all that is left: does a piece of what is this process's own to do
+                anyway, and returns whether there was one.
         """
         disable = None if progress is None and not is_worker() else not progress
         bar = tqdm(total=len(self.keys), desc=description, unit="unit", disable=disable)
         with bar, self._claims.working():
-            while (key := self._next(bar)) is not None:
+            while (key := self._next(bar, choose, idle)) is not None:
                 try:
                     yield key
                     if key in self._claimed:
@@ -107,7 +117,9 @@ class Units:
         """Note that the whole search is over: work with other settings may start under this name."""
         self._study.set_user_attr("finished", True)
 
-    def _next(self, bar: tqdm[Any]) -> str | None:
+    def _next(
+        self, bar: tqdm[Any], choose: Callable[[Sequence[str]], str] | None, idle: Callable[[], bool] | None
+    ) -> str | None:
         """The next key that this process has claimed; waits for what others do; None when all are done."""
         began = time.monotonic()
         told = is_worker()
@@ -118,12 +130,15 @@ class Units:
             bar.update(self._finished - bar.n)
             if self._finished == len(self.keys):
                 return None
-            key = next((key for key in self.keys if key not in survey.done and key not in survey.busy), None)
-            if key is not None:
+            free = [key for key in self.keys if key not in survey.done and key not in survey.busy]
+            if free:
+                key = choose(free) if choose else free[0]
                 trial_id = self._claims.take(key)
                 if trial_id is not None:
                     self._claimed[key] = trial_id, time.monotonic()
                     return key
+                continue
+            if idle is not None and idle():
                 continue
             if not told and time.monotonic() - began > _SILENT_SECONDS:
                 left = len(self.keys) - self._finished

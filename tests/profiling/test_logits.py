@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import kl_div
 
 from artifacts import HeadwiseError
-from profiling.logits import DenseLogits
+from profiling.logits import DenseLogits, Drift
 from profiling.prompts import Prompt
 from tests.runtime.tiny import tiny_model
 
@@ -62,6 +62,27 @@ def test_divergence_and_loss_are_those_of_all_logits(model: Any, prompts: list[P
     assert drift.mean_kl == pytest.approx(float(torch.cat(kl).mean()), rel=1e-2) and drift.mean_kl > 0.01
     ratio = float((torch.cat(loss) - torch.cat(dense_loss)).nanmean().exp())
     assert drift.perplexity_ratio == pytest.approx(ratio, rel=2e-3)
+
+
+def test_prompts_are_learnt_and_compared_one_by_one(model: Any, prompts: list[Prompt]) -> None:
+    whole, parts = DenseLogits(model, prompts), DenseLogits(model, prompts, at_once=False)
+    assert not parts.known and parts.learn(1) and not parts.learn(1) and set(parts.known) == {1}
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    before = weight.data.clone()
+    with pytest.raises(KeyError):
+        parts.drift([0])
+    while parts.learn():
+        pass
+    assert set(parts.known) == set(range(len(prompts)))
+    weight.data *= 3
+    try:
+        wanted, second, first = whole.drift(), parts.drift([1]), parts.drift([0])
+        rest = [parts.drift([i]) for i in range(2, len(prompts))]
+    finally:
+        weight.data = before
+    found = Drift.joined([first, second, *rest])
+    for name in ("kl", "loss", "dense_loss"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
 
 
 def test_a_model_left_as_it_is_has_not_drifted(model: Any, prompts: list[Prompt]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,14 @@ from search.settle import Settlement
 class Formula(Problem):
     """A problem whose settlements drift as the function in place of the model says: KL in nats, perplexity ratio."""
 
-    def drift(self, model: Callable[[Settlement], tuple[float, float]], logits: Any, settlement: Settlement) -> Drift:
+    def drift(
+        self,
+        model: Callable[[Settlement], tuple[float, float]],
+        logits: Any,
+        settlement: Settlement,
+        *,
+        which: Sequence[int] | None = None,
+    ) -> Drift:
         kl, ratio = model(settlement)
         return Drift(kl=np.array([kl]), loss=np.array([np.log(ratio)]), dense_loss=np.array([0.0]))
 

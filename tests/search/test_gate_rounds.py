@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +36,19 @@ def by_cost(settlement: Settlement) -> tuple[float, float]:
     return 4 / settlement.cost, 1.0
 
 
-def judges(*curves: Curves) -> Iterator[Judges]:
+def judges(problem: Formula, model: Any, *curves: Curves) -> Iterator[Judges]:
     """A set of prompts for each of the curves; the number of the set stands for its prompts."""
     for number, each in enumerate(curves):
-        yield Judges(prompts=number, logits=number, curves=lambda each=each: each)  # type: ignore[arg-type,misc]
+
+        def drifts(settlements: Sequence[Settlement], number: int = number) -> list[Drift]:
+            return [problem.drift(model, number, settlement) for settlement in settlements]
+
+        yield Judges(prompts=number, drifts=drifts, curves=lambda each=each: each)  # type: ignore[arg-type,misc]
 
 
 def raised(problem: Formula, model: object, limits: Limits, *curves: Curves) -> Raised:
     settlements = [problem.settle({"share": share}) for share in (0.5, 0.7, 1.0, 1.4, 2.0)]
-    return raise_until(problem, settlements, model, judges(*(curves or (problem.curves,))), limits)
+    return raise_until(problem, settlements, judges(problem, model, *(curves or (problem.curves,))), limits)
 
 
 def test_the_best_point_that_the_budget_pays_for_is_served(problem: Formula) -> None:
@@ -95,7 +100,7 @@ def test_what_decided_does_not_judge(problem: Formula) -> None:
     by_judge: list[tuple[int, float]] = []
 
     class Judged(Formula):
-        def drift(self, model: object, logits: int, settlement: Settlement) -> Drift:
+        def drift(self, model: object, logits: int, settlement: Settlement, **_: object) -> Drift:
             by_judge.append((logits, settlement.cost))
             # The second set asks for more than the first, and is content with that.
             return super().drift(lambda s: ((4, 6, 5)[logits] / s.cost, 1.0), logits, settlement)
@@ -113,7 +118,7 @@ def test_what_decided_does_not_judge(problem: Formula) -> None:
 
 def test_where_no_judges_are_left_the_last_ones_figures_are_told(problem: Formula) -> None:
     class Judged(Formula):
-        def drift(self, model: object, logits: int, settlement: Settlement) -> Drift:
+        def drift(self, model: object, logits: int, settlement: Settlement, **_: object) -> Drift:
             return super().drift(lambda s: ((4, 6)[logits] / s.cost, 1.0), logits, settlement)
 
     judged = Judged(**{field.name: getattr(problem, field.name) for field in fields(problem)})

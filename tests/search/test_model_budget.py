@@ -165,6 +165,8 @@ def test_the_same_seed_gives_the_same_hash_and_the_command_again_measures_nothin
     assert main(options(tiny_model, out, storage=f"sqlite:///{tmp_path}/study.db")) == 0
     assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
     monkeypatch.setattr("search.model_phases.score_prompt", lambda *args, **kwargs: pytest.fail("scored again"))
+    monkeypatch.setattr("search.refine.Problem.drift", lambda *args, **kwargs: pytest.fail("measured again"))
+    monkeypatch.setattr(DenseLogits, "learn", lambda *args: pytest.fail("run again"))
     assert main(options(tiny_model, out, storage=f"sqlite:///{tmp_path}/study.db")) == 0
     assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
 
@@ -190,7 +192,12 @@ def test_seconds_come_from_a_table_and_are_scaled_on_its_own_machine_only(
             assert 0.5 * everything < spent <= 0.9 * everything * 1.01
             assert "s" not in units and artifact.prefill.dense_below == LENGTH // 2
         else:
-            assert "s" in units
+            seconds = [measured for measured in artifact.evidence if measured.unit == "s"]
+            assert [m.name for m in seconds] == [
+                "attention of one prefill, index build included",
+                "attention of one prefill with a budget for each head, index build included",
+            ]
+            assert all(measured.value > 0 and measured.baseline > 0 for measured in seconds)
 
 
 def test_a_timeout_ends_the_trials(tiny_model: Path, tmp_path: Path) -> None:
@@ -213,6 +220,8 @@ def test_a_failed_gate_writes_nothing_and_another_budget_starts_from_the_curves(
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["cfg.study.journal"]
     monkeypatch.setattr("search.model_phases.score_prompt", lambda *args, **kwargs: pytest.fail("scored again"))
+    monkeypatch.setattr("search.refine.Problem.drift", lambda *args, **kwargs: pytest.fail("measured again"))
+    monkeypatch.setattr(DenseLogits, "learn", lambda *args: pytest.fail("run again"))
     assert main(options(tiny_model, out, n_trials="1", budget="0.7", calibration="passkey")) == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,39 @@ def test_what_cannot_be_kept_is_refused_and_the_unit_is_free(storage: BaseStorag
     for key in again.claim():
         again.put(key, 1)
     assert again.results() == {"a": 1}
+
+
+def test_a_process_may_choose_among_what_is_free(storage: BaseStorage) -> None:
+    units, offered = units_of(storage), []
+
+    def choose(free: Sequence[str]) -> str:
+        offered.append(list(free))
+        return free[-1]
+
+    done = []
+    for key in units.claim(choose=choose):
+        units.put(key, 1)
+        done.append(key)
+    assert done == ["c", "b", "a"] and offered == [["a", "b", "c"], ["a", "b"], ["a"]]
+
+
+def test_while_others_work_a_process_does_what_is_its_own(storage: BaseStorage) -> None:
+    others, own = units_of(storage, "ab"), ["first", "second"]
+    theirs = others.claim()
+    others.put(next(theirs), 1)
+    assert next(theirs) == "b"
+
+    def idle() -> bool:
+        if not own:
+            others.put("b", 2)
+            return False
+        own.pop()
+        return True
+
+    units = units_of(storage, "ab")
+    assert list(units.claim(idle=idle)) == [] and not own
+    assert units.results() == {"a": 1, "b": 2}
+    theirs.close()
 
 
 def test_a_unit_without_a_result_is_an_error(storage: BaseStorage) -> None:
