@@ -186,7 +186,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
         tasks=tasks_of(tasks),
         lengths=tuple(sorted(set(lengths))),
         methods=tuple(dict.fromkeys(("dense", *chosen))),
-        samples=options.samples if options.samples is not None else 2 if quick else Evaluation.samples,
+        samples=options.samples if options.samples is not None else 1 if quick else Evaluation.samples,
         depths=tuple(options.depths or ((0.0, 0.5, 1.0) if quick else DEPTHS)),
         share=options.share,
         seed=options.seed,

@@ -35,7 +35,8 @@ _REPEATS = 3
 class Costs:
     """What heads cost on one prompt of `length` tokens.
 
-    table: None where FLOPs are counted. scale: measured seconds over those of the table, once that is known.
+    table: None where FLOPs are counted. scale, overhead: what the model's own layers make of the table's seconds, once
+        that is known: so many times those, and seconds of each head whatever it computes.
     """
 
     unit: Unit
@@ -44,6 +45,7 @@ class Costs:
     dtype: str
     table: CostTable | None = None
     scale: float = 1.0
+    overhead: float = 0.0
 
     @property
     def device(self) -> str | None:
@@ -66,15 +68,13 @@ class Costs:
         for c, pattern in enumerate(candidates):
             x, y = self.table.line(pattern.kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype)
             found[..., c] = _interpolate(tiles[..., c].astype(np.float64), x, y) + self._estimate(pattern)
-        return found * self.scale
+        return found * self.scale + self.overhead
 
     def all_keys(self) -> float:
         """The cost of a head that computes everything through the same kernel."""
-        tiles = np.array([float(_causal_tiles(self.length))])
         if self.table is None:
-            return float(tiles[0] * self._flops_per_tile)
-        x, y = self.table.line("dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype)
-        return float(_interpolate(tiles, x, y)[0] * self.scale)
+            return _causal_tiles(self.length) * self._flops_per_tile
+        return self._all_keys * self.scale + self.overhead
 
     def dense(self) -> float:
         """The cost of a head of torch's dense attention."""
@@ -82,9 +82,16 @@ class Costs:
             return self.all_keys()
         return self.table.dense_seconds(length=self.length, head_dim=self.head_dim, dtype=self.dtype, heads=1)
 
-    def scaled(self, factor: float) -> Costs:
-        """With what a prediction turned out to be times `factor`."""
-        return replace(self, scale=self.scale * factor)
+    def brought_to(self, *, scale: float, overhead: float) -> Costs:
+        """With what the model's own layers make of the table's seconds."""
+        return replace(self, scale=scale, overhead=overhead)
+
+    @property
+    def _all_keys(self) -> float:
+        """The table's seconds of a head that computes everything."""
+        assert self.table is not None
+        x, y = self.table.line("dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype)
+        return float(_interpolate(np.array([float(_causal_tiles(self.length))]), x, y)[0])
 
     @property
     def _flops_per_tile(self) -> float:
@@ -93,7 +100,7 @@ class Costs:
     def _estimate(self, pattern: Pattern) -> float:
         """Seconds of estimates that look at more queries than those that the table was measured with."""
         rows = (getattr(pattern, "last_q", LAST_Q) - LAST_Q) / TILE
-        return max(rows, 0.0) * num_tiles(self.length) * self.all_keys() / self.scale / _causal_tiles(self.length)
+        return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
 
 
 def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str) -> CostTable:

@@ -19,7 +19,7 @@ from profiling.held_out import SETS, held_out
 from profiling.logits import DenseLogits
 from profiling.models import LoadedModel
 from profiling.prompts import Prompt, digest, parse_task
-from search.attention_time import measure_scale
+from search.attention_time import fit_to_layers, one_of_each_task
 from search.costs import Costs
 from search.curves import Curves, score_prompt
 from search.gate_rounds import Judges, Point, Raised, raise_until, thinned
@@ -73,7 +73,7 @@ class Phases:
             "budget": config.budget,
             "cost": config.cost,
             "table": costs.identity,
-            "scale": round(costs.scale, 12),
+            "fit": [costs.scale, costs.overhead],
             "seed": config.seed,
         }
         study = open_study(self.storage, self._name("trials"), settings, directions=("minimize", "minimize"))
@@ -153,15 +153,17 @@ class Phases:
         """What is to be spent on what; the table's seconds are brought to those of this model's layers first."""
         problem = self._problem_at(self.costs, curves)
         settings = {**self._settings, "budget": self.config.budget, "table": self.costs.identity}
-        timing = Units(self.storage, self._name("times"), ["scale"], settings)
+        timing = Units(self.storage, self._name("times"), ["fit"], settings)
         for key in timing.claim(progress=False):
-            scale = 1.0
+            fit = 1.0, 0.0
             # What this machine takes says nothing of a table that another one was measured for.
             if self.costs.of_machine(self.config.device):
-                scale = measure_scale(self.loaded, problem, self._calibration[0], backend=self.config.backend)
-            timing.put(key, scale)
+                prompts = one_of_each_task(self._calibration, self.config.samples)
+                fit = fit_to_layers(self.loaded, problem, prompts, backend=self.config.backend)
+            timing.put(key, fit)
         timing.finish()
-        costs = self.costs.scaled(float(timing.results()["scale"]))
+        scale, overhead = timing.results()["fit"]
+        costs = self.costs.brought_to(scale=scale, overhead=overhead)
         problem = self._problem_at(costs, curves)
         if problem.total <= problem.least * 1.01:
             share = problem.least / problem.total * self.config.budget

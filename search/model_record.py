@@ -27,7 +27,7 @@ from profiling.bench import environment
 from profiling.cost_table import embed
 from profiling.models import LoadedModel
 from runtime import Headwise
-from search.attention_time import measured_seconds
+from search.attention_time import measured_seconds, one_of_each_task
 from search.costs import Costs
 from search.crossover import measured_dense_below
 from search.curves import Curves
@@ -142,11 +142,11 @@ def _front_point(problem: Problem, point: Point, layers: Any, dense_cost: float)
 
 
 def _seconds(outcome: Outcome, config: ModelSearch) -> list[float]:
-    """Attention of one prefill as it is on this machine, on a prompt that was held out: of what is served, and of the
+    """Attention of one prefill as it is on this machine, on prompts that were held out: of what is served, and of the
     same total as a budget for each head."""
     settlements = [outcome.raised.chosen.settlement, outcome.uniform.settlement]
-    prompt = outcome.raised.judges.prompts[0]
-    return measured_seconds(outcome.loaded, outcome.problem, settlements, prompt, backend=config.backend)
+    prompts = one_of_each_task(outcome.raised.judges.prompts, config.samples)
+    return measured_seconds(outcome.loaded, outcome.problem, settlements, prompts, backend=config.backend)
 
 
 def _evidence(
