@@ -42,6 +42,11 @@ class Claims:
         self._study_id = storage.get_study_id_from_name(study_name)
         self._alive = Alive(storage, self._study_id, stale=stale)
 
+    @property
+    def me(self) -> str:
+        """Tells this process from others."""
+        return self._alive.me
+
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """What is claimed inside the block stays claimed while this process lives."""

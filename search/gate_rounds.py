@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from artifacts import HeadwiseError
 from profiling.logits import Drift
 from profiling.prompts import Prompt
 from search.curves import Curves
 from search.gate import Limits
-from search.refine import Problem
+from search.refine import NothingFound, Problem
 from search.settle import Settlement, by_model
 
 # Of the front, on held-out prompts.
@@ -74,7 +73,7 @@ def raise_until(
         limits: what may be lost.
 
     Raises:
-        HeadwiseError: not even much more budget is enough.
+        NothingFound: not even much more budget is enough.
     """
     first = judge = next(judges)
 
@@ -98,7 +97,7 @@ def raise_until(
             (chosen,), spent = measured(by_model(curves, problem.costs, total, weight=weight)), total
             fault, rounds, tries = limits.fault(chosen.drift), rounds + 1, tries + 1
             if fault is not None and (tries >= _ROUNDS or total >= most):
-                raise HeadwiseError(
+                raise NothingFound(
                     f"the gate: on held-out prompts {fault}, with {spent / problem.total:.2f} times the budget; "
                     "ask for a larger --budget or allow more"
                 )

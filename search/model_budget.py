@@ -138,7 +138,8 @@ def search_model(config: ModelSearch, loaded: LoadedModel, model: ModelInfo) -> 
         storage=storage,
     )
     with workers(config.workers, "search.heads", config.argv):
-        return phases.run()
+        outcome = phases.run()
+    return None if outcome is None else phases.write(outcome)
 
 
 def _lengths(config: ModelSearch, model: ModelInfo) -> tuple[int, ...]:

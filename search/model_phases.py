@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from search.costs import Costs
 from search.curves import Curves, score_prompt
 from search.gate_rounds import Judges, Point, Raised, raise_until, thinned
 from search.model_record import Outcome, build_artifact, describe
-from search.refine import Problem, baselines, front, objective, parameters
-from search.settle import Settlement, by_head
+from search.refine import NothingFound, Problem, baselines, front, objective, parameters
+from search.settle import by_head
 from search.shared_drifts import SharedDrifts
-from search.study import finish, open_study
+from search.study import finish, open_study, succeeded
 from search.trials import run_trials
 from search.units import Units
 from search.workers import is_worker
@@ -62,7 +61,7 @@ class Phases:
     backend: str
     storage: BaseStorage
 
-    def run(self) -> Artifact | None:
+    def run(self) -> Outcome | None:
         """All phases; None in a copy, which leaves what is told and written to the process that started it."""
         config = self.config
         logits = DenseLogits(self.loaded.model, self._calibration, at_once=False)
@@ -77,6 +76,9 @@ class Phases:
             "seed": config.seed,
         }
         study = open_study(self.storage, self._name("trials"), settings, directions=("minimize", "minimize"))
+        # They are no part of a trial: neither of its time nor of what it can fail of.
+        while len(succeeded(study)) < max(config.n_trials, len(baselines())) and logits.learn():
+            pass
         trials = run_trials(
             study,
             objective(problem, self.loaded.model, logits),
@@ -85,14 +87,38 @@ class Phases:
             seed=config.seed,
             baselines=baselines(),
         )
+        del logits
         # Where the gate lets nothing pass, another budget is another search, by the same curves.
         finish(study)
+        try:
+            raised, uniform = self._gate(problem, trials)
+        except NothingFound:
+            if is_worker():
+                # Whoever started this finds that out as well, and tells.
+                return None
+            raise
         if is_worker():
-            # Nothing passes: whoever started this finds that out as well, and tells.
-            with contextlib.suppress(HeadwiseError):
-                self._gate(problem, trials)
             return None
-        return self._finish(problem, costs, curves, trials)
+        if raised.fault is not None:
+            more = max(raised.chosen.settlement.cost, problem.total) / problem.total
+            print(
+                f"the gate: {raised.fault}; by those prompts too, {more:.2f} times the budget passes", file=sys.stderr
+            )
+        return Outcome(
+            problem=problem,
+            costs=costs,
+            curves=curves,
+            candidates=self.candidates,
+            raised=raised,
+            uniform=uniform,
+            trials=len(trials),
+            calibration=self._about_prompts(),
+            loaded=self.loaded,
+        )
+
+    def write(self, outcome: Outcome) -> Artifact:
+        """What a search came to, timed and written; no copy should be at work any more."""
+        return build_artifact(self._about(), outcome)
 
     @property
     def _longest(self) -> int:
@@ -154,6 +180,8 @@ class Phases:
         problem = self._problem_at(self.costs, curves)
         settings = {**self._settings, "budget": self.config.budget, "table": self.costs.identity}
         timing = Units(self.storage, self._name("times"), ["fit"], settings)
+        # A search with other settings may begin where this is cut off: nothing of it would be lost.
+        timing.finish()
         for key in timing.claim(progress=False):
             fit = 1.0, 0.0
             # What this machine takes says nothing of a table that another one was measured for.
@@ -161,7 +189,6 @@ class Phases:
                 prompts = one_of_each_task(self._calibration, self.config.samples)
                 fit = fit_to_layers(self.loaded, problem, prompts, backend=self.config.backend)
             timing.put(key, fit)
-        timing.finish()
         scale, overhead = timing.results()["fit"]
         costs = self.costs.brought_to(scale=scale, overhead=overhead)
         problem = self._problem_at(costs, curves)
@@ -198,7 +225,7 @@ class Phases:
             sha256=digest(list(self.prompts.values())),
         )
 
-    def _gate(self, problem: Problem, trials: Sequence[Any]) -> tuple[Raised, Settlement]:
+    def _gate(self, problem: Problem, trials: Sequence[Any]) -> tuple[Raised, Point]:
         """Held-out prompts decide what is served; with it the same budget, or what it came to, as one for each head."""
         settlements = thinned([problem.settle(parameters(1, trial.params)) for trial in front(trials)], problem.total)
         judges = self._judges(problem)
@@ -207,27 +234,8 @@ class Phases:
         first.drifts([*settlements, by_head(problem.curves, problem.costs, problem.total)])
         raised = raise_until(problem, settlements, chain([first], judges), self.config.limits)
         total = max(raised.chosen.settlement.cost, problem.total)
-        return raised, by_head(problem.curves, problem.costs, total)
-
-    def _finish(self, problem: Problem, costs: Costs, curves: Mapping[int, Curves], trials: Sequence[Any]) -> Artifact:
-        raised, uniform = self._gate(problem, trials)
-        if raised.fault is not None:
-            more = max(raised.chosen.settlement.cost, problem.total) / problem.total
-            print(
-                f"the gate: {raised.fault}; by those prompts too, {more:.2f} times the budget passes", file=sys.stderr
-            )
-        outcome = Outcome(
-            problem=problem,
-            costs=costs,
-            curves=curves,
-            candidates=self.candidates,
-            raised=raised,
-            uniform=Point(settlement=uniform, drift=raised.judges.drifts([uniform])[0]),
-            trials=len(trials),
-            calibration=self._about_prompts(),
-            loaded=self.loaded,
-        )
-        return build_artifact(self._about(), outcome)
+        uniform = by_head(problem.curves, problem.costs, total)
+        return raised, Point(settlement=uniform, drift=raised.judges.drifts([uniform])[0])
 
     def _judges(self, problem: Problem) -> Iterator[Judges]:
         """The prompts that were held out, then others, each set unlike those before, as far as texts have any."""
@@ -254,7 +262,7 @@ class Phases:
     def _curves_of_judges(self, number: int, prompts: Sequence[Prompt], settings: Mapping[str, Any]) -> Curves:
         """The means over one of the held-out sets."""
         units = self._units(JUDGES[number], settings, [str(i) for i in range(len(prompts))])
+        units.finish()
         for key in units.claim(description="held-out prompts"):
             units.put(key, asdict(self._score(prompts[int(key)], self._longest)))
-        units.finish()
         return Curves.mean([Curves(**arrays) for arrays in units.results().values()])

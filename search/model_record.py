@@ -26,6 +26,7 @@ from kernels.patterns import Pattern
 from profiling.bench import environment
 from profiling.cost_table import embed
 from profiling.models import LoadedModel
+from profiling.prompts import Prompt
 from runtime import Headwise
 from search.attention_time import measured_seconds, one_of_each_task
 from search.costs import Costs
@@ -145,8 +146,12 @@ def _seconds(outcome: Outcome, config: ModelSearch) -> list[float]:
     """Attention of one prefill as it is on this machine, on prompts that were held out: of what is served, and of the
     same total as a budget for each head."""
     settlements = [outcome.raised.chosen.settlement, outcome.uniform.settlement]
-    prompts = one_of_each_task(outcome.raised.judges.prompts, config.samples)
+    prompts = _timed_on(outcome, config)
     return measured_seconds(outcome.loaded, outcome.problem, settlements, prompts, backend=config.backend)
+
+
+def _timed_on(outcome: Outcome, config: ModelSearch) -> list[Prompt]:
+    return one_of_each_task(outcome.raised.judges.prompts, config.samples)
 
 
 def _evidence(
@@ -189,7 +194,7 @@ def _evidence(
                 unit="s",
                 baseline=point.settlement.cost,
                 baseline_name="predicted from the cost table",
-                **shared,
+                **shared | {"samples": len(_timed_on(outcome, config))},
             )
         )
     return tuple(found)

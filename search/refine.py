@@ -31,6 +31,10 @@ _REACH = 1.0
 _ESTIMATES = (LAST_Q, BROAD_LAST_Q)
 
 
+class NothingFound(HeadwiseError):
+    """The search came to its end without anything to serve."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """What is known about the heads and what may be spent.
@@ -94,7 +98,7 @@ def baselines() -> list[dict[str, Any]]:
 
 
 def objective(problem: Problem, model: Any, logits: DenseLogits) -> Any:
-    """From a trial to its cost and its divergence on the calibration prompts, dense predictions on which come first."""
+    """From a trial to its cost and its divergence on the calibration prompts, whose dense predictions are known."""
     groups = min(_GROUPS, int(problem.curves.searched.sum()))
 
     def run(trial: optuna.Trial) -> Sequence[float]:
@@ -106,8 +110,6 @@ def objective(problem: Problem, model: Any, logits: DenseLogits) -> Any:
             for group in range(groups):
                 trial.suggest_float(f"weight_{group}", -_REACH, _REACH)
         settlement = problem.settle(parameters(place, trial.params))
-        while logits.learn():
-            pass
         return settlement.cost, problem.drift(model, logits, settlement).mean_kl
 
     return run
@@ -125,5 +127,5 @@ def front(trials: Sequence[optuna.trial.FrozenTrial]) -> list[optuna.trial.Froze
         if not found or trial.values[1] < found[-1].values[1]:
             found.append(trial)
     if not found:
-        raise HeadwiseError("no trial but the paper's was finished: allow more with --n-trials or --timeout")
+        raise NothingFound("no trial but the paper's was finished: allow more with --n-trials or --timeout")
     return found

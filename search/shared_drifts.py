@@ -41,11 +41,12 @@ class SharedDrifts:
         """The drift of each, over all prompts; this process does its share of what nobody has measured yet."""
         named = {_name(settlement): settlement for settlement in settlements}
         units = self._units([f"{name}/{place}" for name in named for place in self._places])
+        # A search with other settings may begin where this is cut off: nothing of it would be lost.
+        units.finish()
         for key in units.claim(description="held out", choose=self._choose):
             name, place = _parts(key)
             self._logits.learn(place)
             units.put(key, asdict(self._problem.drift(self._model, self._logits, named[name], which=[place])))
-        units.finish()
         found = units.results()
         return [
             Drift.joined([Drift(**found[f"{_name(settlement)}/{place}"]) for place in self._places])

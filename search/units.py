@@ -26,6 +26,8 @@ _SILENT_SECONDS = 10.0
 # MySQL's TEXT holds 65,535 bytes.
 _PIECE = 60_000
 _ARRAY = "__array__"
+# What a process claims while it does something of its own.
+_IDLE = "idle/"
 
 
 class Units:
@@ -82,7 +84,8 @@ class Units:
             progress: whether to show one; None shows it on a terminal, in the first process only.
             choose: of the keys that nobody works on, the one to take; the first if None.
             idle: called where others work on all that is left: does a piece of what is this process's own to do
-                anyway, and returns whether there was one.
+                anyway, and returns whether there was one. No process leaves before such pieces are over, so that
+                what comes after the units, as timing is, has the machine for itself.
         """
         disable = None if progress is None and not is_worker() else not progress
         bar = tqdm(total=len(self.keys), desc=description, unit="unit", disable=disable)
@@ -128,7 +131,8 @@ class Units:
             survey = self._claims.survey()
             self._finished = sum(key in survey.done for key in self.keys)
             bar.update(self._finished - bar.n)
-            if self._finished == len(self.keys):
+            all_done = self._finished == len(self.keys)
+            if all_done and not any(key.startswith(_IDLE) for key in survey.busy):
                 return None
             free = [key for key in self.keys if key not in survey.done and key not in survey.busy]
             if free:
@@ -138,13 +142,25 @@ class Units:
                     self._claimed[key] = trial_id, time.monotonic()
                     return key
                 continue
-            if idle is not None and idle():
+            if idle is not None and not all_done:
+                idle = idle if self._use_wait(idle) else None
                 continue
             if not told and time.monotonic() - began > _SILENT_SECONDS:
                 left = len(self.keys) - self._finished
                 tqdm.write(f"waiting for {left} units that other processes work on", sys.stderr)
                 told = True
             time.sleep(_POLL_SECONDS)
+
+    def _use_wait(self, idle: Callable[[], bool]) -> bool:
+        """A piece of a process's own, claimed, so that all see it; not where there is nothing to wait for any more."""
+        trial_id = self._claims.take(f"{_IDLE}{self._claims.me}")
+        if trial_id is None:
+            return False
+        try:
+            done = self._claims.survey().done
+            return not all(key in done for key in self.keys) and idle()
+        finally:
+            self._claims.give_up(trial_id)
 
     def _abandon(self, key: str) -> None:
         """After an error or an interruption: others need not find out by themselves that this unit is free."""

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from optuna.trial import TrialState
 
 import artifacts
 from artifacts import HeadwiseError
@@ -20,11 +23,12 @@ from profiling.bench import environment
 from profiling.cost_table import save as save_table
 from profiling.head_fidelity import fidelity
 from profiling.held_out import held_out
-from profiling.logits import DenseLogits
+from profiling.logits import DenseLogits, Drift
 from profiling.models import load_model
 from profiling.prompts import make_prompts
 from runtime import Headwise, load
 from search.heads import main
+from search.refine import Problem
 from search.storage import open_storage
 from tests.search.conftest import save_tiny
 from tests.search.tables import linear_table
@@ -220,9 +224,41 @@ def test_a_failed_gate_writes_nothing_and_another_budget_starts_from_the_curves(
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["cfg.study.journal"]
     monkeypatch.setattr("search.model_phases.score_prompt", lambda *args, **kwargs: pytest.fail("scored again"))
-    monkeypatch.setattr("search.refine.Problem.drift", lambda *args, **kwargs: pytest.fail("measured again"))
-    monkeypatch.setattr(DenseLogits, "learn", lambda *args: pytest.fail("run again"))
     assert main(options(tiny_model, out, n_trials="1", budget="0.7", calibration="passkey")) == 0
+
+
+def test_interrupted_at_the_held_out_prompts_it_loses_nothing_and_others_may_start(
+    found: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, measured, most = tmp_path / "cfg.yaml", Problem.drift, [], 3
+
+    def drift(self: Problem, *args: Any, which: Sequence[int] | None = None) -> Drift:
+        if which is not None:
+            if len(measured) == most:
+                raise KeyboardInterrupt
+            measured.append(which)
+        return real(self, *args, which=which)
+
+    monkeypatch.setattr(Problem, "drift", drift)
+    with pytest.raises(KeyboardInterrupt):
+        main(options(tiny_model, out))
+    assert not out.exists() and len(measured) == 3
+    monkeypatch.setattr(Problem, "drift", real)
+    assert main(options(tiny_model, out, calibration="prose", n_trials="1")) == 0
+    monkeypatch.setattr(Problem, "drift", drift)
+    most = -1
+    assert main(options(tiny_model, out)) == 0
+    assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
+    storage = open_storage(None, out)
+    held_out = {s.study_name: s for s in storage.get_all_studies() if ".drifts_0." in s.study_name}
+    done = [
+        trial
+        for study in held_out.values()
+        if study.user_attrs["settings"]["tasks"] == list(TASKS)
+        for trial in storage.get_all_trials(study._study_id)
+        if trial.state == TrialState.COMPLETE
+    ]
+    assert len(held_out) == 2 and len(done) == len(measured) > 3
 
 
 def test_too_small_a_budget_is_told_and_a_larger_one_goes_on(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 import search.alive as alive
+import search.units
 from artifacts import HeadwiseError
 from search.claims import Claims
 from search.storage import open_storage
@@ -113,6 +115,44 @@ def test_while_others_work_a_process_does_what_is_its_own(storage: BaseStorage) 
     units = units_of(storage, "ab")
     assert list(units.claim(idle=idle)) == [] and not own
     assert units.results() == {"a": 1, "b": 2}
+    theirs.close()
+
+
+def test_nobody_leaves_while_another_uses_its_wait(storage: BaseStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the units, as timing is, has the machine for itself."""
+    first, second = units_of(storage, "a"), units_of(storage, "a")
+    theirs = first.claim()
+    key, seen = next(theirs), []
+    monkeypatch.setattr(search.units, "_POLL_SECONDS", 0.01)
+
+    def idle() -> bool:
+        # The last unit is done while this piece is under way.
+        first.put(key, 1)
+        leaving = threading.Thread(target=lambda: seen.extend(theirs))
+        leaving.start()
+        leaving.join(0.3)
+        assert leaving.is_alive()
+        threads.append(leaving)
+        return True
+
+    threads: list[threading.Thread] = []
+    assert list(second.claim(idle=idle)) == []
+    threads[0].join(10)
+    assert not threads[0].is_alive() and seen == [] and first.results() == {"a": 1}
+
+
+def test_a_wait_that_is_over_is_not_used(storage: BaseStorage) -> None:
+    first, second = units_of(storage, "a"), units_of(storage, "a")
+    theirs = first.claim()
+    key, take = next(theirs), second._claims.take
+
+    def late(claimed: str, **options: Any) -> int | None:
+        if claimed.startswith("idle/"):
+            first.put(key, 1)
+        return take(claimed, **options)
+
+    second._claims.take = late  # type: ignore[method-assign]
+    assert list(second.claim(idle=lambda: pytest.fail("too late"))) == []
     theirs.close()
 
 
