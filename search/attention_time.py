@@ -50,9 +50,9 @@ def fit_to_layers(
 ) -> tuple[float, float]:
     """What the model's own layers make of predicted seconds: a factor, and seconds of each head whatever it computes.
 
-    A table times layers whose heads are all alike, on made-up inputs; in real ones several kinds are built side by
-    side, which is most of what small patterns take. Budgets from half to twice what was asked for, and one for each
-    head, are measured, and the line through them is what predictions are brought to.
+    A table times layers whose heads are all alike, on made-up inputs; in real ones the indices of several kinds are
+    built one after the other, which takes the same whatever their sizes. Budgets from half to twice what was asked
+    for, and one for each head, are measured, and predictions are brought to the line through them.
     """
     settlements = [problem.settle({"share": share}) for share in _SHARES]
     settlements.append(by_head(problem.curves, problem.costs, problem.total))
