@@ -25,7 +25,8 @@ from profiling.prompts.held_out import seen_by_searches
 from profiling.prompts.kinds import KINDS
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.prompts.unseen import Pieces, unseen_prompts
-from profiling.quality.trials import VERSION, trial
+from profiling.quality.contexts import by_context
+from profiling.quality.trials import VERSION, trials
 
 DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -171,11 +172,15 @@ def _run(
     if not left:
         return
     with method.apply(loaded.model):
-        for each, prompt, key in left:
-            progress.tell(f"{method.name} {each.task} {each.length}")
-            if key not in journal:
-                journal.add(key, trial(loaded.model, loaded.tokenizer, prompt, method))
-            progress.done(each.length)
+        for numbers in by_context([prompt for _, prompt, _ in left]):
+            some = [left[number] for number in numbers]
+            progress.tell(f"{method.name} {some[0][0].task} {some[0][0].length}")
+            new = {key: prompt for _, prompt, key in some if key not in journal}
+            keys = list(new)
+            for number, record in trials(loaded.model, loaded.tokenizer, list(new.values()), method):
+                journal.add(keys[number], record)
+            for each, _, _ in some:
+                progress.done(each.length)
 
 
 class _Keys:
@@ -186,7 +191,7 @@ class _Keys:
         self._before = f"trial/{version('headwise')}.{VERSION}/{weights}/{dtype.removeprefix('torch.')}/{device}"
 
     def __call__(self, method: Method, prompt: Prompt) -> str:
-        fields = {**asdict(prompt), "finds": None}
+        fields = {**asdict(prompt), "finds": None, "task": None}
         digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
         return f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
 

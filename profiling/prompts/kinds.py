@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
+
+Family = Literal["retrieval", "chain", "in-context", "copying", "aggregation", "text", "other"]
+FAMILIES: tuple[str, ...] = get_args(Family)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Kind:
     maker: `module:function`; imported when prompts are made. It is called with an Encoder, the file or None, length,
         samples and seed, then by name with `fixed` and the parameters that were given.
     asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
+    family: what it is about, so that limits can be set and figures read by it.
     exact: whether prompts always have the length asked for; those of a suite may be shorter, where that is wanted.
     """
 
@@ -56,6 +60,7 @@ class Kind:
     takes_file: Literal["no", "may", "must"] = "no"
     parameters: tuple[Parameter, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    family: Family = "retrieval"
     exact: bool = True
 
     @property
@@ -132,6 +137,7 @@ _KINDS = (
     ),
     Kind(
         name="two_stage_retrieval",
+        family="chain",
         maker="profiling.prompts.lines:two_stage_retrieval",
         asks="the box of an owner, then the value of that box",
         scored="both are named in turn",
@@ -139,6 +145,7 @@ _KINDS = (
     ),
     Kind(
         name="multi_hop",
+        family="chain",
         maker="profiling.prompts.hops:multi_hop",
         takes_file="may",
         asks="somebody's relation's relation, step by step",
@@ -155,6 +162,7 @@ _KINDS = (
     _needles("niah_multiquery", "the numbers of four words, in a text"),
     Kind(
         name="vt",
+        family="chain",
         maker="profiling.prompts.variables:variable_tracking",
         parameters=(
             Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
@@ -166,6 +174,7 @@ _KINDS = (
     ),
     Kind(
         name="cwe",
+        family="aggregation",
         maker="profiling.prompts.frequencies:common_words",
         parameters=(
             Parameter("words", int, "how many words are common (10)", 1, 1000),
@@ -178,6 +187,7 @@ _KINDS = (
     ),
     Kind(
         name="fwe",
+        family="aggregation",
         maker="profiling.prompts.frequencies:frequent_words",
         parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
         asks="the three most frequent code words of a text",
@@ -186,6 +196,7 @@ _KINDS = (
     ),
     Kind(
         name="qa_1",
+        family="other",
         maker="profiling.prompts.documents:questions",
         takes_file="must",
         fixed={"task": "qa_1"},
@@ -195,6 +206,7 @@ _KINDS = (
     ),
     Kind(
         name="qa_2",
+        family="other",
         maker="profiling.prompts.documents:questions",
         takes_file="must",
         fixed={"task": "qa_2"},
@@ -204,6 +216,7 @@ _KINDS = (
     ),
     Kind(
         name="text",
+        family="text",
         maker="profiling.prompts.texts:windows",
         takes_file="must",
         asks="nothing: windows of a text, for perplexity",
@@ -212,6 +225,7 @@ _KINDS = (
     ),
     Kind(
         name="prose",
+        family="text",
         maker="profiling.prompts.texts:prose",
         asks="nothing: windows of Python's language reference, where no text of the user's is at hand",
         scored="perplexity",
@@ -219,6 +233,7 @@ _KINDS = (
     ),
     Kind(
         name="jsonl",
+        family="other",
         maker="profiling.prompts.texts:lines",
         takes_file="must",
         asks="what your prompts ask",
@@ -227,6 +242,7 @@ _KINDS = (
     ),
     Kind(
         name="infinitebench",
+        family="other",
         maker="profiling.prompts.infinitebench:infinitebench",
         takes_file="must",
         parameters=(_TASK,),
@@ -237,6 +253,7 @@ _KINDS = (
     ),
     Kind(
         name="longbench",
+        family="other",
         maker="profiling.prompts.longbench:longbench",
         takes_file="must",
         parameters=(_TASK,),
@@ -247,6 +264,7 @@ _KINDS = (
     ),
     Kind(
         name="ruler",
+        family="other",
         maker="profiling.prompts.ruler_files:ruler",
         takes_file="must",
         parameters=(_TASK,),
