@@ -76,7 +76,7 @@ def prefilled(**changes: Any) -> dict[str, Any]:
 
 
 def measured(**changes: Any) -> dict[str, Any]:
-    return {"evidence": (good().evidence[0].model_copy(update=changes),)}
+    return {"evidence": artifacts.Evidence(measurements=(good().evidence.measurements[0].model_copy(update=changes),))}
 
 
 def decoding(**changes: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_nothing_odd():
         (calibrated(lengths=(8192,), samples=1), "one-prompt"),
         (calibrated(lengths=(8192,)), "one-length"),
         (calibrated(lengths=(512, 1024)), "short-search"),
-        ({"evidence": ()}, "no-evidence"),
+        ({"evidence": artifacts.Evidence()}, "no-evidence"),
         (measured(baseline=None, baseline_name=None), "no-baseline"),
         (measured(value=4.0), "slower"),
         (decoding(filter_layers=(0, 1, 2)), "no-sparse-layer"),
