@@ -19,7 +19,8 @@ SECTIONS = (
     "prefill.imported",
     "decode",
     "kv_cache",
-    "evidence",
+    "evidence.tasks",
+    "evidence.measurements",
     "costs",
     "sidecar",
 )

@@ -6,6 +6,7 @@ of the sidecar, uint8 of shape (windows, 32).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 SEEN_WINDOWS = "calibration.seen_windows"
 MAX_WINDOWS = 65_536
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
@@ -29,14 +31,10 @@ def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
     found = sorted(set(digests))
     if len(found) > MAX_WINDOWS:
         raise ArtifactError(f"{len(found)} windows, an artifact may list {MAX_WINDOWS}")
-    try:
-        listed = [bytes.fromhex(digest) for digest in found]
-    except ValueError:
-        listed = []
-    wrong = next((d for d, made in zip(found, listed, strict=False) if len(made) != 32), None)
-    if wrong is not None or len(listed) != len(found):
-        raise ArtifactError(f"a window's digest must have 64 hex digits, got {shorten(wrong or found[0])}")
-    return {SEEN_WINDOWS: np.frombuffer(b"".join(listed), dtype=np.uint8).reshape(-1, 32)} if listed else {}
+    if wrong := [digest for digest in found if not _DIGEST.fullmatch(digest)]:
+        raise ArtifactError(f"a window's digest must have 64 hex digits, got {shorten(wrong[0])}")
+    listed = b"".join(map(bytes.fromhex, found))
+    return {SEEN_WINDOWS: np.frombuffer(listed, dtype=np.uint8).reshape(-1, 32)} if found else {}
 
 
 def seen_windows(arrays: Mapping[str, Array]) -> frozenset[str]:
