@@ -12,12 +12,14 @@ import numpy as np
 from artifacts import (
     Artifact,
     Calibration,
+    Evidence,
     Front,
     Measurement,
     Prefill,
     SearchCost,
     SearchInfo,
     Summary,
+    front_arrays,
     pattern_name,
 )
 from artifacts import Point as FrontPoint
@@ -100,6 +102,7 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
     dense_cost = costs.dense() * heads
     search = describe(config, outcome.calibration, chosen.settlement, problem, n_trials=outcome.trials)
     section, arrays = embed([costs.table] if costs.table else [], optimised=costs.table)
+    arrays |= front_arrays(patterns, [layers for _, layers, _ in points])
     search = search.model_copy(update={"cost": SearchCost(unit=costs.unit, device=costs.device or config.device)})
     prefill = Prefill(
         dense_below=config.dense_below or max(1, length // 2),
@@ -111,7 +114,7 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
             unit=costs.unit,
             dense_cost=dense_cost,
             measured_on="held_out" if outcome.raised.judges.fresh else "calibration",
-            points=tuple(_front_point(problem, point, layers, dense_cost) for point, layers, _ in points),
+            points=tuple(_front_point(problem, point, dense_cost) for point, _, _ in points),
         ),
     )
     artifact = Artifact(model=problem.model, search=search, patterns=patterns, prefill=prefill, costs=section)
@@ -122,7 +125,9 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
         always = artifact.model_copy(update={"prefill": prefill.model_copy(update={"dense_below": 0})})
         below = measured_dense_below(outcome.loaded, Headwise(always), length)
         artifact = artifact.model_copy(update={"prefill": prefill.model_copy(update={"dense_below": below})})
-    artifact = artifact.model_copy(update={"evidence": _evidence(config, outcome, chosen, measured)})
+    artifact = artifact.model_copy(
+        update={"evidence": Evidence(measurements=_evidence(config, outcome, chosen, measured))}
+    )
     saved = save_searched(artifact, config.out, {**arrays, **_arrays(outcome)})
     if config.picture:
         from profiling.pattern_map import draw_pattern_map
@@ -131,14 +136,13 @@ def build_artifact(config: ModelSearch, outcome: Outcome) -> Artifact:
     return saved
 
 
-def _front_point(problem: Problem, point: Point, layers: Any, dense_cost: float) -> FrontPoint:
+def _front_point(problem: Problem, point: Point, dense_cost: float) -> FrontPoint:
     return FrontPoint(
         cost=point.settlement.cost,
         speedup=dense_cost / point.settlement.cost,
         kl=point.drift.mean_kl,
         recall=min(1.0, float(np.nanmean(point.settlement.pick(problem.curves.recall)))),
         density=min(1.0, float(np.nanmean(point.settlement.pick(problem.density)))),
-        layers=layers,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from artifacts import Artifact, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
+from artifacts import Artifact, Evidence, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
 from artifacts.density import density
 from artifacts.errors import shorten
 from artifacts.hashing import canonical_json
@@ -84,7 +84,7 @@ class Methods:
         self._loaded, self._arrays, self._share = loaded, dict(arrays or {}), share
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
-        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": ()})
+        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
         self._memory = {} if memory is None else memory
         self._meters: dict[int, Meter] = {}
         entries = {
