@@ -21,10 +21,9 @@ from artifacts.hashing import canonical_json
 from profiling.evaluation.methods import Method, Methods
 from profiling.journal import Journal
 from profiling.models.loading import LoadedModel
-from profiling.prompts.held_out import seen_by_searches
+from profiling.prompts.held_out import Seen, unseen_prompts
 from profiling.prompts.kinds import KINDS
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.prompts.unseen import Pieces, unseen_prompts
 from profiling.quality.contexts import by_context
 from profiling.quality.trials import VERSION, trials
 
@@ -107,7 +106,7 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
             )
 
 
-def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Pieces) -> list[Set]:
+def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
     how: dict[str, Any] = {"samples": config.samples, "seed": config.seed, "seen": seen, "shorter": True}
     sets = []
@@ -133,7 +132,7 @@ def open_journal(folder: Path, *, fresh: bool) -> Journal:
 
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, journal: Journal) -> list[Outcome]:
     """Every prompt under every method that is not in the journal yet; outcomes by length, task, depth and method."""
-    seen = Pieces(seen_by_searches([methods.artifact], config.tasks, loaded.tokenizer))
+    seen = Seen.by([methods.arrays])
     sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, seen)]
     of = _Keys(methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)

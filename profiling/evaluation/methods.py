@@ -81,14 +81,14 @@ class Methods:
         memory: Any = None,
     ) -> None:
         """share: of the prompt's keys and values that the caches of CACHES keep."""
-        self._loaded, self._arrays, self._share = loaded, dict(arrays or {}), share
+        self._loaded, self.arrays, self._share = loaded, dict(arrays or {}), share
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
         self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
         self._memory = {} if memory is None else memory
         self._meters: dict[int, Meter] = {}
         entries = {
-            name: hashlib.sha256(self._arrays[name].tobytes()).hexdigest()
+            name: hashlib.sha256(self.arrays[name].tobytes()).hexdigest()
             for pattern in artifact.patterns.values()
             if isinstance(pattern, Static)
             for name in pattern.arrays
@@ -117,7 +117,7 @@ class Methods:
         if name == "headwise":
             artifact, sizes = self._patterns_of(), f"{len(self.artifact.patterns)} patterns"
             density = self._remember("density", length, lambda: self._meter(length).target)
-            make, identity = partial(Headwise, artifact, self._arrays), _identity(artifact)
+            make, identity = partial(Headwise, artifact, self.arrays), _identity(artifact)
         elif name == "headwise_static":
             make, sizes = partial(self._frozen, length), "frozen"
             density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
@@ -190,7 +190,7 @@ class Methods:
                 density = sum(min(at + 1, seen) for at in range(length)) / (length * (length + 1) / 2)
         return Method(
             name=name,
-            make=partial(Headwise, artifact, self._arrays),
+            make=partial(Headwise, artifact, self.arrays),
             density=density,
             kept=kept,
             identity=_identity(artifact),
@@ -212,7 +212,7 @@ class Methods:
     def _meter(self, length: int) -> Meter:
         if length not in self._meters:
             # One length at a time: estimates of a long prompt are not small.
-            self._meters = {length: Meter(self._loaded, self._patterns_of(), self._arrays, length)}
+            self._meters = {length: Meter(self._loaded, self._patterns_of(), self.arrays, length)}
         return self._meters[length]
 
     def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:

@@ -83,9 +83,7 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
                 right = answer_ids(tokenizer, prompt)
                 spans.append((len(ids), len(ids) + len(right)))
                 ids += [*right, *after]
-        found.append(
-            TokenSequence(task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans))
-        )
+        found.append(TokenSequence(task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans)))
     return found
 
 
@@ -114,7 +112,7 @@ Plans = Mapping[int, LayerPlan]
 
 
 class Reference:
-    """What a model predicts on sequences under dense attention by Headwise's kernel, to compare other attention with."""
+    """What a model predicts on sequences under dense attention by our kernel, to compare other attention with."""
 
     def __init__(self, model: Any, found: Sequence[TokenSequence], *, backend: str = "auto") -> None:
         """Nothing is run yet.

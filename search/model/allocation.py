@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, pattern_name
 from artifacts import Pattern as ArtifactPattern
-from artifacts import pattern_name
 from kernels.patterns import LayerPlan, Pattern
 from search.model.curves import Curves
 from search.model.hulls import spend
@@ -199,6 +198,3 @@ def _over_ranks(loss: np.ndarray, costs: np.ndarray, total: float, ranks: int) -
     padded = np.array([np.pad(row, (0, width - len(row)), constant_values=np.inf) for row in lost])
     spent = spend(padded, np.array([np.pad(row, (0, width - len(row)), mode="edge") for row in times]), total)
     return np.array([rows[entry] for rows, entry in zip(entries, spent.entries, strict=True)]), spent.price
-
-
-

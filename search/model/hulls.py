@@ -73,7 +73,7 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
 
 
 def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> list[int]:
-    """Entries on the lower convex hull, the cheapest first, also amid its edges; each loses less than the one before."""
+    """Entries on the lower convex hull, the cheapest first, also amid its edges; each loses less than those before."""
     line: list[int] = []
     costs, losses = np.asarray(costs, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     # Of entries that are alike the last: where candidates ascend, dense before what only happens to be exact.

@@ -21,7 +21,7 @@ from profiling.inside.head_fidelity import dense_attention
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
-from profiling.progress import Progress
+from profiling.progress import Phase, phase
 from profiling.quality.sequences import Reference, TokenSequence
 from profiling.ranks import Ranks
 from search.model.curves import Curves
@@ -55,7 +55,7 @@ class Found:
     fault: str | None
 
 
-def score_prompts(scoring: Scoring, reference: Reference, progress: Progress) -> Found:
+def score_prompts(scoring: Scoring, reference: Reference) -> Found:
     """The curves of all sequences of `reference`, which learns what dense attention predicts on them.
 
     Raises:
@@ -67,13 +67,17 @@ def score_prompts(scoring: Scoring, reference: Reference, progress: Progress) ->
         for layer in scoring.layers
     }
     held = {at: found for at, unit in units.items() if (found := scoring.ledger.get(unit)) is not None}
-    missing = [set(map(tuple, theirs)) for theirs in scoring.ranks.gather_all([list(at) for at in units if at not in held])]
-    left = sorted(set.intersection(*missing))
-    mine = _share([(int(number), int(layer)) for number, layer in left], scoring.ranks)
-    progress.begin("scoring candidates", len(units), done=len(units) - len(left))
-    for number in sorted({number for number, _ in mine}):
-        layers = {layer for one, layer in mine if one == number}
-        held |= _score(scoring, reference, number, layers, units, progress)
+    # What one rank has finished before, no rank does again.
+    theirs = scoring.ranks.gather_all([list(at) for at in held])
+    known = {(int(number), int(layer)) for some in theirs for number, layer in some}
+    left = sorted(at for at in units if at not in known)
+    mine = _share(left, scoring.ranks)
+    with phase("scoring candidates", len(units), "layers", quiet=not scoring.ranks.is_first) as shown:
+        shown.reach(len(units) - len(left))
+        for number in sorted({number for number, _ in mine}):
+            layers = {layer for one, layer in mine if one == number}
+            shown.note(reference.sequences[number].task)
+            held |= _score(scoring, reference, number, layers, units, shown)
     values = scoring.ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
     by_prompt = [
         _curves(scoring, one, {layer: values[f"{number}/{layer}"] for layer in scoring.layers})
@@ -87,7 +91,7 @@ def score_prompts(scoring: Scoring, reference: Reference, progress: Progress) ->
 
 
 def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
-    """This rank's (sequence, layer) units: whole sequences, or where there are fewer than ranks a part of one's layers."""
+    """This rank's (sequence, layer) units: whole sequences, or of one some layers where there are fewer than ranks."""
     numbers = sorted({number for number, _ in units})
     if len(numbers) >= ranks.count or not numbers:
         return {unit for unit in units if unit[0] in ranks.deal(numbers)}
@@ -102,7 +106,7 @@ def _score(
     number: int,
     layers: set[int],
     units: Mapping[tuple[int, int], Unit],
-    progress: Progress,
+    shown: Phase,
 ) -> dict[tuple[int, int], Any]:
     """Some layers of one sequence, kept as they are found."""
     loaded, one = scoring.loaded, reference.sequences[number]
@@ -131,7 +135,7 @@ def _score(
             value = {str(tail): _plain(scores[tail], gain, layer.inputs.layer, loaded) for tail in scoring.tails}
             at = (number, layer.inputs.layer)
             found[at] = scoring.ledger.put(units[at], {"scores": value, "fault": fault})
-            progress.advance()
+            shown.update()
 
         def wanted(inputs: LayerInputs) -> bool:
             if inputs.layer not in layers:

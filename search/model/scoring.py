@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
         padded = torch.nn.functional.pad(norms, (0, -length % TILE)).unflatten(0, (-1, TILE)).sum(-1)
         size = padded.sqrt().cpu().double().numpy()
     rows, weights = [], []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges.tolist()):
         own = size[start:stop]
         share = own / own.sum() if own.sum() > 0 else np.full(stop - start, 1 / (stop - start))
         chance = _BY_GRADIENT * share + (1 - _BY_GRADIENT) / (stop - start)

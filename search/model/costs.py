@@ -6,29 +6,21 @@ Shapes: L layers, H query heads, C candidates.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from optuna.storages import BaseStorage
 
 from artifacts import HeadwiseError, ModelInfo
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
-from profiling.bench import backend_of, environment
-from profiling.kernels import Grid, run
-from profiling.models.gguf import cache_folder
-from profiling.speed.cost_table import Cost, CostTable, load
-from search.ladder import LAST_Q
-from search.units import Units
+from profiling.bench import environment
+from profiling.speed.cost_table import CostTable, load
+from search.model.candidates import LAST_Q
 
 Unit = Literal["seconds", "flops"]
-_DENSITIES = (0.04, 0.12, 0.25, 0.5)
-_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,34 +95,6 @@ class Costs:
         return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
 
 
-def measured_table(model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str) -> CostTable:
-    """The cost table of this machine for the model's heads; measured once, then kept in the cache folder."""
-    grid = Grid(
-        device=device,
-        lengths=tuple(lengths),
-        head_dims=(model.head_dim,),
-        heads=((model.num_heads, model.num_kv_heads),),
-        dtypes=(dtype,),
-        densities=_DENSITIES,
-        repeats=_REPEATS,
-    )
-    size = next(iter(grid.sizes()))
-    name = re.sub(r"\W+", "-", environment(device)["device"])
-    where = f"{device.replace(':', '_')}_{name}_{backend_of(size)}_{torch.__version__}_{torch.get_num_threads()}"
-    shape = f"{model.num_heads}x{model.num_kv_heads}x{model.head_dim}_{dtype}_{'_'.join(map(str, lengths))}"
-    path = cache_folder() / "costs" / f"{where}_{shape}.safetensors"
-    if path.is_file():
-        return load(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    heads = f"{model.num_heads}/{model.num_kv_heads}"
-    command = (
-        f"python -m profiling.kernels --device {device} --lengths {' '.join(map(str, lengths))} --head-dims "
-        f"{model.head_dim} --heads {heads} --dtypes {dtype} --densities {' '.join(map(str, _DENSITIES))} "
-        f"--repeats {_REPEATS} --out cost.safetensors"
-    )
-    return run(grid, path, command=command)
-
-
 def given_costs(unit: Unit, model: ModelInfo, *, length: int, dtype: str, table: Path | None) -> Costs | None:
     """How a search counts where nothing has to be measured for that: FLOPs, or by a table; None where something has.
 
@@ -153,21 +117,6 @@ def costs_by(table: CostTable, model: ModelInfo, *, length: int, dtype: str) -> 
     for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
         table.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
     return Costs(unit="seconds", length=length, head_dim=model.head_dim, dtype=dtype, table=table)
-
-
-def shared_table(
-    storage: BaseStorage, name: str, model: ModelInfo, *, lengths: Sequence[int], dtype: str, device: str
-) -> CostTable:
-    """The table of whoever of a search's processes came first: all have to count alike."""
-    heads = [model.num_heads, model.num_kv_heads, model.head_dim]
-    settings = {"device": device, "dtype": dtype, "heads": heads, "lengths": list(lengths)}
-    units = Units(storage, name, ["table"], settings)
-    # A search with other settings may begin where this one was cut off: nothing of it would be lost.
-    units.finish()
-    for key in units.claim(progress=False):
-        units.put(key, asdict(measured_table(model, lengths=lengths, dtype=dtype, device=device)))
-    found = units.results()["table"]
-    return CostTable(**found | {"costs": tuple(Cost(**cost) for cost in found["costs"])})
 
 
 def _causal_tiles(length: int) -> int:

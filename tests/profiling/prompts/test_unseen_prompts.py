@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.prompts.unseen import Pieces, told_overlap, unseen_prompts
+from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
 from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
 
@@ -31,7 +31,7 @@ def common(a: Prompt, b: Prompt) -> bool:
 
 
 def found(task: str, tokenizer: Any, samples: int, seen: list[Prompt]) -> tuple[list[Prompt], int]:
-    prompts, overlapping = unseen_prompts(task, tokenizer, length=LENGTH, samples=samples, seed=SEED, seen=Pieces(seen))
+    prompts, overlapping = unseen_prompts(task, tokenizer, length=LENGTH, samples=samples, seed=SEED, seen=Seen(seen))
     assert len(prompts) == samples and all(len(prompt.input_ids) == LENGTH for prompt in prompts)
     return prompts, overlapping
 

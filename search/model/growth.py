@@ -12,7 +12,7 @@ import numpy as np
 
 from artifacts import Growth
 from kernels.patterns import Pattern
-from search.curves import Curves
+from search.model.curves import Curves
 
 # Which sizes of a kind grow, all by the same power. Sinks are sinks at any length.
 GROWING = {
