@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from artifacts import Artifact, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
+from artifacts import Artifact, Dense, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
 from artifacts.density import density
 from artifacts.errors import shorten
 from artifacts.hashing import canonical_json
@@ -243,6 +243,25 @@ class Methods:
 
     def _key(self, what: str, length: int) -> str:
         return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
+
+
+def dense_kernel(artifact: Artifact) -> Method:
+    """Dense attention by Headwise's own kernel in the layers that the artifact has patterns for."""
+    pattern = Dense()
+    name = pattern_name(pattern)
+    rows = tuple(None if row is None else (name,) * len(row) for row in artifact.prefill.layers)
+    fields = {"dense_below": 0, "layers": rows, "growth": None, "front": None}
+    update = {"patterns": {name: pattern}, "prefill": artifact.prefill.model_copy(update=fields)}
+    made = artifact.model_copy(update={**update, "decode": None, "kv_cache": None})
+    return Method(
+        name="dense",
+        make=partial(Headwise, made),
+        density=1.0,
+        kept=1.0,
+        identity=_identity(made),
+        evicts=False,
+        sizes="",
+    )
 
 
 def _with_tail(artifact: Artifact, tail: int) -> Artifact:
