@@ -28,7 +28,7 @@ VERSION = 1
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """What the method, which has to be applied to the model, makes of a prompt: plain data for a journal."""
+    """What the method, which has to be applied to the model, makes of a prompt: plain data for a ledger."""
     asks = prompt.answer is not None or prompt.references
     return answered(model, tokenizer, prompt, method) if asks else foreseen(model, prompt, method)
 
