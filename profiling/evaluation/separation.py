@@ -68,13 +68,18 @@ def rows_of(task: str, units: Mapping[str, Sequence[Unit]]) -> list[Row]:
         values = {method: _values(some, measure) for method, some in units.items()}
         base = values[DENSE]
         for method, own in values.items() if base else ():
-            row = {"task": task, "method": method, "measure": measure, "count": len(own)}
+            row: dict[str, Any] = {"task": task, "method": method, "measure": measure, "count": len(own)}
             mean = sum(own) / len(own)
             if method == DENSE:
                 found.append(Row(**row, value=mean))
                 continue
             gap = paired_difference(own, base)
-            bounds = {"difference": gap.value, "low": gap.low, "high": gap.high, "apart": differs(own, base)}
+            bounds: dict[str, Any] = {
+                "difference": gap.value,
+                "low": gap.low,
+                "high": gap.high,
+                "apart": differs(own, base),
+            }
             found.append(Row(**row, value=mean, **bounds))
     return found
 
