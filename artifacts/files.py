@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -67,6 +68,28 @@ def check_writable(path: str | os.PathLike[str]) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise HeadwiseError(f"cannot write {shown}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make a folder for what is written inside; what was made goes again after a failure, where nothing is in it.
+
+    Raises:
+        HeadwiseError: it cannot be made.
+    """
+    folder = Path(path)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"cannot make the folder {_quoted(folder)}: {reason(error)}") from None
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
+        raise
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

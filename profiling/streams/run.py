@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.journal import Journal
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.tokens import Encoder
@@ -93,33 +93,30 @@ def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row],
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
-    check_writable(config.out / "stream.json")
-    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
-    stream = _stream(config, loaded)
-    settings = _settings(config, loaded, stream)
-    journal = Journal.open(config.out / "stream.journal", settings, fresh=config.fresh)
-    with tqdm(total=config.tokens * len(config.methods), unit="token", disable=None) as progress:
-        series = [_measured(config, loaded, method, stream, journal, progress) for method in config.all_methods]
-    whole = config.sinks + config.window
-    seconds = speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
-    found = rows(series, stream, whole, config.task)
-    record = {
-        "command": config.command,
-        **plain(series, found),
-        "timed": seconds,
-        "settings": settings,
-        "versions": _versions(),
-    }
-    atomic_write(config.out / "stream.json", (json.dumps(record, indent=1) + "\n").encode())
-    draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
-    journal.remove()
-    for method in config.all_methods:
-        _state(config, method).unlink(missing_ok=True)
-    return found, record
+    with out_folder(config.out):
+        check_writable(config.out / "stream.json")
+        loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        stream = _stream(config, loaded)
+        settings = _settings(config, loaded, stream)
+        journal = Journal.open(config.out / "stream.journal", settings, fresh=config.fresh)
+        with tqdm(total=config.tokens * len(config.methods), unit="token", disable=None) as progress:
+            series = [_measured(config, loaded, method, stream, journal, progress) for method in config.all_methods]
+        whole = config.sinks + config.window
+        seconds = speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
+        found = rows(series, stream, whole, config.task)
+        record = {
+            "command": config.command,
+            **plain(series, found),
+            "timed": seconds,
+            "settings": settings,
+            "versions": _versions(),
+        }
+        atomic_write(config.out / "stream.json", (json.dumps(record, indent=1) + "\n").encode())
+        draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
+        journal.remove()
+        for method in config.all_methods:
+            _state(config, method).unlink(missing_ok=True)
+        return found, record
 
 
 def _stream(config: Streamed, loaded: LoadedModel) -> TokenStream:
