@@ -23,7 +23,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
 from artifacts.hashing import canonical_json
-from artifacts.lock import locked
+from artifacts.pair import locked
 from profiling.ranks import Ranks
 from profiling.values import from_bytes, to_bytes
 

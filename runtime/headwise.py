@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from os import PathLike
 from types import TracebackType
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
     from runtime.applied import Applied
     from runtime.caches import CacheBytes, MemoryReport
+
+_log = logging.getLogger("headwise")
 
 
 def load(
@@ -42,7 +45,7 @@ def load(
         HeadwiseError: several targets, one that no point meets (the line says what they offer), or no front to choose
             from; `verify` is no public key.
     """
-    artifact, arrays = artifacts.load_pair(path, verify=verify)
+    artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
     try:
         artifact = artifacts.at_target(
             artifact, arrays, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
@@ -100,6 +103,7 @@ class Headwise:
         watch: bool = False,
         min_recall: float | None = None,
         dense_kernels: bool = True,
+        check_fingerprint: bool = False,
     ) -> Handle:
         """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
 
@@ -119,6 +123,8 @@ class Headwise:
                 more ("dense by kernel" in stats()); layers that slide compute their window and no mask ("window by
                 kernel"); on the CPU decode attends to every key, in half precision and on 256 keys or more ("decode by
                 kernel").
+            check_fingerprint: refuse an artifact that does not say which model it is for, as an import does not; it
+                is applied with a warning otherwise, to any model of its shape.
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
@@ -129,6 +135,14 @@ class Headwise:
         """
         from runtime.applied import attach
 
+        if unknown := self.artifact.model.unknown:
+            name = one_line(self.artifact.model.name)
+            said = (
+                f"the artifact for {name} has no fingerprint ({', '.join(unknown)} open): any model of its shape passes"
+            )
+            if check_fingerprint:
+                raise HeadwiseError(f"{said}; python -m profiling.fidelity --update fills it in")
+            _log.warning("%s", said)
         applied = attach(
             self.artifact,
             self.arrays,

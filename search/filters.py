@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, update
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from artifacts.files import check_writable
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
@@ -268,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, help="their length in tokens")
     p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
     p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt")
-    p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
+    p.add_argument("--seed", type=natural, default=SimilarityConfig.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, HeadwiseError, load_pair
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
@@ -154,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tasks", nargs="+", help=f"default: {' '.join(DEFAULT_TASKS)}")
     p.add_argument("--length", type=int, help="tokens of a prompt (default: what was searched)")
     p.add_argument("--samples", type=int, default=1, help="prompts of each task (default 1)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     return p

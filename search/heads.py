@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.prompts.prompt import TASKS
 from search.gate import add_limits, limits_of
 from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         default="scaled",
         help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
     )
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")

@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, update
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
@@ -280,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
         default=KVSearch.normalised,
         help="divide scores by how many queries could see a token (default), or keep H2O's sums",
     )
-    p.add_argument("--seed", type=int, default=KVSearch.seed)
+    p.add_argument("--seed", type=natural, default=KVSearch.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")

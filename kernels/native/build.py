@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -57,12 +58,14 @@ def _load() -> str | None:
         return compiler
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if why := next(filter(None, map(_not_ours, (library.parent.parent, library.parent, library))), None):
+            return f"compiled kernels are not taken from there: {why} (HEADWISE_CACHE moves the cache folder)"
         found = library.exists()
         if not found or _why_not_loaded(library) is not None:
             if found:
                 _log.warning("the compiled CPU kernels do not load: compiling them again")
             _log.info("compiling the CPU kernels, once for this machine")
-            library.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, library)
             return _why_not_loaded(library)
     except subprocess.CalledProcessError as error:
@@ -79,6 +82,19 @@ def _why_not_loaded(library: Path) -> str | None:
         torch.ops.load_library(str(library))
     except OSError as error:
         return f"the compiled library cannot be loaded: {error}"
+    return None
+
+
+def _not_ours(path: Path) -> str | None:
+    """Why what lies there may be somebody else's: loading a library runs it."""
+    if os.name != "posix" or not path.exists():
+        return None
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"
+    # In a folder such as /tmp nobody can rename what is another's.
+    if found.st_mode & 0o022 and not (path.is_dir() and found.st_mode & stat.S_ISVTX):
+        return f"others can write to {path} (mode {found.st_mode & 0o777:03o}): chmod go-w it"
     return None
 
 
@@ -129,6 +145,8 @@ def _compile(compiler: list[str], library: Path) -> None:
             pass
         built = Path(folder) / library.name
         _run([*command, "-shared", *objects, "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
+        # Whatever the umask: one that others could write to would not be loaded.
+        built.chmod(0o755)
         os.replace(built, library)
 
 
