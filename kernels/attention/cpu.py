@@ -43,6 +43,7 @@ def sparse_attention(
     scale: float,
     softcap: float | None,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -66,6 +67,6 @@ def sparse_attention(
     fastest, *_ = engines(q.dtype)
     torch.ops.headwise.sparse_attention(
         *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0, pages),
-        *(scale, softcap or 0.0, engine or fastest, out, lse),
+        *(None if sinks is None else sinks.float().contiguous(), scale, softcap or 0.0, engine or fastest, out, lse),
     )
     return out, lse
