@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.dispatch import derivative_wanted
 from kernels.index import SparseIndex
 from kernels.native import build
 from kernels.ragged import Ragged
@@ -21,9 +22,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
-    return build.load()
+    return derivative_wanted(q, k, v) or build.load()
 
 
 def engines(dtype: torch.dtype) -> list[str]:
