@@ -21,7 +21,9 @@ import torch
 
 _KERNELS = Path(__file__).parents[1]
 SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "gradient", "patterns", "scored"))
-HEADERS = tuple(_KERNELS / "native" / name for name in ("vectors.h", "engines.h"))
+HEADERS = tuple(
+    _KERNELS / name for name in ("native/vectors.h", "native/engines.h", "attention/index.h", "attention/panels.h")
+)
 _FLAGS = (
     "-std=c++20",
     "-O3",

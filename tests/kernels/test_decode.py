@@ -241,9 +241,9 @@ _NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "scale", "softca
 
 @pytest.fixture
 def fresh_notes() -> Iterator[None]:
-    dispatch._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
     yield
-    dispatch._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
 
 
 def test_auto_falls_back_and_says_so_once(
