@@ -52,6 +52,7 @@ def skip_without(instructions: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flags", "needs"), [("-march=x86-64-v3", "avx2"), ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
 )
