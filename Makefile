@@ -10,14 +10,26 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: test test-all test-oldest test-vllm demo fuzz lint clean
+.PHONY: test test-all test-oldest test-vllm test-wheel demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
 
-# With every build, variant and notebook of which `make test` runs one.
+# With every build, variant and notebook of which `make test` runs one, and what a wheel installs.
 test-all: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST)
+	$(MAKE) test-wheel
+
+# A wheel in an environment of its own, away from the checkout, searches and serves.
+# make test-wheel PYTHON=python3.13 for another Python.
+WHEEL_DIR ?= build/test-wheel
+
+test-wheel:
+	rm -rf $(WHEEL_DIR) && mkdir -p $(WHEEL_DIR)/files
+	$(PYTHON) -m venv $(WHEEL_DIR)/venv
+	$(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir $(WHEEL_DIR) .
+	$(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(WHEEL_DIR)/headwise-*.whl
+	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files
 
 demo: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m search.demo --out demo/
