@@ -25,7 +25,7 @@ test-all: $(VENV)/.installed $(VENV)/.models
 WHEEL_DIR ?= build/test-wheel
 
 test-wheel:
-	rm -rf $(WHEEL_DIR) && mkdir -p $(WHEEL_DIR)/files
+	rm -rf $(WHEEL_DIR) build/lib && mkdir -p $(WHEEL_DIR)/files
 	$(PYTHON) -m venv $(WHEEL_DIR)/venv
 	$(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir $(WHEEL_DIR) .
 	$(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(WHEEL_DIR)/headwise-*.whl
