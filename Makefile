@@ -20,16 +20,20 @@ test-all: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST)
 	$(MAKE) test-wheel
 
-# A wheel in an environment of its own, away from the checkout, searches and serves.
-# make test-wheel PYTHON=python3.13 for another Python.
+# A wheel with native code for every instruction set, in an environment of its own, away from the checkout: it searches and
+# serves without a compiler, and serves without the packages of a search. Another Python: make test-wheel PYTHON=python3.13.
 WHEEL_DIR ?= build/test-wheel
+WHEEL_PIP := $(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check --quiet
 
-test-wheel:
+test-wheel: $(VENV)/.installed
 	rm -rf $(WHEEL_DIR) build/lib && mkdir -p $(WHEEL_DIR)/files
+	HEADWISE_PREBUILD=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation \
+		--wheel-dir $(WHEEL_DIR) .
 	$(PYTHON) -m venv $(WHEEL_DIR)/venv
-	$(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir $(WHEEL_DIR) .
-	$(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(WHEEL_DIR)/headwise-*.whl
-	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files
+	$(WHEEL_PIP) install -c constraints.txt "$$(ls $(WHEEL_DIR)/headwise-*.whl)[search]"
+	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files --prebuilt
+	$(WHEEL_PIP) uninstall --yes gguf matplotlib optuna
+	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files --serve-only
 
 demo: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m search.demo --out demo/
@@ -48,7 +52,7 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(OLDEST_VENV)/constraints.txt
 	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c $(OLDEST_VENV)/constraints.txt \
-		--editable . cryptography hypothesis pytest pytest-xdist
+		--editable '.[search]' cryptography hypothesis pytest pytest-xdist
 	@touch $@
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.

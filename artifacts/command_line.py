@@ -7,6 +7,7 @@ output went away.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from artifacts.errors import HeadwiseError, one_line
 BAD_USE = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+# What serving does without -> the extra that installs it.
+EXTRAS = {"matplotlib": "search", "optuna": "search"}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -48,6 +51,11 @@ def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[s
     except HeadwiseError as error:
         _complain(str(error))
         code = BAD_USE
+    except ModuleNotFoundError as error:
+        if error.name is None or (package := error.name.partition(".")[0]) not in EXTRAS:
+            raise
+        _complain(_how_to_install(package))
+        code = BAD_USE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
@@ -55,6 +63,23 @@ def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[s
         _discard(sys.stdout)
         code = BROKEN_PIPE
     sys.exit(code or 0)
+
+
+def require(package: str) -> None:
+    """Raise ImportError where a package of EXTRAS is not installed.
+
+    `python -m ...` that is about to import the command's own module ends with one line and status 2 instead.
+    """
+    if importlib.util.find_spec(package) is not None:
+        return
+    if sys.argv[:1] == ["-m"]:
+        _complain(_how_to_install(package))
+        sys.exit(BAD_USE)
+    raise ModuleNotFoundError(_how_to_install(package), name=package)
+
+
+def _how_to_install(package: str) -> str:
+    return f"{package} is not installed: pip install 'headwise[{EXTRAS[package]}]'"
 
 
 def _complain(message: str) -> None:
