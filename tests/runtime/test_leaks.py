@@ -83,6 +83,7 @@ def test_nothing_is_left(name: str, works: dict[str, Callable[[], object]]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["apply and undo", "generate"])
 def test_a_thousand_times(name: str, works: dict[str, Callable[[], object]]) -> None:
     for _ in range(100):
