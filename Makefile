@@ -26,7 +26,7 @@ WHEEL_DIR ?= build/test-wheel
 WHEEL_PIP := $(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check --quiet
 
 test-wheel: $(VENV)/.installed
-	rm -rf $(WHEEL_DIR) build/lib && mkdir -p $(WHEEL_DIR)/files
+	rm -rf $(WHEEL_DIR) build/lib* && mkdir -p $(WHEEL_DIR)/files
 	HEADWISE_PREBUILD=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation \
 		--wheel-dir $(WHEEL_DIR) .
 	$(PYTHON) -m venv $(WHEEL_DIR)/venv
