@@ -14,7 +14,7 @@ from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_
 from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
 from artifacts.validation import to_artifact
-from tests.artifacts.hostile import MIB, SECONDS
+from tests.artifacts.hostile import MIB
 
 # What ends well: these files are large and right.
 HARMLESS = {"as many arrays as may be", "one large array"}
@@ -29,7 +29,8 @@ def test_every_hostile_file_ends_in_one_line_and_costs_little():
         assert "crash" not in file, file
         assert (file["line"] is None) == (file["name"] in HARMLESS), file
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
-        assert file["mib"] <= MIB and file["seconds"] <= SECONDS, file
+        # A file that takes longer than the processor's limit in hostile.py ends as a crash.
+        assert file["mib"] <= MIB, file
 
 
 @pytest.mark.parametrize(

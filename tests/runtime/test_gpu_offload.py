@@ -12,7 +12,7 @@ from runtime.cache_layers import BankedLayer
 from runtime.lane import CudaLane
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 # About 10 ms: far more than a step of these models takes.
 LONG = 20_000_000

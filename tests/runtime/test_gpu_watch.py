@@ -13,7 +13,7 @@ from runtime.sparse import attend_by_patterns
 from runtime.state import Layer, Settings
 from runtime.watch import Watch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 PATTERNS = (
     make("vertical_slash", vertical=100, slash=200),
     make("block_sparse", blocks=4),

@@ -11,7 +11,7 @@ from artifacts import H2O, Full, SnapKV, Streaming
 from runtime import memory_report
 from tests.runtime.policies.feeding import fed
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 CLOSE = {"atol": 2e-3, "rtol": 1e-2}
 POLICIES = {
