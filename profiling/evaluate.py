@@ -37,7 +37,18 @@ from profiling.models.loading import load_model
 from profiling.prompts.prompt import TASKS
 from runtime.fingerprint import check
 
-DEFAULT_METHODS = ("dense", "headwise", "headwise_static", "vertical_slash", "a_shape", "dilated", "strided")
+DEFAULT_METHODS = (
+    "dense",
+    "headwise",
+    "headwise-tail",
+    "headwise_static",
+    "vertical_slash",
+    "vertical_slash-tail",
+    "a_shape",
+    "a_shape-tail",
+    "dilated",
+    "strided",
+)
 _QUICK_METHODS, _QUICK_TASKS, _QUICK_LENGTH = (
     ("dense", "headwise", "headwise_static", "a_shape"),
     ("needle", "passkey"),
