@@ -15,10 +15,10 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kinds import KINDS, TASKS, Kind
+from profiling.prompts.kinds import DEFAULT_TASKS, KINDS, TASKS, Kind
 from profiling.prompts.tokens import Encoder, Ids
 
-__all__ = ["SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+__all__ = ["DEFAULT_TASKS", "SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
 # Subsets that RULER names its files by, in a folder that has the task's name.
 SUBSETS = ("validation", "test")
 
