@@ -120,8 +120,7 @@ def _write_into(job: Job, record: dict[str, Any]) -> None:
     def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
         fields: dict[str, Any] = {}
         if entries:
-            former = tuple(entry for entry in artifact.evidence if entry.command != job.command)
-            fields["evidence"] = (*former, *entries)
+            fields["evidence"] = artifact.evidence.with_measurements(entries, command=job.command)
         if job.set_dense_below and found is not None:
             fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": found})
         return artifact.model_copy(update=fields), arrays

@@ -37,7 +37,7 @@ from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts
 from profiling.quality.divergence import Divergence, divergence
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, window_of
-from search.allocate import allocate
+from search.model.hulls import spend
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -136,7 +136,7 @@ def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple
     costs = costs.reshape(-1, len(sizes))
     if share < sizes[0]:
         raise HeadwiseError(f"a share of {share:.4f} is below the least that was measured, {sizes[0]:.4f}")
-    at = allocate(costs, sizes, share * len(costs))
+    at = spend(costs, sizes, share * len(costs)).entries
     names = [_name(sizes[place]) for place in at]
     policies: dict[str, Policy] = {_name(size): _policy(size, normalised) for size in sizes if _name(size) in names}
     heads = curves.error.shape[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from profiling.evaluation.methods import Method, Methods
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
-from profiling.prompts.held_out import seen_by_searches
+from profiling.prompts.held_out import Seen, unseen_prompts
 from profiling.prompts.kinds import KINDS
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.prompts.unseen import Pieces, unseen_prompts
-from profiling.quality.trials import VERSION, trial
+from profiling.quality.contexts import by_context
+from profiling.quality.trials import VERSION, trials
 
 DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -104,7 +103,7 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
             )
 
 
-def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Pieces) -> list[Set]:
+def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
     how: dict[str, Any] = {"samples": config.samples, "seed": config.seed, "seen": seen, "shorter": True}
     sets = []
@@ -130,7 +129,7 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
 
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> list[Outcome]:
     """Every prompt under every method that is not in the ledger yet; outcomes by length, task, depth and method."""
-    seen = Pieces(seen_by_searches([methods.artifact], config.tasks, loaded.tokenizer))
+    seen = Seen.by([methods.arrays])
     sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, seen)]
     of = _Units(ledger, methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
@@ -168,10 +167,14 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
     if not left:
         return
     with method.apply(loaded.model):
-        for each, prompt, unit in left:
-            shown.note(f"{method.name} {each.task} {each.length}")
-            ledger.once(unit, partial(trial, loaded.model, loaded.tokenizer, prompt, method))
-            shown.update(each.length)
+        for numbers in by_context([prompt for _, prompt, _ in left]):
+            some = [left[number] for number in numbers]
+            shown.note(f"{method.name} {some[0][0].task} {some[0][0].length}")
+            new = {unit.key: (unit, prompt) for _, prompt, unit in some if unit not in ledger}
+            units = [unit for unit, _ in new.values()]
+            for number, record in trials(loaded.model, loaded.tokenizer, [p for _, p in new.values()], method):
+                ledger.put(units[number], record)
+            shown.update(sum(each.length for each, _, _ in some))
 
 
 class _Units:
@@ -183,7 +186,7 @@ class _Units:
         self._before = f"trial/{VERSION}/{weights}/{dtype.removeprefix('torch.')}/{device}"
 
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
-        fields = {**asdict(prompt), "finds": None}
+        fields = {**asdict(prompt), "finds": None, "task": None}
         digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
         return self._ledger.unit(f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}")
 
