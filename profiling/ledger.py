@@ -71,7 +71,8 @@ class Ledger:
         """
         self.folder = out.with_name(f"{out.name}.{command}.ledger")
         self._ranks = ranks or Ranks()
-        self._settings: dict[str, Any] = json.loads(canonical_json(dict(settings or {})))
+        # In their order: of several that differ the first is named.
+        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
         self._versions = {"format": _FORMAT, "headwise": version("headwise"), "torch": version("torch")}
         with ExitStack() as stack:
             if self._ranks.is_first:

@@ -22,6 +22,7 @@ from artifacts.hashing import canonical_json
 from artifacts.kv_cache import Policy
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
 from profiling.evaluation.method_table import CACHES, METHODS, OF_PROMPTS, OMNIKV, OWN, method_names
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers, text_config
@@ -69,7 +70,7 @@ class Method:
 
 
 class Methods:
-    """Makes methods; `memory` (a journal, or a dict) keeps what took a pass over a prompt to find."""
+    """Makes methods; a ledger keeps what took a pass over a prompt to find."""
 
     def __init__(
         self,
@@ -78,14 +79,15 @@ class Methods:
         arrays: Mapping[str, Array] | None = None,
         *,
         share: float = 0.2,
-        memory: Any = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """share: of the prompt's keys and values that the caches of CACHES keep."""
         self._loaded, self.arrays, self._share = loaded, dict(arrays or {}), share
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
         self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
-        self._memory = {} if memory is None else memory
+        self._ledger = ledger
+        self._found: dict[str, Any] = {}
         self._meters: dict[int, Meter] = {}
         entries = {
             name: hashlib.sha256(self.arrays[name].tobytes()).hexdigest()
@@ -217,13 +219,9 @@ class Methods:
 
     def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:
         key = self._key(what, length)
-        if key not in self._memory:
-            value = find()
-            if hasattr(self._memory, "add"):
-                self._memory.add(key, value)
-            else:
-                self._memory[key] = value
-        return self._memory[key]
+        if key not in self._found:
+            self._found[key] = find() if self._ledger is None else self._ledger.once(self._ledger.unit(key), find)
+        return self._found[key]
 
     def _key(self, what: str, length: int) -> str:
         return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
