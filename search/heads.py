@@ -22,7 +22,7 @@ from search.gate import add_limits, limits_of
 from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
 from search.head_budget import HeadSearch
 from search.head_budget import run as run_heads
-from search.model.pipeline import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
 from search.report import print_report
 
