@@ -32,6 +32,7 @@ from profiling.ranks import Ranks, ranks
 from profiling.speed.cost_table import Cost, CostTable
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
+from search.common.serving import serving_backend
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import ladder
 from search.model.config import ModelSearch
@@ -42,7 +43,6 @@ from search.model.record import Gated, Outcome, Point, write
 from search.model.refine import Refinement, Trial, refine
 from search.model.scored_prompts import Scoring, score_prompts
 from search.model.timing import line_through, time_candidates, time_layers
-from search.serving import serving_backend
 
 # What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
 _LONGEST = 8192

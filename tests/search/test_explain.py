@@ -21,9 +21,9 @@ from profiling.inside.missed_mass import missed_mass
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from search.explain import Question, main, report, run
-from search.findings import Trial, hull
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_search
+from search.explaining.findings import Trial, on_hull
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_search
 
 LENGTH = 1000
 
@@ -239,7 +239,7 @@ def test_the_hull_holds_whoever_wins_at_some_price() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         trials = [trial(at, *rng.uniform(0.1, 1.0, 2)) for at in range(12)]
-        line = hull(trials)
+        line = on_hull(trials)
         squared, costs = (np.array(column) for column in zip(*((t.error**2, t.cost) for t in trials), strict=True))
         winners = set((squared + np.geomspace(1e-3, 1e3, 4001)[:, None] * costs).argmin(axis=1).tolist())
         assert winners <= set(line)

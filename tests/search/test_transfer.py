@@ -26,13 +26,13 @@ from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import digest, make_prompts
 from runtime import load
-from search.again import Again, of_heads
 from search.explain import Question
 from search.explain import run as explain
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_search
-from search.names import pattern_of
+from search.explaining.names import pattern_of
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_search
 from search.transfer import Transfer, main, run
+from search.transferring.again import Again, of_heads
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -312,7 +312,7 @@ def test_one_pass_over_each_prompt_serves_both_and_the_order_makes_no_difference
     out = tmp_path / "new.yaml"
     score = Again.score
     with monkeypatch.context() as patched:
-        patched.setattr("search.again.capture", _never)
+        patched.setattr("search.transferring.again.capture", _never)
         once = run(options(source, finetune, out, max_drift=0.05))[0]
     # Nothing is scored on the way: it takes passes of its own.
     passes: list[int] = []
@@ -323,7 +323,7 @@ def test_one_pass_over_each_prompt_serves_both_and_the_order_makes_no_difference
         capture(*args)
 
     monkeypatch.setattr(Again, "score", lambda *args: None)
-    monkeypatch.setattr("search.again.capture", counted)
+    monkeypatch.setattr("search.transferring.again.capture", counted)
     arrays = artifacts.load_arrays(out)
     assert run(options(source, finetune, out, max_drift=0.05))[0].prefill == once.prefill
     assert len(passes) == 2
@@ -342,8 +342,8 @@ def test_what_is_in_the_ledger_is_not_measured_again(
     monkeypatch.setattr(Ledger, "remove", lambda self: None)
     first = run(options(source, finetune, out))[0]
 
-    monkeypatch.setattr("search.drift.capture", _never)
-    monkeypatch.setattr("search.again.capture", _never)
+    monkeypatch.setattr("search.transferring.drift.capture", _never)
+    monkeypatch.setattr("search.transferring.again.capture", _never)
     assert run(options(source, finetune, out))[0].content_sha256 == first.content_sha256
     with pytest.raises(HeadwiseError, match=r"its max drift is 0\.25, not 0\.5"):
         run(options(source, finetune, out, max_drift=0.5))
