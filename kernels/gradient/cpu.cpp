@@ -62,6 +62,21 @@ void rows_of(const T* const* rows, int64_t dim, int64_t up, elem* to) {
   }
 }
 
+template <class T>
+float product(const T* a, const T* b, int64_t n) {
+  vf total = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    float x[LANES], y[LANES];
+    copy(a + i, LANES, x);
+    copy(b + i, LANES, y);
+    total += load(x) * load(y);
+  }
+  float rest = 0;
+  for (; i < n; ++i) rest += cast<float>(a[i]) * cast<float>(b[i]);
+  return sum(total) + rest;
+}
+
 // C (rows x 64) += A (rows x 64) B (64 x 64), rows a multiple of MR.
 template <class Engine, class elem>
 void add(const elem* a, int rows, const elem* b, float* c) {
@@ -115,9 +130,11 @@ inline vi lanes() {
   return at;
 }
 
-// Which of a row of keys the queries of a tile see: `behind` is how far the first query stands behind the row's key.
-struct Mask {
-  bool needed;
+// Which of a row of keys the queries of a tile see. `Whole` is a tile in which all see all.
+struct Whole {
+  vf operator()(vf x, int, int, vf) const { return x; }
+};
+struct Edge {
   int32_t distance;  // of the tile's first query from its first key
   int32_t window;
   vf operator()(vf x, int key, int column, vf otherwise) const {
@@ -126,55 +143,55 @@ struct Mask {
   }
 };
 
-// Largest probability of a tile of scores, its log2.
-inline float peak(const float* s, const float* lse, float factor, Mask mask) {
-  vf most = splat(NEG_INF);
-  for (int c = 0; c < TILE; c += LANES) {
-    const vf shift = load(lse + c);
-    for (int j = 0; j < TILE; ++j) {
-      vf x = load(s + j * TILE + c) * factor - shift;
-      if (mask.needed) x = mask(x, j, c, splat(NEG_INF));
-      most = larger(most, x);  // NaN stays, and is above no bound
-    }
+// Whether a tile of scores has a probability whose log2 is at least `least`.
+template <class Mask>
+inline bool reaches(const float* s, const float* lse, float factor, Mask mask, float least) {
+  constexpr int N = 4;
+  for (int c = 0; c < TILE; c += N * LANES) {
+    vf most[N], shift[N];
+    for (int i = 0; i < N; ++i) most[i] = splat(NEG_INF), shift[i] = load(lse + c + i * LANES);
+    for (int j = 0; j < TILE; ++j)
+      for (int i = 0; i < N; ++i)
+        most[i] = larger(most[i], mask(load(s + j * TILE + c + i * LANES) * factor - shift[i], j, c + i * LANES,
+                                       splat(NEG_INF)));
+    if (!(maximum(larger(larger(most[0], most[1]), larger(most[2], most[3]))) < least)) return true;
   }
-  return maximum(most);
+  return false;
 }
 
 // From scores s and dp to the probabilities p and ds, a row for each key, and ds once more as the product for dq reads
 // it. Of ds the factor `scale` is left out.
-template <class Engine, class elem>
-inline void softmax_gradient(const float* s, const float* dp, const float* lse, const float* delta, Softmax how,
+template <class Engine, bool CAPPED, class Mask, class elem>
+void softmax_gradient(const float* s, const float* dp, const float* lse, const float* delta, Softmax how,
                              Mask mask, elem* p, elem* ds, elem* pairs) {
-  const float factor = how.factor(), cap = how.softcap > 0 ? 1.0f / how.softcap : 0.0f;
-  for (int j = 0; j < TILE; j += 2)
-    for (int c = 0; c < TILE; c += 2 * LANES) {
+  const float factor = how.factor(), cap = CAPPED ? 1.0f / how.softcap : 0.0f;
+  for (int c = 0; c < TILE; c += 2 * LANES) {
+    const vf shift[2] = {load(lse + c), load(lse + c + LANES)}, mean[2] = {load(delta + c), load(delta + c + LANES)};
+    for (int j = 0; j < TILE; j += 2) {
       vf prob[2][2], grad[2][2];
-      for (int half = 0; half < 2; ++half) {
-        const int at = c + half * LANES;
-        const vf shift = load(lse + at), mean = load(delta + at);
-        for (int row = 0; row < 2; ++row) {
-          const vf x = load(s + (j + row) * TILE + at);
-          vf e = exp2<Engine::TERMS>(x * factor - shift);
-          if (mask.needed) e = mask(e, j + row, at, vf{});
-          vf g = e * (load(dp + (j + row) * TILE + at) - mean);
-          if (cap > 0) g *= 1.0f - (x * cap) * (x * cap);
+#pragma GCC unroll 2
+      for (int row = 0; row < 2; ++row)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          const int at = (j + row) * TILE + c + half * LANES;
+          const vf x = load(s + at);
+          const vf e = mask(exp2<Engine::TERMS>(x * factor - shift[half]), j + row, c + half * LANES, vf{});
+          vf g = e * (load(dp + at) - mean[half]);
+          if constexpr (CAPPED) g *= 1.0f - (x * cap) * (x * cap);
           prob[row][half] = e;
           grad[row][half] = g;
         }
-      }
+#pragma GCC unroll 2
       for (int row = 0; row < 2; ++row) {
         put(p + (j + row) * LD + c, prob[row][0], prob[row][1]);
         put(ds + (j + row) * LD + c, grad[row][0], grad[row][1]);
+        if constexpr (Engine::PAIR == 1) put(pairs + (j + row) * TILE + c, grad[row][0], grad[row][1]);
       }
-      for (int half = 0; half < 2; ++half) {
-        const int at = c + half * LANES;
-        if constexpr (Engine::PAIR == 2) {
-          put_pairs(pairs + j * TILE + 2 * at, grad[0][half], grad[1][half]);
-        } else {
-          for (int row = 0; row < 2; ++row) store(pairs + (j + row) * TILE + at, grad[row][half]);
-        }
-      }
+      if constexpr (Engine::PAIR == 2)
+        for (int half = 0; half < 2; ++half)
+          put_pairs(pairs + j * TILE + 2 * (c + half * LANES), grad[0][half], grad[1][half]);
     }
+  }
 }
 
 template <class elem>
@@ -252,12 +269,7 @@ struct Units {
       o[r] = there ? tensors.grad_out.at(b, h, i) : nothing;
       // A query that does not exist gives every key the probability 0.
       lse[at + r] = there ? tensors.lse.template const_data_ptr<float>()[(b * G * group + h) * n.Q + i] * LOG2E : -NEG_INF;
-      float sum = 0;
-      if (there) {
-        const T* out = tensors.out.at(b, h, i);
-        for (int64_t e = 0; e < E; ++e) sum += static_cast<float>(out[e]) * static_cast<float>(o[r][e]);
-      }
-      delta[at + r] = sum;
+      delta[at + r] = there ? product(tensors.out.at(b, h, i), o[r], E) : 0.0f;
     }
     pack_k<Engine>(q, TILE, D, inner, q_across.get() + at * inner);
     pack_v<Engine>(q, TILE, D, width, q_along.get() + at * width);
@@ -336,6 +348,19 @@ struct Units {
     return found;
   }
 
+  // From the scores of a tile of keys and one of queries to the probabilities and ds; false if it is skipped.
+  template <class Mask>
+  bool step(Scratch<elem>& w, int live, Mask mask, int64_t key, int64_t at) const {
+    const float *s = w.s.get(), *shift = lse.get() + at;
+    if (how.least > NEG_INF && !reaches(s, shift, how.softmax.factor(), mask, how.least)) return false;
+    Engine::qk(v_rows.get() + key * inner_v, inner_v, o_across.get() + at * inner_v, w.dp.get(), TILE);
+    const auto make = how.softmax.softcap > 0 ? softmax_gradient<Engine, true, Mask, elem>
+                                              : softmax_gradient<Engine, false, Mask, elem>;
+    make(s, w.dp.get(), shift, delta.get() + at, how.softmax, mask, w.p.get() + live * TILE, w.ds.get() + live * TILE,
+         w.pairs.get());
+    return true;
+  }
+
   void run(const Task& task, Scratch<elem>& w) {
     const int64_t last = std::min((task.query_strip + 1) * STRIP, tiles);
     const int64_t last_key = std::min((task.key_strip + 1) * STRIP, tiles);
@@ -353,14 +378,13 @@ struct Units {
       for (int64_t i = std::max({task.query_strip * STRIP, t, n.first()}); i < end; ++i) {
         const int64_t at = query_at(task.unit, task.head, i);
         const int64_t distance = (i - t) * TILE;
-        const Mask mask{i == t || distance + TILE > how.window, int32_t(distance),
-                        int32_t(std::min<int64_t>(how.window, PAD))};
         Engine::qk(k_rows.get() + key * inner, inner, q_across.get() + at * inner, w.s.get(), TILE);
         if (how.softmax.softcap > 0) cap(w.s.get(), AREA, how.softmax);
-        if (how.least > NEG_INF && peak(w.s.get(), lse.get() + at, how.softmax.factor(), mask) < how.least) continue;
-        Engine::qk(v_rows.get() + key * inner_v, inner_v, o_across.get() + at * inner_v, w.dp.get(), TILE);
-        softmax_gradient<Engine>(w.s.get(), w.dp.get(), lse.get() + at, delta.get() + at, how.softmax, mask,
-                                 w.p.get() + live * TILE, w.ds.get() + live * TILE, w.pairs.get());
+        const bool edge = i == t || distance + TILE > how.window;
+        const int32_t window = std::min<int64_t>(how.window, PAD);
+        const bool counts = edge ? step(w, live, Edge{int32_t(distance), window}, key, at)
+                                 : step(w, live, Whole{}, key, at);
+        if (!counts) continue;
         add<Engine>(k_across.get() + key * high, high, w.pairs.get(), dq.get() + at * high);
         gradients[live] = o_along.get() + at * width_v;
         queries[live] = q_along.get() + at * width;

@@ -170,13 +170,11 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
         for numbers in by_context([prompt for _, prompt, _ in left]):
             some = [left[number] for number in numbers]
             shown.note(f"{method.name} {some[0][0].task} {some[0][0].length}")
-            # Prompts that are alike are one unit.
-            new = {unit: prompt for _, prompt, unit in some if unit not in ledger}
-            units = list(new)
-            for number, record in trials(loaded.model, loaded.tokenizer, list(new.values()), method):
+            new = {unit.key: (unit, prompt) for _, prompt, unit in some if unit not in ledger}
+            units = [unit for unit, _ in new.values()]
+            for number, record in trials(loaded.model, loaded.tokenizer, [p for _, p in new.values()], method):
                 ledger.put(units[number], record)
-            for each, _, _ in some:
-                shown.update(each.length)
+            shown.update(sum(each.length for each, _, _ in some))
 
 
 class _Units:

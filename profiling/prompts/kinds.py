@@ -75,6 +75,11 @@ _DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; wi
 _TASK = Parameter("task", str, "which of the suite's tasks it is, where the file does not say")
 _BEGINS = "the answer begins with the right one"
 
+_FIRST = Parameter("question_first", int, "1 asks before the text, and only points back at its end (0)", 0, 1)
+_QUESTIONS = Parameter("questions", int, "how many questions share a context (8)", 1, 1000)
+_SCBENCH = "a shared context and later turns: SCBench, Li et al. 2024"
+_TURN = "the answer begins with the right one; the question comes in a later turn"
+_INSIDE = "the share of the answers inside the prompt of which every token is the likeliest"
 _RULER = "RULER, Hsieh et al. 2024"
 _SHARE = "the share of the answers that are named"
 
@@ -93,10 +98,38 @@ def _needles(variant: str, asks: str) -> Kind:
     )
 
 
+def _later(form: str, asks: str, *parameters: Parameter, family: Family = "retrieval") -> Kind:
+    """A task whose questions come in a later turn."""
+    return Kind(
+        name=form,
+        maker="profiling.prompts.turns:turns",
+        parameters=(_QUESTIONS, *parameters),
+        fixed={"form": form},
+        asks=asks,
+        scored=_TURN,
+        source=_SCBENCH,
+        family=family,
+    )
+
+
+def _recalled(form: str, asks: str, family: Family, source: str) -> Kind:
+    """A task whose answers stand in the prompt itself."""
+    return Kind(
+        name=form,
+        maker="profiling.prompts.recalls:recalls",
+        fixed={"form": form},
+        asks=asks,
+        scored=_INSIDE,
+        source=source,
+        family=family,
+    )
+
+
 _KINDS = (
     Kind(
         name="kv_retrieval",
         maker="profiling.prompts.retrieval:kv_retrieval",
+        parameters=(_FIRST,),
         asks="the value of one UUID in a JSON object of UUIDs",
         scored=_BEGINS,
         source="Liu et al. 2023, section 3",
@@ -123,7 +156,7 @@ _KINDS = (
         name="needle",
         maker="profiling.prompts.retrieval:needle",
         takes_file="may",
-        parameters=(_DEPTH,),
+        parameters=(_DEPTH, _FIRST),
         asks="one sentence about an invented person, hidden in a text",
         scored=_BEGINS,
         source="needle in a haystack, Kamradt 2023",
@@ -131,6 +164,7 @@ _KINDS = (
     Kind(
         name="line_retrieval",
         maker="profiling.prompts.lines:line_retrieval",
+        parameters=(_FIRST,),
         asks="the number of one word in a list of words with numbers",
         scored=_BEGINS,
         source="LongEval, Li et al. 2023",
@@ -151,6 +185,22 @@ _KINDS = (
         asks="somebody's relation's relation, step by step",
         scored="both are named in turn",
         source="OmniKV, section 3",
+    ),
+    _later("line_turns", "the number of one word in a list of words with numbers"),
+    _later("kv_turns", "the number of one word in a JSON object of words with numbers"),
+    _later(
+        "chain_turns",
+        "the number of a word that has that of another, in a list in any order",
+        Parameter("hops", int, "how many words take a number from another (1)", 1, 100),
+        family="chain",
+    ),
+    _recalled("line_asked", "numbers of words by questions between the lines", "retrieval", "LongEval, Li et al. 2023"),
+    _recalled("chain", "numbers that words take from words far before them", "chain", "variable tracking, RULER"),
+    _recalled(
+        "label_map", "the random label of a word that had it far before", "in-context", "many-shot, Agarwal et al. 2024"
+    ),
+    _recalled(
+        "repeats", "passages of random words that came far before", "copying", "induction heads, Olsson et al. 2022"
     ),
     _needles("niah_single_1", "the number of a word, in a haystack of one line over and over"),
     _needles("niah_single_2", "the number of a word, in a text"),

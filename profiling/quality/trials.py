@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from profiling.evaluation.methods import Method
+from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import negative_log_likelihood
@@ -24,6 +25,8 @@ from profiling.quality.forced import answer_ids, asks, scored_answers
 BLOCK = 256
 # Last tokens of a text that are decoded one by one under caches that drop or choose.
 FORCED = 128
+# Tokens that copy something far back which a text must have for their loss to be a figure.
+_COPIES = 8
 # Tokens that an answer may have beside the right one's.
 _EXTRA = 2
 # Raised where the same prompt under the same method would give another record.
@@ -115,18 +118,24 @@ def _ends(model: Any, tokenizer: Any) -> set[int]:
 
 @torch.no_grad()
 def foreseen(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """-log p of a text's tokens: of its blocks in one prefill, and of its last FORCED tokens.
+    """-log p of a text's tokens: of its blocks in one prefill, its last FORCED tokens, and its copies from far back.
 
-    Under a cache of its own a method decodes these one by one, for what such a cache does shows in decode only; its
-    blocks are None.
+    Under a cache of its own a method decodes the last ones one by one, for what such a cache does shows in decode only;
+    the others are None.
     """
     forced = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
         log_probs = forced_log_probs(model, method.cache(model), prompt, forced)
         tokens = torch.tensor(prompt.input_ids[-forced:], device=log_probs.device)[:, None]
-        return {"blocks": None, "forced": -float(log_probs.gather(1, tokens).mean())}
+        return {"blocks": None, "forced": -float(log_probs.gather(1, tokens).mean()), "copies": None}
     losses = negative_log_likelihood(model, prompt)
-    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean())}
+    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean()), "copies": copies_of(losses, prompt)}
+
+
+def copies_of(losses: Tensor, prompt: Prompt) -> float | None:
+    """The mean loss of a text's tokens that copy something far back, of (S - 1) losses; None where these are few."""
+    copied = [at - 1 for at in far_copies(prompt.input_ids)]
+    return float(losses[copied].mean()) if len(copied) >= _COPIES else None
 
 
 def _means(losses: Tensor) -> list[float]:

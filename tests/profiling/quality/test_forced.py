@@ -124,8 +124,8 @@ def test_ranges_of_the_prompt_itself_are_answers_too() -> None:
     assert [x for one in found[:3] for x in one.nll] == pytest.approx(
         losses[19:22] + losses[:1] + losses[49:], rel=1e-4
     )
-    assert found[3:] == forced_answers(model, tokenizer, [Prompt(ids, "wxyz")])[0]
-    assert len(forced_answers(model, tokenizer, [replace(prompt, answer=None)])[0]) == 3
+    assert found[3:] == forced_answers(model, tokenizer, [asking(ids)])[0]
+    assert len(forced_answers(model, tokenizer, [replace(prompt, answer=None, finds=())])[0]) == 3
 
 
 @pytest.mark.parametrize("wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}])
