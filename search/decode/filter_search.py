@@ -13,12 +13,13 @@ import numpy as np
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays, update
 from artifacts.files import check_writable
 from profiling.ledger import Ledger
-from profiling.models.loading import load_model
+from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.layer_similarity import SimilarityConfig, measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
+from runtime.layers import attention_layers, sliding_layers
 from search.common.seen import with_seen
 from search.decode.filter_layers import (
     Choice,
@@ -104,6 +105,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
     check(artifact.model, loaded.model)
     if former is not None and former.about["weights_sha256"] != artifact.model.weights_sha256:
         raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
+    _check_rules(config, loaded)
     measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
     seen = Seen.by([load_arrays(config.config)])
     for prompt in chain.from_iterable(prompts_of(_like(measured, former), loaded.tokenizer).values()):
@@ -121,6 +123,16 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         written = _write(config, artifact, found, seen)
         ledger.remove()
     return written, found
+
+
+def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
+    """Raise HeadwiseError, before anything is measured, where the model's layers leave no choice."""
+    modules = attention_layers(loaded.model)
+    layers = sorted(set(modules) - sliding_layers(modules))
+    if config.layers is not None:
+        by_hand(layers, config.rules, config.layers, config.dense)
+    elif layers:
+        best_choice(np.zeros((max(layers) + 1,) * 2), layers, config.rules)
 
 
 def _settings(measured: SimilarityConfig, artifact: Artifact) -> dict[str, Any]:

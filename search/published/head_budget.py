@@ -124,6 +124,7 @@ def _settings(
 ) -> dict[str, Any]:
     """All that a layer's scores depend on."""
     return {
+        "allocation": "heads",
         "model": model.name,
         "weights": model.weights_sha256,
         "length": config.length,

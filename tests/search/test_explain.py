@@ -195,7 +195,7 @@ def test_a_wrong_question_ends_in_one_line(found: Path, arguments: list[str], sa
 def test_an_artifact_without_scores_is_refused(found: Path, tmp_path: Path) -> None:
     artifact, arrays = artifacts.load_pair(found)
     bare = tmp_path / "bare.yaml"
-    artifacts.save(artifact, bare, {})
+    artifacts.save(artifact, bare, {"calibration.seen_windows": arrays["calibration.seen_windows"]})
     with pytest.raises(HeadwiseError, match=r"bare\.yaml: this artifact has no scores of candidates"):
         asked(bare, 0, 0)
     del arrays[next(name for name in arrays if name.startswith("candidates.0.") and name.endswith(".error"))]
@@ -209,7 +209,9 @@ def test_an_import_and_a_layer_left_alone_are_refused(found: Path, tmp_path: Pat
     source = artifacts.Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = artifact.prefill.model_copy(update={"imported": source})
     out = tmp_path / "imported.yaml"
+    windows = arrays.pop("calibration.seen_windows")
     artifacts.save(artifact.model_copy(update={"search": None, "prefill": prefill}), out, arrays)
+    arrays["calibration.seen_windows"] = windows
     with pytest.raises(HeadwiseError, match=r"was imported from best\.json \(minference\)"):
         asked(out, 0, 0)
     rows = (artifact.prefill.layers[0], None, artifact.prefill.layers[2])

@@ -251,8 +251,9 @@ def test_other_settings_than_an_interrupted_search_had_are_named(
 ) -> None:
     from artifacts import HeadwiseError
 
-    monkeypatch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
-    run(config(tiny_model, tmp_path / "cfg.yaml"))
+    with monkeypatch.context() as patch:
+        patch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
+        run(config(tiny_model, tmp_path / "cfg.yaml"))
     with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; repeat that command to finish it, or pass --fresh"):
         run(config(tiny_model, tmp_path / "cfg.yaml", seed=1))
     run(config(tiny_model, tmp_path / "cfg.yaml", seed=1, fresh=True))

@@ -229,11 +229,13 @@ def test_another_tokenizer_is_named(source: Path, finetune: Path, tmp_path: Path
 def test_what_was_not_searched_is_refused(source: Path, finetune: Path, tmp_path: Path) -> None:
     artifact, arrays = artifacts.load_pair(source)
     bare = tmp_path / "bare.yaml"
-    artifacts.save(artifact, bare, {"chosen.recall": arrays["chosen.recall"]})
+    windows = arrays["calibration.seen_windows"]
+    artifacts.save(artifact, bare, {"chosen.recall": arrays["chosen.recall"], "calibration.seen_windows": windows})
     with pytest.raises(HeadwiseError, match="no errors of its heads"):
         run(options(bare, finetune, tmp_path / "new.yaml"))
     where = artifacts.Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = artifact.prefill.model_copy(update={"imported": where})
+    del arrays["calibration.seen_windows"]
     artifacts.save(artifact.model_copy(update={"search": None, "prefill": prefill}), bare, arrays)
     with pytest.raises(HeadwiseError, match="was not searched here"):
         run(options(bare, finetune, tmp_path / "new.yaml"))
@@ -387,7 +389,7 @@ def _chosen(arrays: dict[str, np.ndarray], price: np.ndarray, lost: str) -> np.n
 
 @pytest.mark.parametrize("lost", ["change", "objective"])
 def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: Path, tmp_path: Path, lost: str) -> None:
-    artifact, _ = artifacts.load_pair(source)
+    artifact, searched = artifacts.load_pair(source)
     assert artifact.search is not None
     price = np.array([160.0, 40.0, 80.0])
     arrays = _measured(artifact, finetune.parent / "base", lost)
@@ -401,6 +403,7 @@ def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: P
     for measure in ("error", lost):
         arrays[f"candidates.4.dense.{measure}"][MOVED[0]] = np.nan
     arrays["allocation.price"] = price
+    arrays["calibration.seen_windows"] = searched["calibration.seen_windows"]
     rows = tuple(tuple(CANDIDATES[at] for at in row) for row in chosen)
     names = {name for row in rows for name in row}
     update = {
