@@ -29,8 +29,8 @@ from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
+from search.model.config import DEFAULT_TASKS
 from search.model.gate import MAX_KL, MAX_LOST, MAX_NLL, MAX_PERPLEXITY, Limits, TaskLoss, by_task
-from search.model.pipeline import DEFAULT_TASKS
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

@@ -18,13 +18,13 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.prompts.prompt import TASKS
+from search.common.report import print_report
 from search.gate import add_limits, limits_of
-from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_heads
-from search.model.pipeline import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
-from search.report import print_report
+from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_heads
 
 # What only one of the two searches knows, by option.
 _OF_MODEL = (

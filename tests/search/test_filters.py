@@ -15,7 +15,8 @@ from profiling import similarity
 from profiling.similarities import layer_similarity
 from runtime import load
 from search import filters
-from search import head_budget as heads
+from search.decode import filter_search
+from search.published import head_budget as heads
 
 LENGTH = 600
 MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH), "--steps", "3", "--samples", "1"]
@@ -117,13 +118,13 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(found), out, artifacts.load_arrays(found))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
-    real = filters.compare
+    real = filter_search.compare
 
     def meanwhile(*args: Any) -> Any:
         artifacts.update(out, lambda now, arrays: (now.model_copy(update={"kv_cache": section}), arrays))
         return real(*args)
 
-    monkeypatch.setattr(filters, "compare", meanwhile)
+    monkeypatch.setattr(filter_search, "compare", meanwhile)
     at = command.index("--config") + 1
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
     first = artifacts.load(out)

@@ -19,9 +19,10 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from runtime import load
-from search import head_budget
-from search.head_budget import HeadSearch, run
 from search.heads import main
+from search.published import head_budget
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000

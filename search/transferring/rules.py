@@ -15,11 +15,11 @@ from kernels.patterns import LayerPlan, make
 from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity
 from runtime.patterns import kernel_growth
-from search.choose import choose, mean_scores
-from search.findings import MEASURES, Findings
-from search.record import as_artifact_pattern
-from search.score import Score, score_layer
-from search.space import initial_space, target_tiles
+from search.common.recording import as_artifact_pattern
+from search.explaining.findings import MEASURES, Findings, at_price
+from search.published.choose import choose, mean_scores
+from search.published.score import Score, score_layer
+from search.published.space import initial_space, target_tiles
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -87,9 +87,9 @@ class HeadBudget:
             raise HeadwiseError(f"no candidate keeps to the budget {self._budget} for head {layer}.{head}")
         values: dict[str, float] = {"chosen.candidate": choice.candidate}
         values |= {f"chosen.{measure}": getattr(choice.score, measure) for measure in MEASURES}
-        for place, (family, score) in enumerate(zip(self._families, scores, strict=True)):
-            told = {measure: getattr(score, measure) for measure in MEASURES} | score.sizes
-            values |= {f"candidates.{place}.{family.name}.{name}": value for name, value in told.items()}
+        for number, (family, score) in enumerate(zip(self._families, scores, strict=True)):
+            found = {measure: getattr(score, measure) for measure in MEASURES} | score.sizes
+            values |= {f"candidates.{number}.{family.name}.{name}": value for name, value in found.items()}
         return Found(pattern=as_artifact_pattern(choice.pattern), values=values)
 
 
@@ -124,7 +124,7 @@ class ModelPrice:
             one = layer_fidelity(inputs, plan, dense=dense, backend=self._backend)
             for at in asked:
                 values = {measure: float(getattr(one, measure)[at]) for measure in MEASURES}
-                tried[at][str(candidate.place)] = values
+                tried[at][str(candidate.number)] = values
         return tried
 
     def choose(self, layer: int, head: int, samples: Sequence[Any]) -> Found:
@@ -137,27 +137,26 @@ class ModelPrice:
             for name in ("change", "objective")
             if errors and tried and getattr(tried[0], name) is not None
         }
-        best: tuple[float, float, int] | None = None
+        losses, costs = [], []
         scores: dict[int, dict[str, float]] = {}
         for candidate in self._found.candidates:
-            if str(candidate.place) not in samples[0]:
+            if str(candidate.number) not in samples[0]:
                 continue
-            own = [sample[str(candidate.place)] for sample in samples]
+            own = [sample[str(candidate.number)] for sample in samples]
             mean = {measure: fmean(one[measure] for one in own) for measure in MEASURES}
             before = candidate.trial(layer, head)
             for unit in ("seconds", "flops"):
                 if (spent := getattr(before, unit)) is not None:
                     mean[unit] = spent * mean["density"] / before.density
             mean |= {name: share * mean["error"] ** 2 for name, share in shares.items()}
-            scores[candidate.place] = mean
+            scores[candidate.number] = mean
             loss = mean.get("objective", mean.get("change", mean["error"] ** 2))
-            cost = mean.get("seconds", mean.get("flops", mean["density"]))
-            values |= {f"candidates.{candidate.place}.{candidate.name}.{name}": mean[name] for name in mean}
-            weighed = float(self._found.weight[layer]) * loss + float(self._price[layer]) * cost
-            best = min(best or (weighed, cost, candidate.place), (weighed, cost, candidate.place))
-        if best is None:
+            losses.append(float(self._found.weight[layer]) * loss)
+            costs.append(mean.get("seconds", mean.get("flops", mean["density"])))
+            values |= {f"candidates.{candidate.number}.{candidate.name}.{name}": mean[name] for name in mean}
+        if not scores:
             raise HeadwiseError(f"no candidate was tried for head {layer}.{head}")
-        place = best[2]
-        values |= {"chosen.candidate": place} | {f"chosen.{name}": value for name, value in scores[place].items()}
-        chosen = next(candidate for candidate in self._found.candidates if candidate.place == place)
+        number = list(scores)[at_price(losses, costs, float(self._price[layer]))]
+        values |= {"chosen.candidate": number} | {f"chosen.{name}": value for name, value in scores[number].items()}
+        chosen = next(candidate for candidate in self._found.candidates if candidate.number == number)
         return Found(pattern=chosen.pattern(layer, head), values=values)

@@ -16,7 +16,7 @@ from kernels.index import SparseIndex
 from kernels.patterns import make
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs
-from search.space import Family, builders, change_space
+from search.published.space import Family, builders, change_space
 
 
 @dataclass(frozen=True, kw_only=True)

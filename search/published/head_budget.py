@@ -7,9 +7,8 @@ run through the kernels that will serve, and the one nearest to dense attention'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -19,49 +18,15 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
+from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
-from search.choose import mean_scores
-from search.record import Finding, build_artifact
-from search.score import Score, score_layer
-from search.serving import serving_backend
-from search.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
-
-# What a_shape:1024,4096 computes at 30,000 tokens, the paper's budget, is 0.31 of dense attention.
-DEFAULT_BUDGET = "0.3"
-# As many queries as vertical-slash looks at, one row of tiles.
-DENSE_TAIL = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSearch:
-    """What a search is asked to do; None takes the default that depends on the model or the preset."""
-
-    model: str
-    out: Path
-    calibration: str | None = None
-    length: int | None = None
-    samples: int = 1
-    budget: str | None = None
-    preset: Literal["paper", "scaled"] = "scaled"
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    backend: str = "auto"
-    revision: str | None = None
-    dense_below: int | None = None
-    dense_tail: int | None = None
-    beyond_positions: bool = False
-    fresh: bool = False
-    picture: bool = True
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("length", "samples", "dense_below"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.dense_tail is not None and self.dense_tail < 0:
-            raise HeadwiseError(f"--dense-tail must be at least 0, got {self.dense_tail}")
+from search.common.serving import serving_backend
+from search.published.choose import mean_scores
+from search.published.config import DEFAULT_BUDGET, DENSE_TAIL, HeadSearch
+from search.published.record import Finding, build_artifact
+from search.published.score import Score, score_layer
+from search.published.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
 
 
 def run(config: HeadSearch) -> Artifact:
@@ -91,11 +56,13 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
         config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
     )
     families = initial_space(config.length, scaled=config.preset == "scaled")
+    windows = Seen(prompts).digests
     calibration = Calibration(
         tasks=(parse_task(config.calibration).name,),
         lengths=(config.length,),
         samples=config.samples,
         sha256=digest(prompts),
+        seen_windows=len(windows),
     )
     settings = _settings(config, model, calibration, families, target)
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh) as ledger:
@@ -113,6 +80,7 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
             findings,
             target_density=target / target_tiles("1", config.length, 0),
             kernel_backend=backend,
+            windows=windows,
         )
         if config.picture:
             from profiling.pattern_map import draw_pattern_map

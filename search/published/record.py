@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import TypeAdapter
 
-from artifacts import Artifact, Calibration, ModelInfo, Prefill, SearchInfo, Summary, pattern_name
-from artifacts import Pattern as ArtifactPattern
+from artifacts import Artifact, Calibration, ModelInfo, Prefill, SearchInfo, Summary, pattern_name, window_arrays
 from artifacts.sections import save_searched
-from kernels.patterns import Pattern
-from search.choose import Choice, best_single_kind, choose_layer, winners
-from search.score import Score
-from search.space import Family
-
-if TYPE_CHECKING:
-    from search.head_budget import HeadSearch
-
-_ARTIFACT_PATTERN: TypeAdapter[ArtifactPattern] = TypeAdapter(ArtifactPattern)
-MEASURES = ("error", "recall", "density")
+from search.common.recording import as_artifact_pattern, tool_version
+from search.explaining.findings import MEASURES
+from search.published.choose import Choice, best_single_kind, choose_layer, winners
+from search.published.config import HeadSearch
+from search.published.score import Score
+from search.published.space import Family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +35,12 @@ def build_artifact(
     *,
     target_density: float,
     kernel_backend: str,
+    windows: Sequence[str],
 ) -> Artifact:
-    """Choose a pattern for every head and write the artifact with its sidecar to `config.out`."""
+    """Choose a pattern for every head and write the artifact with its sidecar to `config.out`.
+
+    windows: digests of what was looked at, as profiling.prompts.held_out.Seen has them.
+    """
     assert config.budget is not None and config.dense_below is not None and config.dense_tail is not None
     rows: list[tuple[str, ...] | None] = []
     chosen: list[Choice] = []
@@ -86,12 +82,7 @@ def build_artifact(
         patterns=patterns,
         prefill=Prefill(dense_below=config.dense_below, dense_tail=config.dense_tail, layers=tuple(rows)),
     )
-    return save_searched(artifact, config.out, _arrays(families, findings, chosen))
-
-
-def as_artifact_pattern(pattern: Pattern) -> ArtifactPattern:
-    """The artifact's record of a kernel pattern: same kind, same sizes."""
-    return _ARTIFACT_PATTERN.validate_python({"kind": pattern.kind, **asdict(pattern)})
+    return save_searched(artifact, config.out, {**_arrays(families, findings, chosen), **window_arrays(windows)})
 
 
 def _arrays(families: Sequence[Family], findings: Sequence[Finding], chosen: Sequence[Choice]) -> dict[str, np.ndarray]:
@@ -116,11 +107,3 @@ def _arrays(families: Sequence[Family], findings: Sequence[Finding], chosen: Seq
         for size, _ in family.start:
             arrays[f"{prefix}.{size}"] = table([s[c].sizes[size] for s in scores], 0, np.int32)
     return arrays
-
-
-def tool_version() -> str:
-    """Of the headwise that is installed."""
-    try:
-        return version("headwise")
-    except PackageNotFoundError:
-        return "checkout"

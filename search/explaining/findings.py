@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from artifacts import Artifact, HeadwiseError, Pattern, pattern_name
-from search.names import kind_of, pattern_of, sized
+from search.explaining.names import kind_of, pattern_of, sized
+from search.model.hulls import hull
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -22,6 +23,8 @@ MEASURES = ("error", "recall", "density")
 _OPTIONAL = ("objective", "change", "seconds", "flops")
 # Drift counts from this error up: bfloat16 alone puts dense attention's output 0.002 off.
 DRIFT_FLOOR = 0.01
+# Scores are in float32 in the sidecar.
+_FLOAT32 = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,7 @@ class Trial:
     """How one candidate did for one head.
 
     error: relative L2 of the head's output. recall: attention mass kept. density: share of the causal tiles computed.
-    objective: what the budget was spent to make small, nats a token (search.curves.Curves.loss). change: of the
+    objective: what the budget was spent to make small, nats a token (search.model.curves.Curves.loss). change: of the
         residual stream, squared and relative. seconds, flops: of the head's attention over a prompt. None
     where the search did not count by it.
     """
@@ -60,7 +63,7 @@ class Trial:
 class Candidate:
     """The arrays of one candidate, (L, H) each: its measures, and its sizes where they differ from head to head."""
 
-    place: int
+    number: int
     name: str
     measures: dict[str, np.ndarray] = field(default_factory=dict)
     sizes: dict[str, np.ndarray] = field(default_factory=dict)
@@ -82,7 +85,7 @@ class Candidate:
         """How it did for a head that it was tried for."""
         measures = {name: float(array[layer, head]) for name, array in self.measures.items()}
         pattern = pattern_name(self.pattern(layer, head)) if self.sizes else self.name
-        return Trial(candidate=self.place, pattern=pattern, kind=kind_of(self.name), **measures)
+        return Trial(candidate=self.number, pattern=pattern, kind=kind_of(self.name), **measures)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,51 +156,46 @@ class Findings:
     def winner(self, layer: int, head: int) -> Trial | None:
         """The candidate that the search chose for a head; None in a layer left alone."""
         chosen = int(self.chosen[layer, head])
-        found = (candidate for candidate in self.candidates if candidate.place == chosen)
+        found = (candidate for candidate in self.candidates if candidate.number == chosen)
         candidate = next(found, None)
         return candidate.trial(layer, head) if candidate and candidate.tried(layer, head) else None
 
 
-def hull(trials: Sequence[Trial]) -> list[int]:
-    """Places of the trials on the lower convex hull of loss over cost, the cheapest first.
+def on_hull(trials: Sequence[Trial]) -> list[int]:
+    """Numbers of the trials on the lower convex hull of loss over cost, the cheapest first: others win at no price."""
+    return hull([trial.cost for trial in trials], [trial.loss for trial in trials])
 
-    Only these can win at some price (Everett 1963): heads' losses add up, and each is weighed against its cost.
+
+def at_price(losses: Sequence[float], costs: Sequence[float], price: float) -> int:
+    """The entry with the least loss and price times cost; of entries that float32 cannot tell apart the cheapest.
+
+    At the price that a search recorded, heads that choose so spend no more than its budget: the price is the slope of
+    the first step that did not fit, and where that step is a tie it is not taken.
     """
-    order = sorted(range(len(trials)), key=lambda at: (trials[at].cost, trials[at].loss))
-    kept: list[int] = []
-    for at in order:
-        if kept and trials[at].loss >= trials[kept[-1]].loss:
-            continue
-        while len(kept) > 1 and slope(trials[kept[-2]], trials[kept[-1]]) <= slope(trials[kept[-1]], trials[at]):
-            kept.pop()
-        kept.append(at)
-    return kept
-
-
-def slope(cheaper: Trial, dearer: Trial) -> float:
-    """Loss that each unit of cost saves between two trials."""
-    extra = dearer.cost - cheaper.cost
-    return (cheaper.loss - dearer.loss) / extra if extra > 0 else float("inf")
+    totals = [loss + price * cost for loss, cost in zip(losses, costs, strict=True)]
+    least = min(totals)
+    alike = [at for at, total in enumerate(totals) if total <= least + _FLOAT32 * abs(least)]
+    return min(alike, key=lambda at: (costs[at], totals[at]))
 
 
 def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[Candidate, ...]:
-    """From arrays candidates.<place>.<name>.<measure or size>; a name may have dots of its own."""
+    """From arrays candidates.<number>.<name>.<measure or size>; a name may have dots of its own."""
     found: dict[int, Candidate] = {}
     for key, array in arrays.items():
         if not key.startswith("candidates."):
             continue
-        place, _, rest = key.removeprefix("candidates.").partition(".")
+        number, _, rest = key.removeprefix("candidates.").partition(".")
         name, _, measure = rest.rpartition(".")
-        if not place.isdecimal() or not name:
+        if not number.isdecimal() or not name:
             raise HeadwiseError(f"the sidecar's array {key!r} is not named candidates.NUMBER.NAME.MEASURE")
-        candidate = found.setdefault(int(place), Candidate(place=int(place), name=name))
+        candidate = found.setdefault(int(number), Candidate(number=int(number), name=name))
         values = candidate.measures if measure in (*MEASURES, *_OPTIONAL) else candidate.sizes
         values[measure] = _checked(key, np.asarray(array), shape)
     for candidate in found.values():
         for measure in MEASURES:
             if measure not in candidate.measures:
                 raise HeadwiseError(f"the sidecar has no {measure} of the candidate {candidate.name}")
-    return tuple(found[place] for place in sorted(found))
+    return tuple(found[number] for number in sorted(found))
 
 
 def _checked(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -9,8 +9,8 @@ from statistics import fmean
 
 from artifacts import HeadwiseError
 from kernels.patterns import Pattern, make
-from search.score import Score
-from search.space import Family
+from search.published.score import Score
+from search.published.space import Family
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
 from runtime.layers import attention_layers
-from search.rules import Found, Rule
+from search.transferring.rules import Found, Rule
 
 Head = tuple[int, int]
 """A layer and a query head of it."""
@@ -29,7 +29,7 @@ class Again:
     """Scores heads on prompts, each once, and keeps that in the ledger: while others look at them, or for itself."""
 
     def __init__(self, loaded: LoadedModel, rule: Rule, prompts: Sequence[Prompt], ledger: Ledger) -> None:
-        """Search on this model and these prompts by the rule of an artifact's search, from search.rules.rule_of."""
+        """Search on this model and these prompts by the rule of an artifact's search, from rules.rule_of."""
         self._loaded, self._rule, self._prompts, self._ledger = loaded, rule, prompts, ledger
         self._scores: dict[tuple[int, int, int], Any] = {}
         for sample in range(len(prompts)):

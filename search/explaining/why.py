@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from artifacts import pattern_name
-from search.findings import DRIFT_FLOOR, Findings, Trial, hull, slope
+from search.explaining.findings import DRIFT_FLOOR, Findings, Trial, at_price, on_hull
 
 # Float32 in the sidecar: what differs by less is the same number, written down twice.
 _SAME = 1e-6
@@ -64,28 +64,24 @@ def _sizes(trials: list[Trial], within: list[Trial], budget: str) -> str:
 def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -> list[str]:
     """One budget for the model: the least of loss and cost at the price that all heads share."""
     if found.price is None:
-        place = "is" if winner in [trials[at] for at in hull(trials)] else "is not"
-        return [f"{winner.pattern} {place} on the hull; the price that it was chosen at was not written down."]
+        stands = "is" if winner in [trials[at] for at in on_hull(trials)] else "is not"
+        return [f"{winner.pattern} {stands} on the hull; the price that it was chosen at was not written down."]
     price, weight = float(found.price[layer]), float(found.weight[layer])
     per, unit, per_unit = _unit(winner)
     lost = "squared error" if winner.change is None else "change of the residual stream"
     lost = lost if winner.objective is None else "loss"
 
-    def total(trial: Trial) -> float:
-        return weight * trial.loss + price * trial.cost
-
-    best = min(trials, key=lambda trial: (total(trial), trial.cost))
+    best = trials[at_price([weight * trial.loss for trial in trials], [trial.cost for trial in trials], price)]
     weighed = "" if weight == 1 else f" (times {weight:.3g} in this layer)"
-    told = f"the model's price of {price * per:.3g} {lost}{weighed} {per_unit}"
-    # In float32, as the scores are.
-    if total(winner) > total(best) * (1 + 1e-5):
-        return [
-            f"At {told}, this head would have {best.pattern}: either that did not fit into what was left of the "
-            f"budget, or the search gave it {winner.pattern} in a later step, which looks at the whole model "
-            "(refinement, or the check on held-out prompts)."
-        ]
-    said = [f"At {told}, {winner.pattern} has the least sum of {lost} and cost among {len(trials)} candidates."]
-    line = [trials[at] for at in hull(trials)]
+    at_it = f"the model's price of {price * per:.3g} {lost}{weighed} {per_unit}"
+    if best.candidate != winner.candidate:
+        if winner.cost > best.cost:
+            why = "dearer steps of other heads did not fit any more, and it came in a later step with what was left"
+        else:
+            why = "the trial that won left the dearer estimates out, or several ranks share what a layer takes"
+        return [f"At {at_it}, this head would have {best.pattern}; it has {winner.pattern}, for {why}."]
+    said = [f"At {at_it}, {winner.pattern} has the least sum of {lost} and cost among {len(trials)} candidates."]
+    line = [trials[at] for at in on_hull(trials)]
     if winner not in line:
         return said
     at = line.index(winner)
@@ -93,15 +89,20 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
         cheaper = line[at - 1]
         said.append(
             f"The next cheaper, {cheaper.pattern}, would save {(winner.cost - cheaper.cost) / per:.3g} {unit} and add "
-            f"{lost} at {weight * slope(cheaper, winner) * per:.3g} {per_unit}, more than the price."
+            f"{lost} at {weight * _slope(cheaper, winner) * per:.3g} {per_unit}, more than the price."
         )
     if at + 1 < len(line):
         dearer = line[at + 1]
         said.append(
             f"The next dearer, {dearer.pattern}, would cost {(dearer.cost - winner.cost) / per:.3g} {unit} more and "
-            f"take away {lost} at {weight * slope(winner, dearer) * per:.3g} {per_unit}, less than the price."
+            f"take away {lost} at {weight * _slope(winner, dearer) * per:.3g} {per_unit}, less than the price."
         )
     return said
+
+
+def _slope(cheaper: Trial, dearer: Trial) -> float:
+    """Loss that each unit of cost saves between two candidates on the hull."""
+    return (cheaper.loss - dearer.loss) / max(dearer.cost - cheaper.cost, 1e-300)
 
 
 def _unit(trial: Trial) -> tuple[float, str, str]:

@@ -7,7 +7,7 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
-from search.space import PAPER_BUDGET, PAPER_LENGTH, builders, change_space, initial_space, target_tiles
+from search.published.space import PAPER_BUDGET, PAPER_LENGTH, builders, change_space, initial_space, target_tiles
 
 
 def test_paper_space_is_the_papers() -> None:

@@ -16,10 +16,10 @@ from profiling.pictures.drawing import save, save_table
 from profiling.pictures.head_pictures import missed_figure
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task
 from runtime.fingerprint import check
+from search.explaining.question import Question
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
-    from search.explain import Question
 
 
 def draw_head(question: Question, artifact: Artifact, arrays: Mapping[str, Array]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from artifacts import HeadwiseError
-from search.choose import best_single_kind, choose, choose_layer, mean_scores, winners
-from search.score import Score
-from search.space import Family
+from search.published.choose import best_single_kind, choose, choose_layer, mean_scores, winners
+from search.published.score import Score
+from search.published.space import Family
 
 FAMILIES = [
     Family(kind="a_shape", start=(("sink", 64), ("window", 128)), step=1),

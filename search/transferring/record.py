@@ -6,6 +6,7 @@ Shapes: L layers, H query heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,25 +14,25 @@ import numpy as np
 from artifacts import Artifact, ModelInfo, pattern_name
 from artifacts.merging import section_of
 from artifacts.sections import save_searched
-from search.again import Head
-from search.drift import Drift
-from search.findings import MEASURES
-from search.rules import Found
+from search.explaining.findings import MEASURES
+from search.transferring.again import Head
+from search.transferring.drift import Drift
+from search.transferring.rules import Found
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
-    from search.transfer import Transfer
 
 
 def write_transferred(
-    config: Transfer,
+    out: Path,
+    command: str,
     source: Artifact,
     arrays: Mapping[str, Array],
     model: ModelInfo,
     drift: Drift,
     again: Mapping[Head, Found],
 ) -> Artifact:
-    """Put the artifact together and write it to `config.out` with its sidecar.
+    """Put the artifact together and write it to `out` with its sidecar.
 
     Evidence, the front and the sections of decode and caches stay behind: they were found on the other model.
     """
@@ -54,8 +55,8 @@ def write_transferred(
     summary = source.search.summary.model_copy(update={**means, "winners": ordered})
     heads = sum(winners.values())
     taken = f"from {source.model.name} ({source.content_sha256[:8]})"
-    command = f"{config.command}  # {taken}: {len(again)} of {heads} heads searched again"
-    search = source.search.model_copy(update={"command": command, "summary": summary})
+    said = f"{command}  # {taken}: {len(again)} of {heads} heads searched again"
+    search = source.search.model_copy(update={"command": said, "summary": summary})
     layers = tuple(None if row is None else tuple(row) for row in rows)
     artifact = Artifact(
         model=model,
@@ -64,7 +65,7 @@ def write_transferred(
         prefill=source.prefill.model_copy(update={"layers": layers, "front": None}),
         costs=source.costs,
     )
-    return save_searched(artifact, config.out, kept)
+    return save_searched(artifact, out, kept)
 
 
 def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Found]) -> dict[str, np.ndarray]:

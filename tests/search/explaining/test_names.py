@@ -6,7 +6,7 @@ import pytest
 
 import artifacts as a
 from artifacts import HeadwiseError
-from search.names import kind_of, pattern_of, sized
+from search.explaining.names import kind_of, pattern_of, sized
 
 PATTERNS = [
     a.Dense(),

@@ -21,7 +21,7 @@ from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
-from search.findings import DRIFT_FLOOR
+from search.explaining.findings import DRIFT_FLOOR
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts import HeadwiseError
-from search.filter_layers import (
+from search.decode.filter_layers import (
     Choice,
     Rules,
     best_choice,
