@@ -19,7 +19,7 @@ demo: $(VENV)/.installed $(VENV)/.models
 OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_TESTS := $(patsubst %,tests/runtime/test_%.py,apply architectures batches caches decode fallbacks families \
 	fingerprint masks offload parallel traffic) tests/runtime/policies/test_layer.py tests/runtime/policies/test_rolling.py \
-	tests/profiling/test_capture.py tests/profiling/test_decode_capture.py tests/profiling/test_loss_gradients.py
+	tests/profiling/inside/test_capture.py tests/profiling/inside/test_decode_capture.py tests/profiling/inside/test_loss_gradients.py
 
 test-oldest: $(OLDEST_VENV)/.installed
 	$(OLDEST_VENV)/bin/python -m pytest -q -p no:cacheprovider -k "not (assisted and Gemma3)" $(OLDEST_TESTS)

@@ -1,1 +1,1 @@
-"""Measures: models, prompts, captured attention inputs, quality, latency, pictures. See docs/structure.md."""
+"""Measures: commands on top, and rooms for what they use."""

@@ -27,9 +27,9 @@ import kernels.dispatch as dispatch
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
-from profiling.decode_speed import DECODE_HEADER, DecodeSpeed, decode_cells, measure_decode
-from profiling.models import check_device
+from profiling.models.loading import check_device
+from profiling.speed.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
+from profiling.speed.decode_speed import DECODE_HEADER, DecodeSpeed, decode_cells, measure_decode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,10 @@ from artifacts import Full, HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from artifacts.kv_cache import POLICY_KINDS, Policy
-from profiling.latency import interleaved
-from profiling.models import LoadedModel, load_model
-from profiling.policies import with_policy
-from profiling.sizes import bytes_of
+from profiling.caches.policies import with_policy
+from profiling.memory_use.sizes import bytes_of
+from profiling.models.loading import LoadedModel, load_model
+from profiling.speed.latency import interleaved
 from runtime import Headwise, memory_report
 
 # Tokens prefilled at a time: what a serving engine does, and no layer needs a whole prompt at once.

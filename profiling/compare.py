@@ -22,11 +22,11 @@ import torch
 from artifacts import HeadwiseError, load, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.head_fidelity import fidelity
-from profiling.latency import interleaved, medians, prefill
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, make_prompts
-from profiling.quality import answers, is_right, perplexity
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.quality.answers import answers, is_right, perplexity
+from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load as load_headwise
 
 

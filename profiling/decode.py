@@ -28,11 +28,11 @@ from torch import Tensor
 from artifacts import HeadwiseError, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.divergence import forced_log_probs
-from profiling.latency import interleaved
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, make_prompts
-from profiling.quality import answers, is_right
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.quality.answers import answers, is_right
+from profiling.quality.divergence import forced_log_probs
+from profiling.speed.latency import interleaved
 from runtime import Headwise
 from runtime import load as load_headwise
 from runtime.caches import OFFLOADS, CacheBytes, cache_bytes

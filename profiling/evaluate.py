@@ -19,7 +19,7 @@ from typing import Any
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.evaluation import (
+from profiling.evaluation.measure import (
     DEFAULT_TASKS,
     DEPTHS,
     Evaluation,
@@ -28,13 +28,13 @@ from profiling.evaluation import (
     open_journal,
     tasks_of,
 )
-from profiling.evaluation_page import page
-from profiling.evaluation_record import as_json, attached, record_of, table
-from profiling.evaluation_times import Speed, measure
-from profiling.method_table import method_names
-from profiling.methods import Methods
-from profiling.models import load_model
-from profiling.prompts import TASKS
+from profiling.evaluation.method_table import method_names
+from profiling.evaluation.methods import Methods
+from profiling.evaluation.page import page
+from profiling.evaluation.record import as_json, attached, record_of, table
+from profiling.evaluation.times import Speed, measure
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import TASKS
 from runtime.fingerprint import check
 
 DEFAULT_METHODS = ("dense", "headwise", "headwise_static", "vertical_slash", "a_shape", "dilated", "strided")

@@ -18,9 +18,9 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError, Measurement, ModelInfo, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.head_fidelity import Fidelity, fidelity
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import TASKS, Prompt, make_prompts
+from profiling.inside.head_fidelity import Fidelity, fidelity
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import TASKS, Prompt, make_prompts
 from runtime.fingerprint import check, fingerprint
 
 if TYPE_CHECKING:

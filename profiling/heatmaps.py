@@ -25,9 +25,9 @@ from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import shorten
 from artifacts.files import check_writable
-from profiling.layer_similarity import DEFAULT_LENGTH
-from profiling.picture_book import PICTURES, Heatmaps, PictureBook
-from profiling.prompts import TASKS
+from profiling.pictures.picture_book import PICTURES, Heatmaps, PictureBook
+from profiling.prompts.prompt import TASKS
+from profiling.similarities.layer_similarity import DEFAULT_LENGTH
 
 
 def run(config: Heatmaps) -> list[Path]:

@@ -35,12 +35,12 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
-from profiling.budget_curves import BudgetCurves, measure
-from profiling.drawing import LINES, line_style, new_figure, save, save_table
-from profiling.head_survey import survey
-from profiling.model_pictures import draw_grid, draw_totals, spread
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import TASKS, Prompt, digest, make_prompts, parse_task
+from profiling.caches.budget_curves import BudgetCurves, measure
+from profiling.models.loading import LoadedModel, load_model
+from profiling.pictures.drawing import LINES, line_style, new_figure, save, save_table
+from profiling.pictures.head_survey import survey
+from profiling.pictures.model_pictures import draw_grid, draw_totals, spread
+from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts, parse_task
 
 FILE = "heavy_hitters.safetensors"
 _LEAST = 64

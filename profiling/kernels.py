@@ -24,11 +24,11 @@ from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from kernels.patterns import KINDS
-from profiling.attention_speed import Size, Speed, measure, patterns_for
 from profiling.bench import backend_of, environment, head_pair
-from profiling.cost_table import Cost, CostTable, attach, load, save
 from profiling.journal import Journal
-from profiling.models import check_device
+from profiling.models.loading import check_device
+from profiling.speed.attention_speed import Size, Speed, measure, patterns_for
+from profiling.speed.cost_table import Cost, CostTable, attach, load, save
 
 # Below this length dense attention serves anyway.
 DEFAULT_LENGTHS = {"cpu": (2048, 4096, 8192, 16_384), "cuda": (8192, 32_768, 131_072, 524_288)}

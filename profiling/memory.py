@@ -2,9 +2,9 @@
 
     python -m profiling.memory --model smollm2 --config cfg.yaml --lengths 8192 16384 32768 --low-memory both
 
-Each figure comes from a process of its own (profiling.peak_memory). `passing` is what is there at most beside weights
-and the cache, `predicted` the same by profiling.memory_plan. Prompts are random tokens, so lengths may go beyond the
-model's positions.
+Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is there at most
+beside weights and the cache, `predicted` the same by profiling.memory_plan. Prompts are random tokens, so lengths may
+go beyond the model's positions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from artifacts import HeadwiseError, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.memory_plan import aligned, plan, shape_of
-from profiling.models import DTYPES, load_config
-from profiling.peak_memory import peak_apart
+from profiling.memory_use.peak_memory import peak_apart
+from profiling.models.loading import DTYPES, load_config
 from runtime.caches import OFFLOADS
 
 METHODS = {"no": ("headwise",), "yes": ("headwise low_memory",), "both": ("headwise", "headwise low_memory")}

@@ -20,8 +20,8 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, shorten
-from profiling.models import DTYPES
-from profiling.sizes import bytes_of
+from profiling.memory_use.sizes import bytes_of
+from profiling.models.loading import DTYPES
 from runtime import tiles
 
 # What Headwise's growing cache keeps free for new tokens, as a share of those it holds.

@@ -2,7 +2,7 @@
 
 A prompt below dense_below and a decode step without a decode section are served as without an artifact; the same
 forward with one and without is timed in turn, and so is decode by Headwise's own kernel. The time that Python spends in
-the attention function is told apart: see profiling.python_time.
+the attention function is told apart: see profiling.speed.python_time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import transformers
 
 from artifacts import Artifact, Dense, HeadwiseError, Prefill
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.latency import interleaved, medians, prefill
-from profiling.models import LoadedModel, load_model
-from profiling.python_time import PythonTime, python_time
-from profiling.ratios import Ratio, ratio_of_pairs
+from profiling.models.loading import LoadedModel, load_model
+from profiling.speed.latency import interleaved, medians, prefill
+from profiling.speed.python_time import PythonTime, python_time
+from profiling.speed.ratios import Ratio, ratio_of_pairs
 from profiling.startup import example
 from runtime import Headwise
 from runtime.fingerprint import fingerprint

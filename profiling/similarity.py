@@ -22,10 +22,16 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
-from profiling.layer_similarity import DEFAULT_LENGTH, DEFAULT_TASKS, DEFAULT_TOP_K, SimilarityConfig, measure
-from profiling.models import load_model
-from profiling.prompts import TASKS
-from profiling.similarity_profile import FILE, Profile, load_profile, save_profile
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import TASKS
+from profiling.similarities.layer_similarity import (
+    DEFAULT_LENGTH,
+    DEFAULT_TASKS,
+    DEFAULT_TOP_K,
+    SimilarityConfig,
+    measure,
+)
+from profiling.similarities.similarity_profile import FILE, Profile, load_profile, save_profile
 
 __all__ = ["Profile", "SimilarityConfig", "load", "measure", "run"]
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.stream_methods import METHODS
-from profiling.stream_report import Row, table
-from profiling.stream_run import TASKS, Streamed, run
-from profiling.stream_speed import SPEED_ROUNDS
+from profiling.streams.methods import METHODS
+from profiling.streams.report import Row, table
+from profiling.streams.run import TASKS, Streamed, run
+from profiling.streams.speed import SPEED_ROUNDS
 
 
 def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> str:

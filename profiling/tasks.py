@@ -7,8 +7,8 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.kinds import KINDS, Kind
-from profiling.prompts import Prompt, make_prompts, parse_task
+from profiling.prompts.kinds import KINDS, Kind
+from profiling.prompts.prompt import Prompt, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(listing())
         return 0
     task = parse_task(options.show)
-    from profiling.models import load_tokenizer
+    from profiling.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(options.model)
     prompts = make_prompts(

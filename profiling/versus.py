@@ -19,14 +19,14 @@ from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from kernels.patterns import LayerPlan
-from profiling.attention_time import DENSE, attention_seconds
 from profiling.bench import environment
-from profiling.head_fidelity import fidelity
-from profiling.held_out import seen_by_searches
-from profiling.logits import DenseLogits, Drift
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, parse_task
-from profiling.unseen import Pieces, told_overlap, unseen_prompts
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.held_out import seen_by_searches
+from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.unseen import Pieces, told_overlap, unseen_prompts
+from profiling.quality.logits import DenseLogits, Drift
+from profiling.speed.attention_time import DENSE, attention_seconds
 from runtime import Headwise
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from profiling.capture import LayerInputs, capture
+from profiling.inside.capture import LayerInputs, capture
 from profiling.journal import Journal
-from profiling.models import LoadedModel
-from profiling.prompts import Prompt
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
 from search.rules import Found, Rule
 
 Head = tuple[int, int]

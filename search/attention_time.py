@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from kernels.patterns import LayerPlan
-from profiling.attention_time import attention_seconds
-from profiling.models import LoadedModel
-from profiling.prompts import Prompt
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
+from profiling.speed.attention_time import attention_seconds
 from search.settle import Settlement, by_head
 from search.workers import is_worker
 

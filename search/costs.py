@@ -20,9 +20,9 @@ from artifacts import HeadwiseError, ModelInfo
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
 from profiling.bench import backend_of, environment
-from profiling.cost_table import Cost, CostTable, load
-from profiling.gguf import cache_folder
 from profiling.kernels import Grid, run
+from profiling.models.gguf import cache_folder
+from profiling.speed.cost_table import Cost, CostTable, load
 from search.ladder import LAST_Q
 from search.units import Units
 

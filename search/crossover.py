@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from kernels.index import TILE
-from profiling.latency import interleaved, medians, prefill
-from profiling.models import LoadedModel
+from profiling.models.loading import LoadedModel
+from profiling.speed.latency import interleaved, medians, prefill
 from runtime import Headwise
 from search.attention_time import all_threads
 

@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
 from kernels.patterns import KINDS, Pattern, make
-from profiling.capture import LayerInputs, capture
-from profiling.head_fidelity import attend, dense_attention
-from profiling.loss_gradients import loss_gradients
-from profiling.models import LoadedModel
-from profiling.prompts import Prompt
-from profiling.residual import ResidualStream
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.head_fidelity import attend, dense_attention
+from profiling.inside.loss_gradients import loss_gradients
+from profiling.inside.residual import ResidualStream
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
 
 # Tokens of text from which the change of a head's loss is known as well as it is not. Measured on SmolLM2.
 _TOKENS_TO_TRUST = 30_000

@@ -11,7 +11,7 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.compare import Comparison, Result, compare, table
-from profiling.models import load_model
+from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
 from search.head_budget import DEFAULT_BUDGET, HeadSearch, resolve, search_model
 from search.report import print_report

@@ -14,11 +14,11 @@ import torch
 from tqdm import tqdm
 
 from artifacts import Artifact, HeadwiseError
-from profiling.capture import LayerInputs, capture
-from profiling.head_fidelity import Fidelity, layer_fidelity
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.head_fidelity import Fidelity, layer_fidelity
 from profiling.journal import Journal
-from profiling.models import LoadedModel
-from profiling.prompts import Prompt
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
 from search.findings import DRIFT_FLOOR

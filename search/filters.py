@@ -23,10 +23,10 @@ import numpy as np
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
-from profiling.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure
-from profiling.models import load_model
-from profiling.prompts import TASKS
-from profiling.similarity_profile import Profile, load_profile
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import TASKS
+from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure
+from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
 from search.filter_layers import (
     Choice,

@@ -16,11 +16,11 @@ import numpy as np
 
 from artifacts import HeadwiseError, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.head_fidelity import fidelity
-from profiling.held_out import SETS, held_out, seen_by_searches
-from profiling.logits import DenseLogits, Drift
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, parse_task
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.held_out import SETS, held_out, seen_by_searches
+from profiling.prompts.prompt import Prompt, parse_task
+from profiling.quality.logits import DenseLogits, Drift
 from runtime import Headwise
 
 MAX_KL, MAX_DROP = 0.05, 0.03

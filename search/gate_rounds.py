@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from profiling.logits import Drift
-from profiling.prompts import Prompt
+from profiling.prompts.prompt import Prompt
+from profiling.quality.logits import Drift
 from search.curves import Curves
 from search.gate import Limits
 from search.refine import NothingFound, Problem

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
-from profiling.capture import LayerInputs, capture
+from profiling.inside.capture import LayerInputs, capture
 from profiling.journal import Journal
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.choose import mean_scores
 from search.record import Finding, build_artifact

@@ -10,11 +10,11 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.files import check_writable
-from profiling.drawing import save, save_table
-from profiling.head_pictures import missed_figure
-from profiling.missed_mass import Missed, missed_mass
-from profiling.models import load_model
-from profiling.prompts import Prompt, make_prompts, parse_task
+from profiling.inside.missed_mass import Missed, missed_mass
+from profiling.models.loading import load_model
+from profiling.pictures.drawing import save, save_table
+from profiling.pictures.head_pictures import missed_figure
+from profiling.prompts.prompt import Prompt, make_prompts, parse_task
 from runtime.fingerprint import check
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.prompts import TASKS
+from profiling.prompts.prompt import TASKS
 from search.gate import DEFAULT_TASKS, MAX_DROP, MAX_KL, Limits
 from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
 from search.head_budget import HeadSearch

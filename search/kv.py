@@ -4,8 +4,8 @@ python -m search.kv --model smollm2 --config cfg.yaml --out cfg.yaml --target-sh
 python -m search.kv --model smollm2 --config cfg.yaml --out cfg.yaml --target-bytes 64MiB --context 8192
 
 Heads that find what they need in few tokens give their room to those that do not. Each head's curve of error against
-budget is measured (profiling.budget_curves), the total is spent exactly, and the result is compared with the same total
-spent evenly, on held-out prompts; where even is better, even is written.
+budget is measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared with the
+same total spent evenly, on held-out prompts; where even is better, even is written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
-from profiling.budget_curves import BudgetCurves, measure
-from profiling.divergence import Divergence, divergences
-from profiling.models import LoadedModel, load_model
-from profiling.policies import with_section
-from profiling.prompts import TASKS, Prompt, make_prompts
-from profiling.sizes import bytes_of
+from profiling.caches.budget_curves import BudgetCurves, measure
+from profiling.caches.policies import with_section
+from profiling.memory_use.sizes import bytes_of
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import TASKS, Prompt, make_prompts
+from profiling.quality.divergence import Divergence, divergences
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, window_of
 from search.allocate import allocate

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from artifacts import Artifact, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
-from profiling.held_out import held_out
-from profiling.logits import check_logits
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, make_prompts, parse_task
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.held_out import held_out
+from profiling.prompts.prompt import Prompt, make_prompts, parse_task
+from profiling.quality.logits import check_logits
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
 from search.costs import Unit, costs_by, given_costs, shared_table

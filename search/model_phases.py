@@ -14,10 +14,10 @@ from optuna.storages import BaseStorage
 
 from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
 from kernels.patterns import Pattern
-from profiling.held_out import SETS, held_out
-from profiling.logits import DenseLogits
-from profiling.models import LoadedModel
-from profiling.prompts import Prompt, digest, parse_task
+from profiling.models.loading import LoadedModel
+from profiling.prompts.held_out import SETS, held_out
+from profiling.prompts.prompt import Prompt, digest, parse_task
+from profiling.quality.logits import DenseLogits
 from search.attention_time import fit_to_layers, one_of_each_task
 from search.costs import Costs
 from search.curves import Curves, score_prompt

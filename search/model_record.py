@@ -24,9 +24,9 @@ from artifacts import Point as FrontPoint
 from artifacts.sections import save_searched
 from kernels.patterns import Pattern
 from profiling.bench import environment
-from profiling.cost_table import embed
-from profiling.models import LoadedModel
-from profiling.prompts import Prompt
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
+from profiling.speed.cost_table import embed
 from runtime import Headwise
 from search.attention_time import measured_seconds, one_of_each_task
 from search.costs import Costs

@@ -15,7 +15,7 @@ import optuna
 
 from artifacts import Artifact, HeadwiseError, ModelInfo, Prefill, SearchInfo
 from kernels.patterns import Pattern
-from profiling.logits import DenseLogits, Drift
+from profiling.quality.logits import DenseLogits, Drift
 from runtime import Headwise
 from search.claims import KEY
 from search.curves import Curves

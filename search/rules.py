@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from artifacts import Artifact, HeadwiseError, Pattern
 from kernels.patterns import LayerPlan, make
-from profiling.capture import LayerInputs
-from profiling.head_fidelity import dense_attention, layer_fidelity
+from profiling.inside.capture import LayerInputs
+from profiling.inside.head_fidelity import dense_attention, layer_fidelity
 from runtime.patterns import kernel_growth
 from search.choose import choose, mean_scores
 from search.findings import MEASURES, Findings

@@ -15,7 +15,7 @@ from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
 from kernels.patterns import make
 from kernels.patterns.dense import dense_index
-from profiling.capture import LayerInputs
+from profiling.inside.capture import LayerInputs
 from search.space import Family, builders, change_space
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from profiling.logits import DenseLogits, Drift
-from profiling.prompts import Prompt
+from profiling.prompts.prompt import Prompt
+from profiling.quality.logits import DenseLogits, Drift
 from search.refine import Problem
 from search.settle import Settlement
 from search.units import Units

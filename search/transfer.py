@@ -15,10 +15,10 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError, ModelInfo, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
-from profiling.capture import LayerInputs
+from profiling.inside.capture import LayerInputs
 from profiling.journal import Journal
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt, digest, make_prompts, parse_task
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.again import Again
 from search.drift import Drift, measure_drift

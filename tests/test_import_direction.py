@@ -94,7 +94,7 @@ def test_imports_run_downwards(package: str) -> None:
 @pytest.mark.parametrize(
     ("package", "source"),
     [
-        ("runtime", "import profiling.models"),
+        ("runtime", "import profiling.models.loading"),
         ("runtime", "def f():\n    from search.heads import run"),
         ("kernels", "from artifacts import load"),
         ("kernels", "if TYPE_CHECKING:\n    import artifacts.schema"),
@@ -119,7 +119,7 @@ def test_the_check_sees(package: str, source: str) -> None:
         ("runtime", "import kernels.index\nfrom kernels import dispatch\nfrom artifacts import load"),
         ("runtime", "def f():\n    import transformers"),
         ("kernels", "if TYPE_CHECKING:\n    import triton"),
-        ("search", "import optuna\nfrom profiling.capture import capture"),
+        ("search", "import optuna\nfrom profiling.inside.capture import capture"),
     ],
 )
 def test_the_check_allows(package: str, source: str) -> None:

@@ -8,12 +8,13 @@ import torch
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
-from profiling import attention_speed, bench
+from profiling import bench
+from profiling.speed import attention_speed
 
 
 @pytest.mark.slow
 def test_flex_computes_the_same_attention() -> None:
-    from profiling.flex import flex_attention
+    from profiling.speed.flex import flex_attention
 
     q, k, v = (torch.randn(1, heads, 450, 64) for heads in (4, 2, 2))
     kinds = [

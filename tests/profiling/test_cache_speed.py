@@ -11,7 +11,7 @@ import artifacts
 from artifacts import HeadwiseError
 from profiling import cache_speed
 from profiling.cache_speed import CacheSpeed, parse_policy
-from profiling.models import LoadedModel
+from profiling.models.loading import LoadedModel
 from tests.profiling.conftest import tiny
 
 

@@ -12,11 +12,11 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from profiling.compare import Comparison, compare, main, table
-from profiling.head_fidelity import fidelity
-from profiling.latency import interleaved, medians
-from profiling.models import load_model
-from profiling.prompts import Prompt
-from profiling.quality import is_right, negative_log_likelihood, perplexity
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import Prompt
+from profiling.quality.answers import is_right, negative_log_likelihood, perplexity
+from profiling.speed.latency import interleaved, medians
 from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 
@@ -34,7 +34,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_fidelity_on_the_calibration_prompt_is_what_the_search_wrote(searched: tuple[Path, Path]) -> None:
-    from profiling.prompts import make_prompts
+    from profiling.prompts.prompt import make_prompts
 
     model, config = searched
     loaded = load_model(str(model), dtype="float32")

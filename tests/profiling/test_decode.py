@@ -13,9 +13,9 @@ import torch
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from profiling import decode
 from profiling.decode import forced_losses
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import make_prompts
-from profiling.quality import negative_log_likelihood
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import make_prompts
+from profiling.quality.answers import negative_log_likelihood
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 

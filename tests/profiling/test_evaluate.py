@@ -13,9 +13,9 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling import evaluation
 from profiling.evaluate import main
-from profiling.evaluation_page import page
+from profiling.evaluation import measure as evaluation
+from profiling.evaluation.page import page
 from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 
@@ -142,16 +142,16 @@ def test_a_killed_run_goes_on_where_it_was(
 def test_the_crossover_becomes_dense_below_where_it_is_wanted(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from profiling.evaluation_speed import Timed
+    from profiling.evaluation.speed import Timed
 
     def pretended(loaded: Any, methods: Any, length: int, *, repeats: int) -> dict[str, Timed]:
         seconds = {"headwise": length / 2 + 300.0}
         return {m.name: Timed(seconds=(seconds.get(m.name, length),), dense=(length,)) for m in methods}
 
-    for place in ("profiling.evaluation_speed", "profiling.evaluation_times"):
+    for place in ("profiling.evaluation.speed", "profiling.evaluation.times"):
         monkeypatch.setattr(f"{place}.prefill_times", pretended)
-    monkeypatch.setattr("profiling.evaluation_times.decode_times", lambda *_, **__: {})
-    monkeypatch.setattr("profiling.evaluation_times._PLAIN", ())
+    monkeypatch.setattr("profiling.evaluation.times.decode_times", lambda *_, **__: {})
+    monkeypatch.setattr("profiling.evaluation.times._PLAIN", ())
     asked = ("--tasks", "passkey", "--samples", "1", "--methods", "headwise")
     record = command(*asked)
     assert 600 < record["crossover"]["length"] <= 664
@@ -181,9 +181,9 @@ def test_what_cannot_be_is_one_line(command: Command, options: tuple[str, ...], 
 
 @pytest.mark.slow
 def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
-    from profiling.methods import Methods
-    from profiling.models import load_model
-    from profiling.peak_memory import peak_of
+    from profiling.evaluation.methods import Methods
+    from profiling.memory_use.peak_memory import peak_of
+    from profiling.models.loading import load_model
 
     spec = str(searched / "tiny")
     loaded = load_model(spec, dtype="float32")

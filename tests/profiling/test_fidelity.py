@@ -15,7 +15,7 @@ from artifacts import HeadwiseError
 from artifacts.commands.convert import Config as Convert
 from artifacts.commands.convert import run as convert
 from profiling.fidelity import Measured, main, report, run
-from profiling.models import load_model
+from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 

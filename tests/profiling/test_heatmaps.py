@@ -15,15 +15,15 @@ from safetensors.numpy import load_file
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.drawing import new_figure, save, shade, ticks
-from profiling.head_pictures import grid_figure
 from profiling.heatmaps import main
-from profiling.layer_pictures import curve_figure, draw_layers, similarity_figure
-from profiling.mass import ability
-from profiling.model_pictures import draw_totals, spread
-from profiling.models import load_model
-from profiling.prompts import make_prompts
-from profiling.similarity_profile import Profile, save_profile
+from profiling.models.loading import load_model
+from profiling.pictures.drawing import new_figure, save, shade, ticks
+from profiling.pictures.head_pictures import grid_figure
+from profiling.pictures.layer_pictures import curve_figure, draw_layers, similarity_figure
+from profiling.pictures.model_pictures import draw_totals, spread
+from profiling.prompts.prompt import make_prompts
+from profiling.similarities.mass import ability
+from profiling.similarities.similarity_profile import Profile, save_profile
 from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from artifacts import HeadwiseError
 from profiling import heavy_hitters
 from profiling.heavy_hitters import FILE, HeavyHitters, main, report
-from profiling.models import LoadedModel
+from profiling.models.loading import LoadedModel
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import byte_level
 

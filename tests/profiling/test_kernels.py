@@ -10,7 +10,7 @@ import pytest
 import artifacts
 from artifacts import HeadwiseError, SearchCost
 from profiling import kernels
-from profiling.cost_table import Cost, CostTable, attach, embed, embedded, load, save
+from profiling.speed.cost_table import Cost, CostTable, attach, embed, embedded, load, save
 from tests.artifacts.conftest import build, build_arrays
 
 OPTIONS = ["--lengths", "256", "320", "--head-dims", "64", "--heads", "3/1", "--densities", "0.5", "--repeats", "1"]

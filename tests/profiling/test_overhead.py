@@ -9,8 +9,8 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling import overhead
-from profiling.models import LoadedModel
-from profiling.ratios import ratio_of_pairs
+from profiling.models.loading import LoadedModel
+from profiling.speed.ratios import ratio_of_pairs
 from tests.profiling.conftest import tiny
 
 
@@ -18,8 +18,8 @@ from tests.profiling.conftest import tiny
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedModel(model=tiny("llama"), tokenizer=None, name="tiny", revision=None)
     monkeypatch.setattr(overhead, "load_model", lambda *args, **kwargs: loaded)
-    monkeypatch.setattr("profiling.python_time._ROUNDS", 2)
-    monkeypatch.setattr("profiling.python_time._CALLS", 2)
+    monkeypatch.setattr("profiling.speed.python_time._ROUNDS", 2)
+    monkeypatch.setattr("profiling.speed.python_time._CALLS", 2)
     monkeypatch.setattr(overhead, "_VOCABULARY", 97)
 
 

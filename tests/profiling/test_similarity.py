@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling.decode_capture import StepInputs
-from profiling.layer_similarity import SimilarityConfig, measure
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import make_prompts
-from profiling.residual import ResidualStream
+from profiling.inside.decode_capture import StepInputs
+from profiling.inside.residual import ResidualStream
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import make_prompts
+from profiling.similarities.layer_similarity import SimilarityConfig, measure
+from profiling.similarities.similarity_meter import FROZEN, TAIL, Meter
+from profiling.similarities.similarity_profile import FILE, save_profile
 from profiling.similarity import Profile, load, main, run
-from profiling.similarity_meter import FROZEN, TAIL, Meter
-from profiling.similarity_profile import FILE, save_profile
 from tests.search.conftest import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100

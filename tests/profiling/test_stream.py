@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling import stream_run
 from profiling.journal import Journal
-from profiling.models import LoadedModel
+from profiling.models.loading import LoadedModel
+from profiling.prompts.tokens import Encoder
 from profiling.stream import main, report
-from profiling.stream_methods import method_of
-from profiling.stream_report import draw
-from profiling.stream_run import Streamed, run
-from profiling.stream_tokens import stream_eval, text_stream
-from profiling.tokens import Encoder
+from profiling.streams import run as stream_run
+from profiling.streams.methods import method_of
+from profiling.streams.report import draw
+from profiling.streams.run import Streamed, run
+from profiling.streams.tokens import stream_eval, text_stream
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import MAKERS, byte_level
 

@@ -13,8 +13,8 @@ import pytest
 from transformers import LlamaConfig
 
 from artifacts import HeadwiseError
-from profiling.kinds import KINDS
-from profiling.prompts import digest, make_prompts
+from profiling.prompts.kinds import KINDS
+from profiling.prompts.prompt import digest, make_prompts
 from profiling.tasks import main
 from tests.profiling.conftest import GROUPED
 from tests.profiling.tokenizers import byte_level
@@ -94,7 +94,7 @@ def test_bad_use(folder: str, arguments: list[str], line: str) -> None:
 
 def test_other_processes_make_the_same_prompts() -> None:
     code = (
-        "import sys; from profiling.prompts import *; from tests.profiling.tokenizers import byte_level;"
+        "import sys; from profiling.prompts.prompt import *; from tests.profiling.tokenizers import byte_level;"
         "print(*(digest(make_prompts(t, byte_level(), length=n, samples=2, seed=5))"
         " for t in sys.argv[2:] for n in [int(sys.argv[1])]))"
     )

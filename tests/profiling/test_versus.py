@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling.attention_time import DENSE, attention_seconds
-from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import make_prompts
+from profiling.speed.attention_time import DENSE, attention_seconds
 from profiling.versus import Versus, main, run
 from search.head_budget import HeadSearch
 from search.head_budget import run as search

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kernels.patterns import Pattern
-from profiling.logits import Drift
+from profiling.quality.logits import Drift
 from search.curves import Curves
 from search.refine import Problem
 from search.settle import Settlement

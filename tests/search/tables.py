@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from profiling.cost_table import Cost, CostTable
+from profiling.speed.cost_table import Cost, CostTable
 
 LENGTH = 1024
 _START = {"a_shape": 1e-4, "vertical_slash": 3e-4, "block_sparse": 2e-4, "dense": 1e-4}

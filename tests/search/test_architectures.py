@@ -9,7 +9,7 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.capture import LayerInputs, capture
+from profiling.inside.capture import LayerInputs, capture
 from runtime import load
 from runtime.layers import attention_layers, sliding_layers
 from search.heads import main

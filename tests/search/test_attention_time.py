@@ -11,8 +11,8 @@ import pytest
 
 import search.attention_time
 from kernels.patterns import make
-from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import make_prompts
 from search.attention_time import fit_to_layers, line_through, measured_seconds, one_of_each_task
 from search.curves import Curves
 from tests.search.problems import problem_of

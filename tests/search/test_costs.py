@@ -10,7 +10,7 @@ import pytest
 import search.costs
 from artifacts import HeadwiseError, ModelInfo
 from kernels.patterns import make
-from profiling.cost_table import Cost, CostTable, save
+from profiling.speed.cost_table import Cost, CostTable, save
 from search.costs import Costs, costs_by, given_costs, shared_table
 from search.storage import open_storage
 from tests.search.tables import LENGTH, linear_table

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
-from profiling.capture import LayerInputs, capture
-from profiling.head_fidelity import attend
-from profiling.logits import DenseLogits
-from profiling.loss_gradients import loss_gradients
-from profiling.models import LoadedModel, load_model
-from profiling.prompts import Prompt
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.head_fidelity import attend
+from profiling.inside.loss_gradients import loss_gradients
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt
+from profiling.quality.logits import DenseLogits
 from runtime.layers import attention_layers, sliding_layers
 from search.curves import Curves, score_prompt
 from search.ladder import ladder
@@ -194,7 +194,7 @@ def test_a_model_without_gradients_is_searched_by_the_change_alone(
 
 
 def test_nothing_of_the_layers_is_kept(tiny_model: Path, prompt: Prompt) -> None:
-    from profiling.residual import ResidualStream
+    from profiling.inside.residual import ResidualStream
 
     loaded = load_model(str(tiny_model), dtype="float32")
     with ResidualStream(loaded.model) as stream, torch.no_grad():

@@ -16,10 +16,10 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan, make
-from profiling.capture import LayerInputs, capture
-from profiling.missed_mass import missed_mass
-from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.missed_mass import missed_mass
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import make_prompts
 from search.explain import Question, main, report, run
 from search.findings import Trial, hull
 from search.head_budget import HeadSearch

@@ -108,7 +108,7 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
 def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
     command: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    from profiling.models import load_model
+    from profiling.models.loading import load_model
 
     profile, out = tmp_path / "profile", tmp_path / "cfg.yaml"
     similarity.main(["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"])

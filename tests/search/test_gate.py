@@ -11,7 +11,7 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError, Prefill
-from profiling.models import load_model
+from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
 from search.gate import Gate, Limits, main, run
 

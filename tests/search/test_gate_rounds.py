@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from kernels.patterns import make
-from profiling.logits import Drift
+from profiling.quality.logits import Drift
 from search.curves import Curves
 from search.gate import Limits
 from search.gate_rounds import Judges, Raised, raise_until

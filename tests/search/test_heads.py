@@ -15,9 +15,9 @@ import torch
 
 import artifacts
 from kernels.patterns import LayerPlan, make
-from profiling.capture import LayerInputs, capture
-from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.inside.capture import LayerInputs, capture
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import make_prompts
 from runtime import load
 from search.head_budget import HeadSearch, run
 from search.heads import main

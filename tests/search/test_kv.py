@@ -10,8 +10,8 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.budget_curves import BudgetCurves
-from profiling.models import load_model
+from profiling.caches.budget_curves import BudgetCurves
+from profiling.models.loading import load_model
 from runtime import load, memory_report
 from search import head_budget as heads
 from search import kv

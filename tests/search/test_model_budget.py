@@ -20,12 +20,12 @@ from optuna.trial import TrialState
 import artifacts
 from artifacts import HeadwiseError
 from profiling.bench import environment
-from profiling.cost_table import save as save_table
-from profiling.head_fidelity import fidelity
-from profiling.held_out import held_out
-from profiling.logits import DenseLogits, Drift
-from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import load_model
+from profiling.prompts.held_out import held_out
+from profiling.prompts.prompt import make_prompts
+from profiling.quality.logits import DenseLogits, Drift
+from profiling.speed.cost_table import save as save_table
 from runtime import Headwise, load
 from search.heads import main
 from search.refine import Problem

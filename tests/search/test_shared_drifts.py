@@ -11,7 +11,7 @@ import pytest
 
 import search.shared_drifts
 from kernels.patterns import make
-from profiling.logits import Drift
+from profiling.quality.logits import Drift
 from search.curves import Curves
 from search.settle import Settlement
 from search.shared_drifts import SharedDrifts

@@ -20,11 +20,11 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.capture import LayerInputs, capture
-from profiling.head_fidelity import fidelity
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.head_fidelity import fidelity
 from profiling.journal import Journal
-from profiling.models import load_model
-from profiling.prompts import digest, make_prompts
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import digest, make_prompts
 from runtime import load
 from search.again import Again, of_heads
 from search.explain import Question

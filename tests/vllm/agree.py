@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.models import load_model
-from profiling.prompts import make_prompts
+from profiling.models.loading import load_model
+from profiling.prompts.prompt import make_prompts
 from runtime.layers import heads_of
 from tests.vllm.engines import Engine, Transformers, engine
 
@@ -124,7 +124,7 @@ def prompts_of(tokenizer: Any, count: int, shortest: int, longest: int) -> list[
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 1 if any prompt's tokens differ."""
     p = ArgumentParser(prog="python -m tests.vllm.agree", description=__doc__)
-    p.add_argument("--model", default="smollm2", help="as profiling.models loads it (default smollm2)")
+    p.add_argument("--model", default="smollm2", help="as profiling.models.loading loads it (default smollm2)")
     p.add_argument("--config", required=True, help="the artifact")
     p.add_argument("--prompts", type=int, default=20)
     p.add_argument("--lengths", type=int, nargs=2, default=(2000, 6000), metavar=("FROM", "TO"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import artifacts
-from profiling.models import load_model
+from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
 from tests.runtime.conftest import search_info
 from tests.vllm.agree import Run, prompts_of

@@ -1,0 +1,135 @@
+"""What it costs each KV head to keep a share of its tokens as H2O would: the curves that budgets are chosen by.
+
+Shapes: L layers, G KV heads, H query heads, N shares, S prompt length, K keys so far, D head dim, E value dim.
+
+A prompt is walked once. Every query adds to the accumulated scores (H2O, section 3.1); at some places the next few
+queries attend both to everything and, for each share, to the heavy hitters and the latest tokens of that moment. What
+earlier evictions would have changed is not followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from artifacts import HeadwiseError
+from kernels.decode import MAX_QUERIES, decode_attention
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.residual import ResidualStream
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
+from runtime.layers import attention_layers
+
+SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
+# Places in a prompt where is measured, after its first part.
+_PLACES = 12
+_FIRST = 0.25
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BudgetCurves:
+    """Means over prompts and places; NaN for layers that slide or have no attention.
+
+    error (L, G, N): squared error that a head leaves in the residual stream, as a share of the stream's square.
+    kept (L, G, N): attention mass on what is kept, as a mean over the query heads.
+    shares (N): half heavy hitters, half the latest tokens.
+    """
+
+    shares: tuple[float, ...]
+    error: np.ndarray
+    kept: np.ndarray
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were measured."""
+        return [int(layer) for layer in np.flatnonzero(np.isfinite(self.error).all((1, 2)))]
+
+
+def measure(loaded: LoadedModel, prompts: Sequence[Prompt], shares: Sequence[float] = SHARES) -> BudgetCurves:
+    """Walk the prompts; the model is left as it was.
+
+    Raises:
+        HeadwiseError: every layer slides.
+    """
+    model, modules = loaded.model, attention_layers(loaded.model)
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    shape = (config.num_hidden_layers, heads, len(shares))
+    error, kept = np.zeros(shape), np.zeros(shape)
+    measured: set[int] = set()
+    with tqdm(total=len(prompts) * len(modules), desc="budget curves", unit="layer", disable=None) as progress:
+        for prompt in prompts:
+            gained = np.zeros_like(error)
+            with ResidualStream(model) as stream:
+
+                def visit(inputs: LayerInputs, stream: ResidualStream = stream, gained: np.ndarray = gained) -> None:
+                    progress.update()
+                    if inputs.sliding_window is not None or inputs.sinks is not None:
+                        return
+                    gained[inputs.layer], mass = _walk(inputs, stream, shares)
+                    kept[inputs.layer] += mass / len(prompts)
+                    measured.add(inputs.layer)
+
+                capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+            # Known when the block is through: what a norm behind the attention makes of its output.
+            for layer in measured:
+                error[layer] += gained[layer] * float(stream.gain(layer)) / len(prompts)
+    if not measured:
+        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: there is no budget to choose")
+    for layer in set(range(shape[0])) - measured:
+        error[layer] = kept[layer] = np.nan
+    return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
+
+
+def _walk(inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Error and mass kept (G, N) of one layer."""
+    q, k, v, s_len = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
+    how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
+    scores = torch.zeros(k.shape[:3], device=k.device)
+    blocks = math.ceil(s_len / MAX_QUERIES)
+    first = min(blocks - 1, math.ceil(blocks * _FIRST))
+    places = {int(place) for place in np.linspace(first, blocks - 1, _PLACES)}
+    error = np.zeros((k.shape[1], len(shares)))
+    kept = np.zeros_like(error)
+    for block in range(blocks):
+        begin, end = block * MAX_QUERIES, min((block + 1) * MAX_QUERIES, s_len)
+        some, keys, values = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
+        whole = decode_attention(some, keys, values, scores="sum", **how)
+        if block in places:
+            for at, share in enumerate(shares):
+                tokens = _held(scores[:, :, :begin], share, end)
+                part = decode_attention(some, keys, values, tokens=tokens, **how)
+                missed = stream.relative(inputs.layer, _changes(part.out - whole.out, k.shape[1]), slice(begin, end))
+                error[:, at] += missed.mean(-1).double().cpu().numpy() / len(places)
+                mass = (part.lse - whole.lse).exp().unflatten(1, (k.shape[1], -1)).mean((0, 2, 3))
+                kept[:, at] += mass.double().cpu().numpy() / len(places)
+        assert whole.scores is not None
+        scores[:, :, :end] += whole.scores
+    return error, kept
+
+
+def _held(scores: Tensor, share: float, k_len: int) -> Tensor:
+    """The tokens (1, G, C) int32 held of `k_len`: half of the share by score, half the latest; scores (1, G, K)."""
+    recent = math.ceil(share / 2 * k_len)
+    old = max(0, min(scores.shape[2], k_len - recent))
+    heavy = min(math.ceil(share / 2 * k_len), old)
+    best = scores[:, :, :old].topk(heavy, dim=-1).indices
+    latest = torch.arange(old, k_len, device=scores.device).expand(*best.shape[:2], -1)
+    return torch.cat([best, latest], dim=-1).sort(-1).values.to(torch.int32)
+
+
+def _changes(missed: Tensor, kv_heads: int) -> Tensor:
+    """Each KV head's own part (G, Q, H * E) of a change (1, H, Q, E) of all heads' outputs, zero elsewhere."""
+    _, heads, q_len, dim = missed.shape
+    alone = missed.new_zeros(kv_heads, q_len, kv_heads, heads // kv_heads * dim)
+    own = missed[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2)
+    for head in range(kv_heads):
+        alone[head, :, head] = own[head]
+    return alone.flatten(2)

@@ -1,0 +1,1 @@
+"""The evaluation: methods, their figures with intervals, the record and the page."""

@@ -1,0 +1,152 @@
+"""Sizes at which one pattern for all heads costs as much as an artifact does, counted from indices on a real prompt.
+
+Shapes: S prompt length, h heads of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from artifacts import Artifact, HeadwiseError
+from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
+from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, make
+from kernels.patterns.fixed import Fixed
+from profiling.evaluation.frozen import Frozen, frozen
+from profiling.inside.capture import LayerInputs, capture
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import make_prompts
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# Prompts that sizes are fitted on and indices are frozen on: of no evaluation's seed.
+CALIBRATION_TASK, CALIBRATION_SEED = "passkey", 7_777_777
+_CHOOSING = ("vertical_slash", "block_sparse")
+# Sizes whose n counts tiles.
+_BY_TILES = ("block_sparse", "infllm")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A line of patterns: n and the density aimed at give the sizes; larger n never costs less."""
+
+    kind: str
+    at: Callable[[int, float], Mapping[str, int]]
+
+
+def _strided(n: int, target: float) -> Mapping[str, int]:
+    # Diagonals at every stride-th tile are one stride-th of the area: about half of what may be computed.
+    return {"sink": n, "window": 2 * n, "stride": max(2, round(2 / target))}
+
+
+SIZES: dict[str, Sizes] = {
+    # 1,024 sinks and 4,096 tokens of window, as MInference's budget has it.
+    "a_shape": Sizes("a_shape", lambda n, _: {"sink": n, "window": 4 * n}),
+    "tri_shape": Sizes("tri_shape", lambda n, _: {"sink": n, "window": 4 * n, "last": TILE}),
+    # 1,024 sinks and every second of 8,192 tokens.
+    "dilated": Sizes("dilated", lambda n, _: {"sink": n, "window": 8 * n, "dilation": 2}),
+    "strided": Sizes("strided", _strided),
+    # 1,000 columns and 6,096 diagonals, MInference's most frequent choice.
+    "vertical_slash": Sizes("vertical_slash", lambda n, _: {"vertical": n, "slash": 6 * n}),
+    "vertical": Sizes("vertical_slash", lambda n, _: {"vertical": n, "slash": 1}),
+    "slash": Sizes("vertical_slash", lambda n, _: {"vertical": 1, "slash": n}),
+    "block_sparse": Sizes("block_sparse", lambda n, _: {"blocks": n}),
+    # As many tokens looked up as in the window, and 128 sinks, as InfLLM has it.
+    "infllm": Sizes("memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}),
+}
+
+
+class Meter:
+    """One dense pass over a calibration prompt: what indices of any sizes would compute in every layer.
+
+    Of each layer only the estimates that its patterns choose by are kept, no queries and no keys.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array] | None, length: int
+    ) -> None:
+        """Measure an artifact that has patterns, at `length` tokens.
+
+        Raises:
+            HeadwiseError: it has none, or no prompt of that length can be made.
+        """
+        if not any(artifact.prefill.layers):
+            raise HeadwiseError("the artifact has no patterns: there is no density to compare methods at")
+        self.length = length
+        self.heads = artifact.model.num_heads
+        self.frozen: dict[int, list[Frozen]] = {}
+        self._prepared: dict[int, dict[str, Callable[[Sequence[Any]], SparseIndex]]] = {}
+        self._densities: dict[int, list[float]] = {}
+        patterns = kernel_patterns(artifact, arrays)
+        prompt = make_prompts(CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED)[0]
+
+        def visit(inputs: LayerInputs) -> None:
+            plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+            if plan is None:
+                return
+            index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+            self._densities[inputs.layer] = index.density()[0].tolist()
+            self.frozen[inputs.layer] = frozen(index)
+            heads = range(inputs.q.shape[1])
+            self._prepared[inputs.layer] = {
+                kind: KINDS[kind].prepare(
+                    [_largest(kind, length) for _ in heads], heads, inputs.q, inputs.k, scale=inputs.scale
+                )
+                for kind in _CHOOSING
+            }
+
+        capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
+
+    @property
+    def target(self) -> float:
+        """The artifact's own density: mean over the heads that have a pattern."""
+        found = [density for row in self._densities.values() for density in row]
+        return sum(found) / len(found)
+
+    def density(self, pattern: Pattern, *, dense_tail: int) -> float:
+        """Mean density where every head has this pattern."""
+        if isinstance(pattern, Fixed | MemoryUnits):
+            return _fixed_density(pattern, self.length, dense_tail)
+        means = [
+            float(with_dense_tail(kinds[pattern.kind]([pattern] * self.heads), dense_tail).density().mean())
+            for kinds in self._prepared.values()
+        ]
+        return sum(means) / len(means)
+
+    def fit(self, name: str, *, dense_tail: int) -> tuple[dict[str, Any], float]:
+        """The largest sizes of SIZES[name] that cost no more than the artifact, and what they cost.
+
+        The least there are where even these cost more. Returns the pattern's fields with its kind, and its density.
+        """
+        line, target = SIZES[name], self.target
+
+        def fields(n: int) -> dict[str, Any]:
+            return {"kind": line.kind, **line.at(n, target)}
+
+        cost = partial(self.density, dense_tail=dense_tail)
+        low, high = 1, num_tiles(self.length) if name in _BY_TILES else self.length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if cost(make(**fields(middle))) <= target:
+                low = middle
+            else:
+                high = middle - 1
+        return fields(low), cost(make(**fields(low)))
+
+
+def _largest(kind: str, length: int) -> Pattern:
+    return make(kind, blocks=num_tiles(length)) if kind == "block_sparse" else make(kind, vertical=length, slash=length)
+
+
+def _fixed_density(pattern: Fixed | MemoryUnits, length: int, dense_tail: int) -> float:
+    # What these compute follows from shapes and sizes, whatever q and k hold.
+    tensor = torch.zeros(1, 1, length, 1)
+    index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
+    return float(index.density())

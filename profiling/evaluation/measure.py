@@ -1,0 +1,229 @@
+"""Quality of many methods on many tasks and lengths: each prompt under each method once, kept in a journal.
+
+What is there is not run again: tasks, lengths, samples and methods can be added, and a run that was killed goes on with
+the prompt that it was at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from artifacts import Artifact, HeadwiseError
+from artifacts.hashing import canonical_json
+from profiling.evaluation.methods import Method, Methods
+from profiling.journal import Journal
+from profiling.models.loading import LoadedModel
+from profiling.prompts.held_out import seen_by_searches
+from profiling.prompts.kinds import KINDS
+from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.unseen import Pieces, unseen_prompts
+from profiling.quality.trials import VERSION, trial
+
+DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# The task that has a grid of depths.
+GRID = "needle"
+JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What to evaluate. samples: prompts of each task and length; of each depth as well where there is a grid.
+
+    share: of a prompt's keys and values that caches under policies keep.
+    """
+
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    lengths: tuple[int, ...]
+    methods: tuple[str, ...]
+    samples: int = 10
+    depths: tuple[float, ...] = DEPTHS
+    share: float = 0.2
+    seed: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise HeadwiseError(f"--samples must be at least 1, got {self.samples}")
+        if not 0 < self.share <= 1:
+            raise HeadwiseError(f"--share must be above 0 and at most 1, got {self.share}")
+        if wrong := next((depth for depth in self.depths if not 0 <= depth <= 1), None):
+            raise HeadwiseError(f"--depths must be from 0 to 1, got {wrong}")
+        for task in self.tasks:
+            parse_task(task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Set:
+    """The prompts of one task at one length; `depth` is the place in the grid, None where there is none.
+
+    overlapping: how many of the prompts the artifact's search has seen, for want of others.
+    """
+
+    task: str
+    length: int
+    depth: float | None
+    prompts: tuple[Prompt, ...]
+    overlapping: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials."""
+
+    task: str
+    length: int
+    depth: float | None
+    method: str
+    records: tuple[dict[str, Any], ...]
+    overlapping: int = 0
+
+
+def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The tasks that were asked for; `all` are those that need no file."""
+    free = tuple(kind.name for kind in KINDS.values() if kind.takes_file != "must")
+    return tuple(dict.fromkeys(task for name in names for task in (free if name == "all" else (name,))))
+
+
+def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
+    """Refuse what the artifact would serve densely, or the model was not trained for."""
+    for length in lengths:
+        if length < artifact.prefill.dense_below and any(artifact.prefill.layers):
+            raise HeadwiseError(
+                f"--lengths {length} is below the artifact's dense_below of {artifact.prefill.dense_below}, so it "
+                "would be served densely: ask for longer prompts, or for the patterns all the same with --sparse-always"
+            )
+        if length > artifact.model.max_positions:
+            raise HeadwiseError(
+                f"--lengths {length} is more than the {artifact.model.max_positions} positions of {artifact.model.name}"
+            )
+
+
+def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Pieces) -> list[Set]:
+    """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
+    how: dict[str, Any] = {"samples": config.samples, "seed": config.seed, "seen": seen, "shorter": True}
+    sets = []
+    for name in config.tasks:
+        task = parse_task(name)
+        gridded = task.kind == GRID and not any(parameter == "depth" for parameter, _ in task.parameters)
+        for depth in config.depths if gridded else (None,):
+            placed = task if depth is None else replace(task, parameters=(*task.parameters, ("depth", depth)))
+            made = unseen_prompts(placed, tokenizer, length=length, **how)
+            prompts = tuple(made.prompts)
+            sets.append(Set(task=task.name, length=length, depth=depth, prompts=prompts, overlapping=made.overlapping))
+    return sets
+
+
+def open_journal(folder: Path, *, fresh: bool) -> Journal:
+    """The journal of all evaluations in a folder, whatever they were asked for."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"cannot make the folder {folder}: {error.strerror}") from None
+    return Journal.open(folder / JOURNAL, {"evaluation": 1}, fresh=fresh)
+
+
+def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, journal: Journal) -> list[Outcome]:
+    """Every prompt under every method that is not in the journal yet; outcomes by length, task, depth and method."""
+    seen = Pieces(seen_by_searches([methods.artifact], config.tasks, loaded.tokenizer))
+    sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, seen)]
+    of = _Keys(methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
+    total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
+    outcomes = []
+    with _Progress(total) as progress:
+        for length in config.lengths:
+            here = [each for each in sets if each.length == length]
+            made = [methods.make(name, length) for name in config.methods]
+            for method in made:
+                _run(loaded, method, here, of, journal, progress)
+            outcomes += [
+                Outcome(
+                    task=each.task,
+                    length=length,
+                    depth=each.depth,
+                    method=method.name,
+                    records=tuple(journal[of(method, prompt)] for prompt in each.prompts),
+                    overlapping=each.overlapping,
+                )
+                for each in here
+                for method in made
+            ]
+    return outcomes
+
+
+def _run(
+    loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Keys, journal: Journal, progress: _Progress
+) -> None:
+    left = []
+    for each in sets:
+        for prompt in each.prompts:
+            if (key := of(method, prompt)) in journal:
+                progress.skip(each.length)
+            else:
+                left.append((each, prompt, key))
+    if not left:
+        return
+    with method.apply(loaded.model):
+        for each, prompt, key in left:
+            progress.tell(f"{method.name} {each.task} {each.length}")
+            if key not in journal:
+                journal.add(key, trial(loaded.model, loaded.tokenizer, prompt, method))
+            progress.done(each.length)
+
+
+class _Keys:
+    """Under what a prompt's record stands: all that it depends on."""
+
+    def __init__(self, artifact: Artifact, dtype: str, device: str) -> None:
+        weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
+        self._before = f"trial/{version('headwise')}.{VERSION}/{weights}/{dtype.removeprefix('torch.')}/{device}"
+
+    def __call__(self, method: Method, prompt: Prompt) -> str:
+        fields = {**asdict(prompt), "finds": None}
+        digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
+        return f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
+
+
+class _Progress:
+    """A bar in prompt tokens: what is left to do is told by them better than by the number of prompts."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, desc="evaluation", unit="tok", unit_scale=True, disable=None, smoothing=0.05)
+        self._skipped = 0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        if self._skipped:
+            print(f"{self._skipped} prompts were in the journal already", file=sys.stderr)
+
+    def tell(self, what: str) -> None:
+        self._bar.set_postfix_str(what, refresh=False)
+
+    def skip(self, tokens: int) -> None:
+        # What was done by another run says nothing about the speed of this one.
+        self._skipped += 1
+        self._bar.total -= tokens
+        self._bar.refresh()
+
+    def done(self, tokens: int) -> None:
+        self._bar.update(tokens)
+
+
+def groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:
+    """(task, length, records by method), depths together; all methods' records are of the same prompts in order."""
+    found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    for outcome in outcomes:
+        methods = found.setdefault((outcome.task, outcome.length), {})
+        methods.setdefault(outcome.method, []).extend(outcome.records)
+    for (task, length), methods in found.items():
+        yield task, length, methods

@@ -1,0 +1,255 @@
+"""Makes the methods of method_table for a model and a length; all run on the same kernels and runtime.
+
+A method is an artifact in memory, or None for the model's own attention, and the cache that it decodes with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from artifacts import Artifact, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
+from artifacts.density import density
+from artifacts.errors import shorten
+from artifacts.hashing import canonical_json
+from artifacts.kv_cache import Policy
+from profiling.evaluation.matching import CALIBRATION_SEED, Meter
+from profiling.evaluation.method_table import CACHES, METHODS, OF_PROMPTS, OMNIKV, OWN, method_names
+from profiling.models.loading import LoadedModel
+from runtime import Headwise
+from runtime.layers import attention_layers, sliding_layers, text_config
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# Raised where the way sizes are fitted or indices are frozen changes: what was measured before is of another method.
+_VERSION = 1
+
+
+@dataclass(eq=False, kw_only=True)
+class Method:
+    """A method for one model at one length.
+
+    density: share of the causal area that prefill computes, mean over heads, on the calibration prompt.
+    kept: share of the prompt's keys and values that decode attends to. Both are None where nobody counted.
+    identity: a hash of all that its results depend on but model, prompt and number format.
+    evicts: its cache is no plain one, so that what it does shows in decode only.
+    sizes: in words.
+    """
+
+    name: str
+    make: Callable[[], Headwise | None]
+    density: float | None
+    kept: float | None
+    identity: str
+    evicts: bool
+    sizes: str
+
+    @cached_property
+    def headwise(self) -> Headwise | None:
+        """The artifact in memory that does it; None is the model's own attention."""
+        return self.make()
+
+    def apply(self, model: Any) -> AbstractContextManager[object]:
+        """The method at work on the model, until it is left."""
+        return nullcontext() if self.headwise is None else self.headwise.apply(model, check_weights=False)
+
+    def cache(self, model: Any) -> Any:
+        """An empty cache to prefill and decode with."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=text_config(model)) if self.headwise is None else self.headwise.new_cache(model)
+
+
+class Methods:
+    """Makes methods; `memory` (a journal, or a dict) keeps what took a pass over a prompt to find."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        artifact: Artifact,
+        arrays: Mapping[str, Array] | None = None,
+        *,
+        share: float = 0.2,
+        memory: Any = None,
+    ) -> None:
+        """share: of the prompt's keys and values that the caches of CACHES keep."""
+        self._loaded, self._arrays, self._share = loaded, dict(arrays or {}), share
+        # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
+        prefill = artifact.prefill.model_copy(update={"dense_below": 0})
+        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": ()})
+        self._memory = {} if memory is None else memory
+        self._meters: dict[int, Meter] = {}
+        entries = {
+            name: hashlib.sha256(self._arrays[name].tobytes()).hexdigest()
+            for pattern in artifact.patterns.values()
+            if isinstance(pattern, Static)
+            for name in pattern.arrays
+        }
+        weights, dtype = artifact.model.weights_sha256, str(loaded.model.dtype)
+        self._of = _digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
+
+    def make(self, name: str, length: int) -> Method:
+        """The method of that name for prompts of `length` tokens.
+
+        Raises:
+            HeadwiseError: there is none of that name, or not for this artifact.
+        """
+        if name not in (known := method_names(self.artifact)):
+            hint = ""
+            if name.removeprefix("headwise+") in OF_PROMPTS:
+                hint = " (that cache says itself how prompts are attended to: the patterns would change nothing)"
+            raise HeadwiseError(f"unknown method {shorten(name)}{hint}; known for this artifact: {', '.join(known)}")
+        prefill, _, cache = name.partition("+")
+        base = self._plain(prefill, length)
+        return self._with_cache(base, name, cache, length) if cache else base
+
+    def _plain(self, name: str, length: int) -> Method:
+        if name == "dense":
+            return Method(name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, evicts=False, sizes="")
+        if name == "headwise":
+            artifact, sizes = self._patterns_of(), f"{len(self.artifact.patterns)} patterns"
+            density = self._remember("density", length, lambda: self._meter(length).target)
+            make, identity = partial(Headwise, artifact, self._arrays), _identity(artifact)
+        elif name == "headwise_static":
+            make, sizes = partial(self._frozen, length), "frozen"
+            density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
+            # The entries follow from these; looking at them would take a pass over a prompt.
+            identity = _digest(_identity(self._patterns_of()), self._key(name, length))
+        else:
+            artifact, density = self._uniform(name, length)
+            make, sizes, identity = partial(Headwise, artifact), ", ".join(artifact.patterns), _identity(artifact)
+        return Method(name=name, make=make, density=density, kept=1.0, identity=identity, evicts=False, sizes=sizes)
+
+    def _patterns_of(self) -> Artifact:
+        return self.artifact.model_copy(update={"decode": None, "kv_cache": None})
+
+    def _uniform(self, name: str, length: int) -> tuple[Artifact, float]:
+        kind, tail = METHODS[name], self.artifact.prefill.dense_tail
+        assert kind.sizes is not None
+        sizes, own_tail = kind.sizes, tail if kind.own else 0
+
+        def find() -> Any:
+            fields, density = self._meter(length).fit(sizes, dense_tail=own_tail)
+            return {"fields": fields, "density": density}
+
+        found = self._remember(f"sizes/{name}", length, find)
+        pattern = TypeAdapter(Pattern).validate_python(found["fields"])
+        rows = self._rows(lambda layer, head: pattern_name(pattern))
+        # Its size was fitted at this length.
+        update = {"dense_tail": own_tail, "layers": rows, "growth": None, "front": None}
+        prefill = self.artifact.prefill.model_copy(update=update)
+        patterns = {pattern_name(pattern): pattern}
+        return self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill}), found["density"]
+
+    def _frozen(self, length: int) -> Headwise:
+        patterns, arrays = {}, {}
+        for layer, heads in self._meter(length).frozen.items():
+            for head, entries in enumerate(heads):
+                static = Static(indices=f"L{layer}H{head}")
+                patterns[pattern_name(static)] = static
+                for array, positions in zip(static.arrays, entries, strict=True):
+                    arrays[array] = np.array(positions, dtype=np.int32)
+        rows = self._rows(lambda layer, head: pattern_name(Static(indices=f"L{layer}H{head}")))
+        prefill = self.artifact.prefill.model_copy(update={"layers": rows, "growth": None, "front": None})
+        artifact = self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill})
+        return Headwise(artifact, arrays)
+
+    def _rows(self, name: Callable[[int, int], str]) -> tuple[tuple[str, ...] | None, ...]:
+        former = self.artifact.prefill.layers
+        return tuple(
+            None if row is None else tuple(name(layer, head) for head in range(len(row)))
+            for layer, row in enumerate(former)
+        )
+
+    def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
+        artifact = self._without_patterns() if base.name == "dense" else self._patterns_of()
+        density, sizes = base.density, ""
+        kept: float | None = self._share
+        if cache == OMNIKV:
+            assert self.artifact.decode is not None
+            artifact = artifact.model_copy(update={"decode": self.artifact.decode})
+            budget = self.artifact.decode.omnikv.budget
+            kept, sizes = min(1.0, budget if isinstance(budget, float) else budget / length), f"budget {budget}"
+        elif cache == OWN:
+            artifact = artifact.model_copy(update={"kv_cache": self.artifact.kv_cache})
+            kept, density = None, None
+        else:
+            policy = CACHES[cache][0](self._share, length)
+            artifact = artifact.model_copy(update={"kv_cache": self._section(policy)})
+            sizes = ", ".join(f"{key} {value}" for key, value in policy.model_dump(exclude={"kind"}).items())
+            if isinstance(policy, Streaming):
+                seen = policy.sinks + policy.window
+                density = sum(min(at + 1, seen) for at in range(length)) / (length * (length + 1) / 2)
+        return Method(
+            name=name,
+            make=partial(Headwise, artifact, self._arrays),
+            density=density,
+            kept=kept,
+            identity=_identity(artifact),
+            evicts=True,
+            sizes=sizes,
+        )
+
+    def _without_patterns(self) -> Artifact:
+        layers = (None,) * self.artifact.model.num_layers
+        empty = Prefill(dense_below=0, layers=layers)
+        return self._patterns_of().model_copy(update={"patterns": {}, "prefill": empty})
+
+    def _section(self, policy: Policy) -> KVCache:
+        modules = attention_layers(self._loaded.model)
+        free = modules.keys() - sliding_layers(modules)
+        rows = tuple("all" if layer in free else None for layer in range(self.artifact.model.num_layers))
+        return KVCache(policies={"all": policy}, layers=rows)
+
+    def _meter(self, length: int) -> Meter:
+        if length not in self._meters:
+            # One length at a time: estimates of a long prompt are not small.
+            self._meters = {length: Meter(self._loaded, self._patterns_of(), self._arrays, length)}
+        return self._meters[length]
+
+    def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:
+        key = self._key(what, length)
+        if key not in self._memory:
+            value = find()
+            if hasattr(self._memory, "add"):
+                self._memory.add(key, value)
+            else:
+                self._memory[key] = value
+        return self._memory[key]
+
+    def _key(self, what: str, length: int) -> str:
+        return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
+
+
+def _counted(headwise: Headwise, length: int) -> float:
+    artifact = headwise.artifact
+    tail, arrays = artifact.prefill.dense_tail, headwise.arrays
+    found = [density(pattern, length, dense_tail=tail, arrays=arrays) for pattern in artifact.patterns.values()]
+    return float(np.mean([value for value in found if value is not None]))
+
+
+def _identity(artifact: Artifact) -> str:
+    return _digest(
+        {name: pattern.model_dump() for name, pattern in artifact.patterns.items()},
+        # What never grows keeps the name it had before sizes could.
+        artifact.prefill.model_dump(
+            mode="json",
+            exclude={"imported", "dense_below", "front", *({"growth"} if not artifact.prefill.growth else ())},
+        ),
+        None
+        if artifact.decode is None
+        else artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}}),
+        None if artifact.kv_cache is None else artifact.kv_cache.model_dump(mode="json", exclude={"imported"}),
+    )
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(canonical_json(list(parts))).hexdigest()[:16]

@@ -1,0 +1,232 @@
+"""What an evaluation found as plain data: the one JSON, the text table, and the summary that goes into an artifact."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from artifacts import Artifact
+from profiling.evaluation.measure import Evaluation, Outcome
+from profiling.evaluation.method_table import says
+from profiling.evaluation.methods import Methods
+from profiling.evaluation.rows import ALL, BASELINE, NLL, PERPLEXITY, SCORE, curves, figures, grid
+from profiling.evaluation.times import Times, machine
+from profiling.pictures.page_parts import number
+from profiling.prompts.unseen import told_overlap
+
+FORMAT = 1
+
+
+def record_of(
+    artifact: Artifact,
+    methods: Methods,
+    config: Evaluation,
+    outcomes: Sequence[Outcome],
+    times: Times | None,
+    *,
+    command: str,
+    device: str,
+    dtype: str,
+) -> dict[str, Any]:
+    """Everything that was found and what it was found with."""
+    return {
+        "format": FORMAT,
+        "command": command,
+        "model": {"name": artifact.model.name, "weights_sha256": artifact.model.weights_sha256},
+        "artifact": {"content_sha256": artifact.content_sha256, "dense_below": artifact.prefill.dense_below},
+        "settings": {**asdict(config), "device": device, "dtype": dtype},
+        "machine": machine(device),
+        "versions": {
+            **{name: version(name) for name in ("headwise", "torch", "transformers")},
+            "python": platform.python_version(),
+        },
+        "methods": [_method(methods, name, length) for length in config.lengths for name in config.methods],
+        "figures": [asdict(figure) for figure in figures(outcomes)],
+        "curves": [asdict(curve) for curve in curves(outcomes)],
+        "grid": [asdict(cell) for cell in grid(outcomes)],
+        "seen_by_search": _seen(outcomes),
+        **_times(times),
+    }
+
+
+def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """How many prompts of a task and length the search had looked at, where it was any."""
+    found = {(each.task, each.length): (each.overlapping, len(each.records)) for each in outcomes if each.overlapping}
+    return [
+        {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
+        for (task, length), (overlapping, samples) in found.items()
+    ]
+
+
+def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
+    made = methods.make(name, length)
+    what, source = says(name)
+    return {
+        "name": name,
+        "length": length,
+        "density": made.density,
+        "kept": made.kept,
+        "sizes": made.sizes,
+        "says": what,
+        "source": source,
+        "identity": made.identity,
+    }
+
+
+def _times(times: Times | None) -> dict[str, Any]:
+    if times is None:
+        return {"prefill": [], "decode": [], "memory": [], "crossover": None}
+    prefill = [
+        {
+            "method": name,
+            "length": length,
+            "seconds": timed.median,
+            "build": timed.build,
+            "speedup": timed.speedup,
+            "rounds": timed.seconds,
+            "dense_rounds": timed.dense,
+        }
+        for (name, length), timed in times.prefill.items()
+    ]
+    decode = [
+        {
+            "method": name,
+            "length": length,
+            "tokens_per_second": 1 / timed.median,
+            "speedup": timed.speedup,
+            "cache_bytes": timed.cache,
+            "rounds": timed.seconds,
+            "dense_rounds": timed.dense,
+            "steps": timed.steps,
+        }
+        for (name, length), timed in times.decode.items()
+    ]
+    memory = [{"method": name, "length": length, "bytes": held} for (name, length), held in times.memory.items()]
+    found = None if times.crossover is None else asdict(times.crossover)
+    return {"prefill": prefill, "decode": decode, "memory": memory, "crossover": found}
+
+
+def as_json(record: dict[str, Any]) -> bytes:
+    """The record as a file's bytes."""
+    return (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
+
+
+def figure(record: dict[str, Any], task: str, length: int, method: str, measure: str) -> dict[str, Any] | None:
+    """One figure of a record; None where there is none."""
+    wanted = {"task": task, "length": length, "method": method, "measure": measure}
+    return next((each for each in record["figures"] if wanted.items() <= each.items()), None)
+
+
+def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
+    """(task, measure) of the columns of a summary: answers together first, then each task by its own measure."""
+    here = [each for each in record["figures"] if each["length"] == length]
+    tasks = dict.fromkeys(each["task"] for each in here)
+    found = []
+    for task in sorted(tasks, key=lambda name: name != ALL):
+        measures = {each["measure"] for each in here if each["task"] == task}
+        found += [(task, measure) for measure in (SCORE, PERPLEXITY) if measure in measures]
+        if task == ALL and NLL in measures:
+            found.append((task, NLL))
+    return found
+
+
+def shown(found: dict[str, Any] | None) -> str:
+    """A figure in a few characters: its value, and + or - where it is better or worse than dense."""
+    if found is None:
+        return "-"
+    return number(found["value"]) + {"better": "+", "worse": "-", "": " "}[found["verdict"]]
+
+
+def table(record: dict[str, Any]) -> str:
+    """The summary as text, a block for each length; + and - mark what differs from dense."""
+    blocks = []
+    for length in record["settings"]["lengths"]:
+        columns = summary_tasks(record, length)
+        head = ["", "density", "kept", *(f"{task}" if kind == SCORE else f"{task} {kind}" for task, kind in columns)]
+        timed = {each["method"]: each for each in record["prefill"] if each["length"] == length}
+        lines = [[*head, *(["prefill s", "x dense"] if timed else [])]]
+        for method in (each for each in record["methods"] if each["length"] == length):
+            name = method["name"]
+            cells = [shown(figure(record, task, length, name, kind)) for task, kind in columns]
+            if timed:
+                own = timed.get(name)
+                cells += [f"{own['seconds']:.3f}", f"{own['speedup']:.2f}x"] if own else ["-", "-"]
+            lines.append([name, number(method["density"]), number(method["kept"]), *cells])
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        text = [
+            "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]
+        blocks.append("\n".join([f"{length} tokens (+ better, - worse than dense beyond chance)", *text]))
+    if record["crossover"]:
+        blocks.append(told_crossover(record))
+    blocks += told_seen(record)
+    return "\n\n".join(blocks)
+
+
+def told_seen(record: dict[str, Any]) -> list[str]:
+    """A sentence for each task of which the search had seen prompts; none in records from before that was looked at."""
+    return [told_overlap(**each) for each in record.get("seen_by_search", [])]
+
+
+def told_crossover(record: dict[str, Any]) -> str:
+    """The crossover in a sentence."""
+    found = record["crossover"]
+    lengths = [length for length, _ in found["measured"]]
+    if found["length"] is None:
+        return f"prefill was slower than dense attention at every length that was timed, up to {max(lengths)} tokens"
+    already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
+    return f"prefill is faster than dense attention from {found['length']} tokens on{already}"
+
+
+def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Fields of the artifact's evidence: Headwise's own figures at each length, with dense attention's beside them."""
+    common = {
+        "command": record["command"],
+        "device": record["settings"]["device"],
+        "versions": {**record["versions"], "processor": record["machine"]["processor"]},
+    }
+    entries = []
+    for length in record["settings"]["lengths"]:
+        for task, kind in summary_tasks(record, length):
+            own, dense = (figure(record, task, length, name, kind) for name in ("headwise", BASELINE))
+            if own and dense:
+                name = f"{kind}: {task}"
+                # A text's figure counts blocks, evidence counts prompts.
+                count = record["settings"]["samples"] if kind == PERPLEXITY else own["count"]
+                entries.append(_entry(name, own["value"], dense["value"], length, count, "", common))
+    for timed in record["prefill"]:
+        if timed["method"] == "headwise":
+            dense_seconds = timed["seconds"] * timed["speedup"]
+            count = len(timed["rounds"])
+            entries.append(_entry("prefill", timed["seconds"], dense_seconds, timed["length"], count, "s", common))
+    if record["crossover"] and record["crossover"]["length"]:
+        entries.append(
+            {
+                **common,
+                "name": "faster than dense from",
+                "value": float(record["crossover"]["length"]),
+                "unit": "tokens",
+            }
+        )
+    return [entry for entry in entries if math.isfinite(entry["value"])]
+
+
+def _entry(
+    name: str, value: float, dense: float, length: int, samples: int, unit: str, common: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        **common,
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "baseline": dense,
+        "baseline_name": "dense attention",
+        "length": length,
+        "samples": samples,
+    }

@@ -1,0 +1,190 @@
+"""Speed of methods beside dense attention, in turn: prefill and index build, decode, peak memory, and the crossover.
+
+Every method's times stand beside those that dense attention had in the same rounds: speeds of unlike rounds are never
+divided by each other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from artifacts import HeadwiseError
+from profiling.evaluation.methods import Method, Methods
+from profiling.inside.capture import LayerInputs, capture
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import make_prompts
+from profiling.speed.latency import interleaved
+from runtime.caches import cache_bytes
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+
+_TASK, _SEED = "passkey", 424_242
+_BUILDS = 3
+_DENSE = "dense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of each round of a method, and of dense attention in the same rounds.
+
+    build: seconds of all layers' indices, which are part of a prefill; 0 where there are none.
+    steps: tokens of a round of decode. cache: bytes of the cache after the prompt.
+    """
+
+    seconds: tuple[float, ...]
+    dense: tuple[float, ...]
+    build: float = 0.0
+    steps: int = 1
+    cache: int = 0
+
+    @property
+    def median(self) -> float:
+        """Seconds of a prefill, or of a token of decode."""
+        return statistics.median(self.seconds) / self.steps
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as dense attention: the median over rounds of their ratios."""
+        return statistics.median(d / s for d, s in zip(self.dense, self.seconds, strict=True))
+
+
+def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
+    """A prompt to time, (1, length), the same for every method."""
+    prompt = make_prompts(_TASK, loaded.tokenizer, length=length, samples=1, seed=_SEED)[0]
+    return torch.tensor([prompt.input_ids], device=loaded.model.device)
+
+
+@torch.no_grad()
+def prefill_times(loaded: LoadedModel, methods: Sequence[Method], length: int, *, repeats: int) -> dict[str, Timed]:
+    """Time to the first token of a prompt of `length` tokens; the first of the methods has to be dense."""
+    model, ids = loaded.model, prompt_ids(loaded, length)
+    current: list[Any] = []
+
+    def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
+        def enter() -> AbstractContextManager[object]:
+            current[:] = [method.cache(model)]
+            return method.apply(model)
+
+        return enter
+
+    def run() -> None:
+        model(ids, past_key_values=current[0], use_cache=True, logits_to_keep=1)
+
+    seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
+    builds = build_seconds(loaded, methods, ids)
+    dense = tuple(seconds[_DENSE])
+    return {m.name: Timed(seconds=tuple(seconds[m.name]), dense=dense, build=builds.get(m.name, 0.0)) for m in methods}
+
+
+def build_seconds(loaded: LoadedModel, methods: Sequence[Method], ids: torch.Tensor) -> dict[str, float]:
+    """Seconds that the indices of all layers take, by method; methods without patterns are missing."""
+    with_patterns = {m.name: m.headwise for m in methods if m.headwise is not None and m.headwise.artifact.patterns}
+    patterns = {name: kernel_patterns(h.artifact, h.arrays) for name, h in with_patterns.items()}
+    total = dict.fromkeys(with_patterns, 0.0)
+
+    def visit(inputs: LayerInputs) -> None:
+        for name, headwise in with_patterns.items():
+            plan = layer_plan(headwise.artifact, patterns[name], inputs.layer, slice(None), inputs.k.shape[1])
+            if plan is None:
+                continue
+            took = []
+            for _ in range(_BUILDS):
+                _wait(inputs.q.device)
+                start = time.perf_counter()
+                plan.build(inputs.q, inputs.k, scale=inputs.scale)
+                _wait(inputs.q.device)
+                took.append(time.perf_counter() - start)
+            total[name] += statistics.median(took)
+
+    if with_patterns:
+        capture(loaded.model, ids, visit)
+    return total
+
+
+@torch.no_grad()
+def decode_times(
+    loaded: LoadedModel, methods: Sequence[Method], length: int, *, steps: int, repeats: int
+) -> dict[str, Timed]:
+    """Times of `steps` tokens after a prompt of `length`; the first of the methods has to be dense."""
+    model, ids = loaded.model, prompt_ids(loaded, length)
+    caches, held = {}, {}
+    for method in methods:
+        with method.apply(model):
+            caches[method.name] = method.cache(model)
+            model(ids, past_key_values=caches[method.name], use_cache=True, logits_to_keep=1)
+        held[method.name] = cache_bytes(caches[method.name]).device
+    current: list[Any] = []
+    token = ids[:, -1:]
+
+    def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
+        def enter() -> AbstractContextManager[object]:
+            current[:] = [caches[method.name]]
+            return method.apply(model)
+
+        return enter
+
+    def run() -> None:
+        for _ in range(steps):
+            model(token, past_key_values=current[0], use_cache=True)
+
+    seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
+    dense = tuple(seconds[_DENSE])
+    return {
+        m.name: Timed(seconds=tuple(seconds[m.name]), dense=dense, steps=steps, cache=held[m.name]) for m in methods
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossover:
+    """The length from which Headwise is faster than dense attention; None where it never was.
+
+    measured: (length, how many times as fast), ascending.
+    """
+
+    length: int | None
+    measured: tuple[tuple[int, float], ...]
+
+
+def crossover(loaded: LoadedModel, methods: Methods, *, low: int, high: int, repeats: int) -> Crossover:
+    """Bisection over lengths between `low` and `high` tokens, down to a 16th of `high` or 64 tokens.
+
+    Raises:
+        HeadwiseError: the bounds leave nothing to search.
+    """
+    if not 64 <= low < high:
+        raise HeadwiseError(f"a crossover is looked for between at least 64 tokens and more, got {low} and {high}")
+    found: dict[int, float] = {}
+
+    def faster(length: int) -> bool:
+        both = [methods.make(name, length) for name in (_DENSE, "headwise")]
+        found[length] = prefill_times(loaded, both, length, repeats=repeats)["headwise"].speedup
+        return found[length] > 1
+
+    step = max(64, high // 16 // 64 * 64)
+    where: int | None = None
+    if faster(high):
+        where = high
+        if faster(low):
+            where = low
+        below = low
+        while where - below > step:
+            middle = (below + where) // 2 // 64 * 64
+            if middle in (below, where):
+                break
+            if faster(middle):
+                where = middle
+            else:
+                below = middle
+    return Crossover(length=where, measured=tuple(sorted(found.items())))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

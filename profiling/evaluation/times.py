@@ -1,0 +1,168 @@
+"""The speed part of an evaluation: what is measured of which method and length, kept in the journal like the rest."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError
+from profiling.evaluation.methods import Method, Methods
+from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
+from profiling.journal import Journal
+from profiling.memory_use.peak_memory import peak_of
+from profiling.models.loading import LoadedModel
+
+_DENSE = "dense"
+# A method whose decode differs from dense attention's only by Headwise's own growing cache: one of them is enough.
+_PLAIN = ("dense", "headwise")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What to time. repeats: rounds, dense and the others in turn. steps: tokens of a round of decode.
+
+    memory: also peak memory at the longest length. crossover: also the length from which Headwise is faster.
+    """
+
+    lengths: tuple[int, ...]
+    methods: tuple[str, ...]
+    repeats: int = 5
+    steps: int = 16
+    memory: bool = True
+    crossover: bool = True
+    low: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("repeats", "steps"):
+            if getattr(self, name) < 1:
+                raise HeadwiseError(f"--{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What was measured: by (method, length); memory in bytes."""
+
+    prefill: dict[tuple[str, int], Timed]
+    decode: dict[tuple[str, int], Timed]
+    memory: dict[tuple[str, int], int]
+    crossover: Crossover | None
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the speeds are of."""
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+    elif _CPUINFO.exists():
+        lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
+        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
+    return {
+        "processor": name,
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": version("torch"),
+        "headwise": version("headwise"),
+    }
+
+
+def measure(
+    config: Speed,
+    loaded: LoadedModel,
+    methods: Methods,
+    journal: Journal,
+    *,
+    spec: str,
+    revision: str | None,
+    again: bool,
+) -> Times:
+    """Measure what the journal lacks for this machine, or everything `again`.
+
+    spec, revision: what the model was loaded from.
+    """
+    return _Clock(config, loaded, methods, journal, again).run(
+        lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)
+    )
+
+
+class _Clock:
+    """One run of measurements."""
+
+    def __init__(self, config: Speed, loaded: LoadedModel, methods: Methods, journal: Journal, again: bool) -> None:
+        self._config, self._loaded, self._methods, self._journal, self._again = config, loaded, methods, journal, again
+        model = methods.artifact.model
+        where = [*machine(str(loaded.model.device)).values(), str(loaded.model.dtype), str(loaded.model.device)]
+        self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
+
+    def run(self, peak: Callable[[Method, int], int]) -> Times:
+        config, longest = self._config, max(self._config.lengths)
+        prefill: dict[tuple[str, int], Timed] = {}
+        decode: dict[tuple[str, int], Timed] = {}
+        memory: dict[tuple[str, int], int] = {}
+        bar = tqdm(total=2 * len(config.lengths) + config.memory + config.crossover, desc="speed", disable=None)
+        for length in config.lengths:
+            made = [self._methods.make(name, length) for name in dict.fromkeys((_DENSE, *config.methods))]
+            prefill |= self._timed("prefill", made, length)
+            bar.update()
+            decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
+            bar.update()
+            if config.memory and length == longest:
+                for method in made:
+                    memory[method.name, length] = self._kept(
+                        "memory", length, method.identity, partial(peak, method, length)
+                    )
+                bar.update()
+        found = None
+        if config.crossover and config.low < longest:
+            identity = self._methods.make("headwise", longest).identity
+            found = self._kept(f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover)
+            bar.update()
+        bar.close()
+        return Times(
+            prefill=prefill, decode=decode, memory=memory, crossover=Crossover(**_tuples(found)) if found else None
+        )
+
+    def _timed(self, what: str, some: Sequence[Method], length: int) -> dict[tuple[str, int], Timed]:
+        config = self._config
+        keys = {m.name: self._key(f"{what}/{config.repeats}/{config.steps}", length, m.identity) for m in some}
+        missing = [m for m in some if self._again or keys[m.name] not in self._journal]
+        if missing:
+            with_dense = [some[0], *(m for m in missing if m.name != _DENSE)]
+            if what == "prefill":
+                found = prefill_times(self._loaded, with_dense, length, repeats=config.repeats)
+            else:
+                found = decode_times(self._loaded, with_dense, length, steps=config.steps, repeats=config.repeats)
+            for name, value in found.items():
+                self._journal.add(keys[name], asdict(value))
+        return {(m.name, length): Timed(**_tuples(self._journal[keys[m.name]])) for m in some}
+
+    def _crossover(self) -> dict[str, Any]:
+        config = self._config
+        found = crossover(self._loaded, self._methods, low=config.low, high=max(config.lengths), repeats=config.repeats)
+        return asdict(found)
+
+    def _kept(self, what: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
+        key = self._key(what, length, identity)
+        if self._again or key not in self._journal:
+            self._journal.add(key, find())
+        return self._journal[key]
+
+    def _key(self, what: str, length: int, identity: str) -> str:
+        return f"speed/{what}/{length}/{identity}/{self._where}"
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    def read(value: Any) -> Any:
+        return tuple(read(each) for each in value) if isinstance(value, Iterable) else value
+
+    return {name: read(value) for name, value in record.items()}

@@ -1,0 +1,99 @@
+"""Rows of a layer's attention and what pictures need of them, in pieces: never S x S.
+
+Shapes: H query heads, G KV heads, S prompt length, D head dim, n queries, P pooled cells, R query tiles, N key tiles;
+batch 1. For layers that see every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.index import TILE, SparseIndex, num_tiles
+from profiling.inside.capture import LayerInputs
+
+# Scores held at a time: 64 MiB in fp32.
+_SCORES = 1 << 24
+# An entry is negligible below this share of its row's largest (H2O, section 3.1).
+NEGLIGIBLE = 0.01
+
+
+def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of the queries with what their softmax is taken over, (n, S) fp32, -inf for keys after the query."""
+    length, group = inputs.q.shape[2], inputs.q.shape[1] // inputs.k.shape[1]
+    keys = inputs.k[0, head // group].float().T * inputs.scale
+    position = torch.arange(length, device=keys.device)
+    for piece in queries.split(max(1, _SCORES // length)):
+        scores = inputs.q[0, head, piece].float() @ keys
+        if inputs.softcap is not None:
+            scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+        yield piece, scores.masked_fill(position > piece[:, None], float("-inf"))
+
+
+def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of the queries with their attention, (n, S) fp32; beside sinks a row's sum is less than 1."""
+    for piece, scores in logits(inputs, head, queries):
+        if inputs.sinks is None:
+            yield piece, scores.softmax(-1)
+        else:
+            column = inputs.sinks[head].float().expand(len(piece), 1)
+            yield piece, torch.cat([scores, column], dim=1).softmax(-1)[:, :-1]
+
+
+def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
+    """Attention by cells of `cell` queries and keys, (P, P) fp32: the share that a cell's queries give to its keys."""
+    length = inputs.q.shape[2]
+    size = -(-length // cell)
+    pooled = torch.zeros(size, size, device=inputs.q.device)
+    for queries, attention in rows(inputs, head, torch.arange(length, device=inputs.q.device)):
+        pooled.index_add_(0, queries // cell, by_cell(attention, size, cell))
+    counts = torch.full((size,), cell, device=pooled.device)
+    counts[-1] = length - (size - 1) * cell
+    return pooled / counts[:, None]
+
+
+def sparsity_and_totals(inputs: LayerInputs, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """How uneven a layer's attention is, over the given queries.
+
+    Returns:
+        The share of visible entries that are negligible, (H) fp32 (H2O, Figure 2a), and the attention that each key
+        gets in all, averaged over the heads, (S) fp32 (H2O, Figure 2b).
+    """
+    heads, length = inputs.q.shape[1], inputs.q.shape[2]
+    small = torch.zeros(heads, dtype=torch.float64, device=queries.device)
+    totals = torch.zeros(length, device=queries.device)
+    for head in range(heads):
+        for piece, attention in rows(inputs, head, queries):
+            totals += attention.sum(0) / heads
+            # Keys after the query have no attention: they are below any limit.
+            below = (attention < NEGLIGIBLE * attention.amax(1, keepdim=True)).sum(1)
+            small[head] += (below - (length - 1 - piece)).sum()
+    return (small / (queries + 1).sum()).float(), totals
+
+
+def cover(index: SparseIndex, head: int, cell: int) -> Tensor:
+    """Share of each cell of `cell` queries and keys (a multiple of TILE) that a prompt's index computes, (P, P) fp32.
+
+    Counted in tiles; one that the causal limit cuts is a whole one.
+    """
+    n, per = num_tiles(index.k_len), cell // TILE
+    size = -(-n // per)
+    columns = index.columns[0, head]
+    real = columns[columns < index.k_len].long()
+    of_columns = torch.bincount(real // TILE, minlength=n).float() / TILE
+    computed, could = (torch.zeros(size, size, device=columns.device) for _ in range(2))
+    tile = torch.arange(n, device=columns.device)
+    for chunk, mask in index.row_masks():
+        at = torch.arange(chunk.start, chunk.stop, device=columns.device)
+        share = torch.where(mask[0, head], 1.0, of_columns * (tile < at[:, None]))
+        computed.index_add_(0, at // per, by_cell(share, size, per))
+        could.index_add_(0, at // per, by_cell((tile <= at[:, None]).float(), size, per))
+    return computed / could.clamp_min(1)
+
+
+def by_cell(values: Tensor, size: int, cell: int) -> Tensor:
+    """Sums of `cell` columns at a time, (n, size) from (n, at most size x cell)."""
+    wide = torch.nn.functional.pad(values, (0, size * cell - values.shape[1]))
+    return wide.unflatten(1, (size, cell)).sum(2)

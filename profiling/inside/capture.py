@@ -1,0 +1,236 @@
+"""Hands out queries, keys and values of every attention layer during one dense forward pass.
+
+Shapes: B batch (1 here), H query heads, G KV heads, S prompt length, D head dim, E value dim.
+
+The pass goes through an attention function of our own, registered with transformers; no forward is replaced.
+One layer's tensors are alive at a time and no S x S tensor is ever made, masks included: memory grows
+linearly with S.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from artifacts import HeadwiseError
+from profiling.inside.dense import LayerMask, blockwise_attention
+from runtime.layers import attention_layers, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CAPTURE_NAME = "headwise_capture"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerInputs:
+    """What one attention layer attends with, after position encoding: for reading, during the visit.
+
+    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries.
+    scale: factor on q k^T.
+    sliding_window: keys that a query sees, itself included (or a chunk's size); None where it sees all.
+    softcap: c in c * tanh(scores / c), None without.
+    sinks: (H,) logits of a virtual key without value, None without.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+Visit = Callable[[LayerInputs], None]
+
+
+def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
+    """Run one dense forward pass over a prompt and call `visit` once for each attention layer, in order.
+
+    Args:
+        model: any transformers causal model whose attention goes through AttentionInterface. It is left as it
+            was, also where `visit` raises.
+        input_ids: (1, S) on the model's device, without padding.
+        visit: may do anything but write to the tensors; the pass goes on with dense attention's output.
+
+    Raises:
+        HeadwiseError: no attention arrives, or one that is not causal or has a bias.
+    """
+    _pass(model, input_ids, visit, use_cache=False)
+
+
+def capture_prefill(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Any:
+    """As `capture`, and return the cache that the pass fills: transformers' own for the model."""
+    return _pass(model, input_ids, visit, use_cache=True).past_key_values
+
+
+def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache: bool) -> Any:
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
+        raise ValueError(f"input_ids must have the shape (1, S), got {tuple(input_ids.shape)}")
+    _check_layers(model)
+    run = Run(visit)
+    with torch.inference_mode(), masks_of(run), attending_with(model, CAPTURE_NAME, _attention, layer_mask):
+        output = _forward(model, input_ids, use_cache)
+    if not run.visits:
+        name = type(model).__name__
+        raise HeadwiseError(f"model without attention that Headwise can serve: {name} asked for none in this pass")
+    return output
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    # Beforehand: an attention of another sort may stumble over the mask that ours asks for.
+    try:
+        attention_layers(model)
+    except HeadwiseError as error:
+        raise HeadwiseError(f"model without attention that Headwise can serve: {error}") from error
+
+
+@dataclass(eq=False)
+class Run:
+    """One pass: what is called for each layer, how many there were, and the masks that it made."""
+
+    visit: Visit
+    visits: int = 0
+    masks: dict[int, LayerMask] = field(default_factory=dict)
+
+
+_run: ContextVar[Run] = ContextVar("headwise_capture")
+
+
+@contextmanager
+def masks_of(run: Run) -> Iterator[None]:
+    """What `layer_mask` makes belongs to this run."""
+    token = _run.set(run)
+    try:
+        yield
+    finally:
+        _run.reset(token)
+
+
+@contextmanager
+def attending_with(
+    model: PreTrainedModel, name: str, attention: Callable[..., Any], mask: Callable[..., Any]
+) -> Iterator[None]:
+    """An attention and a mask function in place of the model's, under a name of theirs; dropout off."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    config = text_config(model)
+    former = config._attn_implementation
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        # The key "" leaves nested configurations, such as a vision tower's, alone.
+        config._attn_implementation = {"": name}
+        yield
+    finally:
+        config._attn_implementation = {"": former}
+        for module in training:
+            module.training = True
+
+
+def _forward(model: PreTrainedModel, input_ids: Tensor, use_cache: bool) -> Any:
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return model(input_ids=input_ids, use_cache=use_cache, logits_to_keep=1)
+    return model.base_model(input_ids=input_ids, use_cache=use_cache)
+
+
+def layer_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """None for a causal layer; else the mask's shape over one element, which stands for the LayerMask."""
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is None or mask_function is causal_mask_function:
+        return None
+    if local_size is None:
+        raise HeadwiseError("the model's mask is not plainly causal over the prompt: Headwise is for causal models")
+    standin = torch.ones(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    made = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
+    _run.get().masks[standin.untyped_storage().data_ptr()] = made
+    return standin.expand(batch_size, 1, q_length, kv_length)
+
+
+def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return attend_densely(_run.get(), module, *args, **kwargs)
+
+
+def attend_densely(
+    run: Run,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S, H, E)."""
+    layer = getattr(module, "layer_idx", None)
+    layer = run.visits if layer is None else int(layer)
+    mask = _known(run, layer, attention_mask)
+    _refuse(module, layer, query, key, kwargs)
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    if mask is not None:
+        window = mask.local_size
+    inputs = LayerInputs(
+        layer=layer,
+        q=query,
+        k=key,
+        v=value,
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window=None if window is None else int(window),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    run.visits += 1
+    run.visit(inputs)
+    if mask is None and inputs.softcap is None and inputs.sinks is None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return dense(module, query, key, value, None, dropout=0.0, scaling=inputs.scale, is_causal=True)
+    out = blockwise_attention(
+        query, key, value, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _known(run: Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:
+    if attention_mask is None:
+        return None
+    mask = run.masks.get(attention_mask.untyped_storage().data_ptr())
+    if mask is None:
+        raise HeadwiseError(
+            f"layer {layer} attends with a mask or a bias of its own: only causal attention can be captured"
+        )
+    return mask
+
+
+def _refuse(module: nn.Module, layer: int, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise HeadwiseError(f"layer {layer} of {type(module).__name__} is not causal: Headwise is for causal models")
+    if kwargs.get("position_bias") is not None:
+        raise HeadwiseError(f"layer {layer} adds a position bias to its scores, which Headwise does not know")
+    if query.shape[2] != key.shape[2]:
+        raise HeadwiseError(f"layer {layer} has {query.shape[2]} queries and {key.shape[2]} keys: not self-attention")

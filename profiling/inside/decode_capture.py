@@ -1,0 +1,170 @@
+"""Hands out queries, keys and values of every attention layer at each step of decoding.
+
+Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and what was decoded so far), D head dim, E value
+dim; batch 1.
+
+The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at a time. One layer's
+scores of one query, H x K in fp32, are alive at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from profiling.inside.capture import LayerInputs, attending_with, capture_prefill
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CAPTURE_NAME = "headwise_decode_capture"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepInputs(LayerInputs):
+    """What one layer attends with for one query: q (1, H, 1, D), k (1, G, K, D), v (1, G, K, E).
+
+    visible: (K) bool, None where the query sees every key. A sliding layer's cache holds its window only.
+    """
+
+    visible: Tensor | None
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """The attention of each query head over the keys, (H, K) fp32; beside sinks a head's sum is less than 1."""
+        groups = self.k.shape[1]
+        q = self.q[0, :, 0].float().unflatten(0, (groups, -1)) * self.scale
+        # One KV head at a time: the keys of all of them in fp32 would be twice the cache's layer.
+        scores = torch.cat([q[group] @ self.k[0, group].float().T for group in range(groups)])
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.visible is not None:
+            scores = scores.masked_fill(~self.visible, float("-inf"))
+        if self.sinks is None:
+            return scores.softmax(-1)
+        return torch.cat([scores, self.sinks.float()[:, None]], dim=-1).softmax(-1)[:, :-1]
+
+    def output(self) -> Tensor:
+        """The attention's output (1, 1, H, E) in the values' dtype."""
+        groups = self.v.shape[1]
+        weights = self.probabilities.unflatten(0, (groups, -1))
+        out = torch.cat([weights[group] @ self.v[0, group].float() for group in range(groups)])
+        return out.to(self.v.dtype)[None, None]
+
+
+def capture_decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    visit: Callable[[int, StepInputs], None],
+    done: Callable[[int], None],
+    *,
+    steps: int,
+    tail: int = 0,
+    continuation: Sequence[int] = (),
+    avoid: Collection[int] = (),
+) -> tuple[int, ...]:
+    """Decode and call `visit(step, inputs)` for each attention layer of each step, then `done(step)`.
+
+    Step t predicts the t-th new token: step 0 feeds the prompt's last token, step t the (t - 1)-th new one.
+
+    Args:
+        model: as for `capture`.
+        input_ids: (1, S) on the model's device, S at least tail + 2.
+        visit: may do anything but write to the tensors.
+        steps: how many, at least 1.
+        tail: how many of the prompt's tokens before its last one are fed singly as well; these are steps -tail to -1.
+        continuation: new tokens that are given; after them the model's own follow, chosen greedily.
+        avoid: tokens that the model may not choose, such as those that end a text.
+
+    Returns:
+        The `steps` new tokens.
+
+    Raises:
+        HeadwiseError: as `capture`.
+    """
+    length = input_ids.shape[-1]
+    if steps < 1 or tail < 0 or length < tail + 2:
+        raise ValueError(f"steps and tail do not fit {length} tokens, got {steps} and {tail}")
+    windows: dict[int, int | None] = {}
+    start = length - 1 - tail
+    given, made = input_ids[0].tolist(), list[int]()
+    with torch.inference_mode():
+        cache = capture_prefill(
+            model, input_ids[:, :start], lambda inputs: windows.update({inputs.layer: inputs.sliding_window})
+        )
+        run = _Run(visit, windows, step=-tail)
+        token = _run.set(run)
+        try:
+            with attending_with(model, CAPTURE_NAME, _attention, _mask):
+                for step in range(-tail, steps):
+                    run.step = step
+                    fed = made[step - 1] if step > 0 else given[length - 1 + step]
+                    ids = torch.tensor([[fed]], device=input_ids.device)
+                    output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+                    cache = output.past_key_values
+                    done(step)
+                    if step >= 0:
+                        made.append(_next(output.logits[0, -1], step, continuation, avoid))
+        finally:
+            _run.reset(token)
+    return tuple(made)
+
+
+def _next(logits: Tensor, step: int, continuation: Sequence[int], avoid: Collection[int]) -> int:
+    if step < len(continuation):
+        return continuation[step]
+    if avoid:
+        logits = logits.index_fill(0, torch.tensor(sorted(avoid), device=logits.device), float("-inf"))
+    return int(logits.argmax())
+
+
+@dataclass(eq=False)
+class _Run:
+    visit: Callable[[int, StepInputs], None]
+    windows: dict[int, int | None]
+    step: int
+
+
+_run: ContextVar[_Run] = ContextVar("headwise_decode_capture")
+
+
+def _mask(*args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any) -> Tensor | None:
+    """One row: None where the query sees every key."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if mask_function is None or mask_function is causal_mask_function:
+        return None
+    return sdpa_mask(*args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False})
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query (1, H, 1, D), key (1, G, K, D), value (1, G, K, E) -> (1, 1, H, E)."""
+    run, layer = _run.get(), int(module.layer_idx)
+    inputs = StepInputs(
+        layer=layer,
+        q=query,
+        k=key,
+        v=value,
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window=run.windows[layer],
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        visible=None if attention_mask is None else attention_mask[0, 0, 0, : key.shape[2]],
+    )
+    run.visit(run.step, inputs)
+    return inputs.output(), None

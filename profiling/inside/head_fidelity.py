@@ -1,0 +1,95 @@
+"""How near each head's sparse attention comes to dense attention on a prompt, whatever the artifact was searched on.
+
+Shapes: L layers, H query heads, S prompt length, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from artifacts import Artifact
+from kernels.attention import sparse_attention
+from kernels.index import SparseIndex
+from kernels.patterns import LayerPlan
+from kernels.patterns.dense import dense_index
+from profiling.inside.capture import LayerInputs, capture
+from profiling.prompts.prompt import Prompt
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """Per head, (L, H) fp32, NaN in layers left alone.
+
+    error: relative L2 distance of the output; recall: attention mass kept; density: share of the causal tiles computed.
+    """
+
+    error: np.ndarray
+    recall: np.ndarray
+    density: np.ndarray
+
+
+def fidelity(
+    model: Any, artifact: Artifact, prompt: Prompt, arrays: Mapping[str, np.ndarray] | None = None
+) -> Fidelity:
+    """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense attention gives.
+
+    arrays: those of the artifact's sidecar, which static patterns are read from.
+    """
+    patterns = kernel_patterns(artifact, arrays)
+    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    found = Fidelity(**{name: np.full(shape, np.nan, dtype=np.float32) for name in ("error", "recall", "density")})
+
+    def visit(inputs: LayerInputs) -> None:
+        plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+        if plan is None:
+            return
+        one = layer_fidelity(inputs, plan)
+        for name in ("error", "recall", "density"):
+            getattr(found, name)[inputs.layer] = getattr(one, name)
+
+    capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+    return found
+
+
+def layer_fidelity(
+    inputs: LayerInputs, plan: LayerPlan, *, dense: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
+) -> Fidelity:
+    """The same of one layer, (H,) each.
+
+    Args:
+        inputs: what its heads attend with.
+        plan: their patterns.
+        dense: what dense_attention returned for the layer, None to compute it.
+        backend: as for kernels.attention.sparse_attention.
+    """
+    heads = range(inputs.q.shape[1])
+    index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+    expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
+    found, lse = attend(inputs, index, backend)
+    error = np.empty(len(heads), dtype=np.float32)
+    for head in heads:
+        # Head by head: the fp32 difference of a whole layer would be the largest tensor.
+        exact = expected[0, head].float()
+        error[head] = float((found[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
+    recall = (lse - dense_lse)[0].exp().clamp(max=1.0).mean(-1).cpu().numpy()
+    return Fidelity(error=error, recall=recall, density=index.density()[0].cpu().numpy())
+
+
+def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp (1, H, S)."""
+    heads, length = inputs.q.shape[1:3]
+    return attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
+
+
+def attend(inputs: LayerInputs, index: SparseIndex, backend: str) -> tuple[Tensor, Tensor]:
+    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S)."""
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
+    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, **options)

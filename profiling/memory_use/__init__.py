@@ -1,0 +1,1 @@
+"""Memory: peaks of a prefill, in processes of their own."""

@@ -1,0 +1,165 @@
+"""The most memory that a prefill needs beside the model, in a process of its own: what was freed before is no help.
+
+python -m profiling.memory_use.peak_memory --model smollm2 --config cfg.yaml --length 8192 --low-memory
+
+`python -m profiling.memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
+at most. On Linux it is the growth of the resident set's high-water mark, which is set back once model and kernels are
+loaded; elsewhere the mark cannot be set back, and what loading took hides as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from artifacts import HeadwiseError, save
+from artifacts.command_line import ArgumentParser, run_command
+from profiling.evaluation.methods import Method
+from profiling.models.loading import LoadedModel, load_model
+from runtime import load
+from runtime.caches import OFFLOADS, cache_bytes
+from runtime.layers import text_config
+
+_WARM = 192
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revision: str | None) -> int:
+    """Bytes that a prefill by the method takes beside the model, keys and values included.
+
+    spec, revision: what the model was loaded from, for a process of its own; on a GPU none is needed.
+
+    Raises:
+        HeadwiseError: that process failed.
+    """
+    model = loaded.model
+    if model.device.type == "cuda":
+        with method.apply(model):
+            return _grown(model, length, lambda: method.cache(model)).peak
+    with tempfile.TemporaryDirectory() as folder:
+        config = None
+        if method.headwise is not None:
+            config = Path(folder) / "cfg.yaml"
+            save(method.headwise.artifact, config, method.headwise.arrays or None)
+        dtype = str(model.dtype).removeprefix("torch.")
+        return peak_apart(method.name, spec, length, config=config, dtype=dtype, revision=revision).peak
+
+
+class Grown(NamedTuple):
+    """Bytes that a prefill takes at most beside the model, and what of them its cache holds on the device then."""
+
+    peak: int
+    cache: int
+
+
+def peak_apart(
+    name: str,
+    spec: str,
+    length: int,
+    *,
+    config: Path | None = None,
+    low_memory: bool = False,
+    offload: str = "auto",
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    revision: str | None = None,
+) -> Grown:
+    """What a prefill takes in a process of its own; `name` is what a message calls it.
+
+    config: the artifact to apply, with or without low_memory; None for dense attention in transformers' own cache.
+
+    Raises:
+        HeadwiseError: that process failed.
+    """
+    command = [sys.executable, "-m", "profiling.memory_use.peak_memory", "--model", spec, "--length", str(length)]
+    command += ["--dtype", dtype, "--device", device, "--offload", offload, "--threads", str(torch.get_num_threads())]
+    command += ["--revision", revision] if revision else []
+    command += ["--config", str(config)] if config else []
+    command += ["--low-memory"] if low_memory else []
+    # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the prefill.
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise HeadwiseError(f"peak memory of {name} could not be measured: {lines[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Grown(int(found["bytes"]), int(found["cache"]))
+
+
+def measure(options: argparse.Namespace) -> Grown:
+    """What one prefill of random tokens takes in this process.
+
+    Raises:
+        HeadwiseError: the model cannot be loaded, or the artifact is not for it.
+    """
+    torch.set_num_threads(options.threads)
+    loaded = load_model(options.model, dtype=options.dtype, device=options.device, revision=options.revision)
+    model = loaded.model
+    if options.config is None:
+        return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
+    with load(options.config).apply(model, check_weights=False, low_memory=options.low_memory) as handle:
+        return _grown(model, options.length, lambda: handle.new_cache(offload=options.offload))
+
+
+@torch.no_grad()
+def _grown(model: Any, length: int, cache: Callable[[], Any]) -> Grown:
+    """What a prefill of random tokens takes."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    # What is loaded or compiled at the first call belongs to no prompt.
+    model(ids[:, :_WARM], past_key_values=cache(), use_cache=True, logits_to_keep=1)
+    before, filled = _mark(model.device, reset=True), cache()
+    model(ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
+    return Grown(max(0, _mark(model.device, reset=False) - before), cache_bytes(filled).device)
+
+
+def _mark(device: torch.device, *, reset: bool) -> int:
+    """Bytes at most so far, or in use now where the mark is set back to that."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    if not _STATUS.exists():
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if reset:
+        try:
+            _RESET.write_text("5")
+        except OSError as error:
+            raise HeadwiseError(f"cannot set the high-water mark of memory back: {error.strerror}") from None
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point; the last line is JSON."""
+    p = ArgumentParser(prog="python -m profiling.memory_use.peak_memory", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", type=Path, help="artifact to apply; without it attention is dense")
+    p.add_argument("--length", required=True, type=int, help="tokens of the prompt")
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--revision", help="revision of a hub model")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--low-memory", action="store_true", help="apply the artifact with low_memory=True")
+    p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
+    found = measure(p.parse_args(argv))
+    print(json.dumps({"bytes": found.peak, "cache": found.cache}))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

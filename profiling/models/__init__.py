@@ -1,0 +1,1 @@
+"""Loads models: from the hub's cache, folders, GGUF files and packages."""

@@ -1,0 +1,215 @@
+"""Loads any causal language model that transformers can load and whose attention Headwise can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from artifacts import HeadwiseError
+from artifacts.errors import one_line, shorten
+from profiling.inside.capture import capture
+from profiling.models.gguf import converted
+from profiling.models.packages import PACKAGES, package_files, package_revision
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model in evaluation mode with its tokenizer; `name` is what its user called it, without folders."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """`place` is what transformers loads from: a folder or a hub id."""
+
+    place: str
+    name: str
+    revision: str | None
+    on_hub: bool
+
+
+def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revision: str | None = None) -> LoadedModel:
+    """Load a causal language model.
+
+    Args:
+        spec: `smollm2` or `gemma3` (from their packages), a GGUF file (*.gguf), a local folder (write `./smollm2`
+            for one of that name) or a hub id. Code that comes with a model is never run.
+        dtype: bfloat16, float16 or float32, or bf16, fp16, fp32.
+        device: as torch names it: cpu, cuda, cuda:1.
+        revision: of a hub id only: branch, tag or commit.
+
+    Raises:
+        HeadwiseError: one line for all that can be wrong with the above, and for a model that is not causal or has
+            no attention that goes through transformers' AttentionInterface.
+    """
+    dtype = DTYPES.get(dtype, dtype)
+    if dtype not in DTYPES.values():
+        raise HeadwiseError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES.values())}")
+    check_device(device)
+    with _quiet():
+        source = _find(spec, dtype, revision)
+        model, tokenizer = _load(source, dtype)
+    model = model.to(device).eval()
+    # Two tokens show what a long prompt would only show after minutes.
+    try:
+        capture(model, torch.zeros(1, 2, dtype=torch.long, device=model.device), lambda inputs: None)
+    except HeadwiseError as error:
+        raise HeadwiseError(f"cannot use {source.name}: {error}") from None
+    return LoadedModel(model, tokenizer, source.name, source.revision or _commit(model))
+
+
+def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
+    """Load the tokenizer of a model alone; arguments and errors as load_model has them."""
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        source = _find(spec, DTYPES["bf16"], revision)
+        options = _options(source)
+        with _one_line_of(source, options):
+            return AutoTokenizer.from_pretrained(source.place, **options)
+
+
+def load_config(spec: str, *, revision: str | None = None) -> Any:
+    """Load the configuration of a model alone; arguments and errors as load_model has them."""
+    from transformers import AutoConfig
+
+    with _quiet():
+        source = _find(spec, DTYPES["bf16"], revision)
+        options = _options(source)
+        with _one_line_of(source, options):
+            return AutoConfig.from_pretrained(source.place, **options)
+
+
+def _find(spec: str, dtype: str, revision: str | None) -> _Source:
+    path = Path(spec).expanduser()
+    local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
+    if local and revision is not None:
+        raise HeadwiseError(f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there")
+    if spec in PACKAGES:
+        folder = converted(package_files(spec), name=spec, dtype=dtype)
+        return _Source(place=str(folder), name=spec, revision=package_revision(spec), on_hub=False)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such file")
+        folder = converted([path], name=path.name, dtype=dtype)
+        return _Source(place=str(folder), name=path.name, revision=None, on_hub=False)
+    if local:
+        _check_folder(path, spec)
+        return _Source(place=str(path), name=path.resolve().name, revision=None, on_hub=False)
+    return _Source(place=spec, name=spec, revision=revision, on_hub=True)
+
+
+def _looks_like_path(spec: str) -> bool:
+    return not spec or spec.startswith((".", "~", os.sep)) or spec.endswith(os.sep) or spec.count("/") > 1
+
+
+def _check_folder(path: Path, spec: str) -> None:
+    if not path.exists() or not spec:
+        raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such folder")
+    if not path.is_dir():
+        raise HeadwiseError(f"unknown model {shorten(spec)}: neither a folder nor a .gguf file")
+    if not (path / "config.json").is_file():
+        raise HeadwiseError(f"the folder {shorten(spec)} is no model for transformers: it has no config.json")
+
+
+def _load(source: _Source, dtype: str) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    options = _options(source)
+    with _one_line_of(source, options):
+        config = AutoConfig.from_pretrained(source.place, **options)
+    if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
+        raise HeadwiseError(f"{source.name} ({config.model_type}) is not a causal language model")
+    with _one_line_of(source, options):
+        tokenizer = AutoTokenizer.from_pretrained(source.place, **options)
+        model = AutoModelForCausalLM.from_pretrained(source.place, dtype=getattr(torch, dtype), **options)
+    return model, tokenizer
+
+
+def _options(source: _Source) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if source.on_hub:
+        options |= {"revision": source.revision, "local_files_only": not _hub_reachable()}
+    return options
+
+
+@contextlib.contextmanager
+def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
+    """transformers' many ways of saying no, in one line. RuntimeError is among them for shapes that do not fit."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__))[:250]
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own, which Headwise never runs"
+        elif source.on_hub and isinstance(error, OSError):
+            why = reason
+            if options["local_files_only"]:
+                why = "the hub cannot be reached and its cache does not have it"
+            raise HeadwiseError(
+                f"unknown model {shorten(source.name)}: no folder of that name, no package ({', '.join(PACKAGES)}), "
+                f"and on the hub: {why}"
+            ) from error
+        raise HeadwiseError(f"cannot load the model {shorten(source.name)}: {reason}") from error
+
+
+def _hub_reachable() -> bool:
+    """Whether asking the hub is worth the while: without a network its client retries for half a minute."""
+    from huggingface_hub import constants
+
+    host = urllib.parse.urlparse(constants.ENDPOINT).hostname
+    if constants.HF_HUB_OFFLINE or host is None:
+        return False
+    if urllib.request.getproxies():
+        return True
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True
+
+
+def _commit(model: Any) -> str | None:
+    commit = getattr(model.config, "_commit_hash", None)
+    return str(commit) if commit else None
+
+
+def check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    # torch has an AssertionError for a build without CUDA.
+    except (RuntimeError, AssertionError) as error:
+        reason = one_line(str(error).strip().splitlines()[0])[:150]
+        raise HeadwiseError(f"cannot use the device {device!r}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' progress bars only for a person to see."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Pictures and pages: charts, heatmaps, and the numbers behind them."""

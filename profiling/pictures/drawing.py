@@ -1,0 +1,85 @@
+"""What the pictures share: colours that are told apart with any colour vision, captions, and files that stay the same.
+
+Each picture is a matplotlib Figure without pyplot: no window system, no state.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from artifacts.files import atomic_write
+from profiling.pictures.tables import csv_text
+
+# Okabe and Ito's palette, without its yellow, which is lost on white.
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", "-.", ":")
+MAP = "viridis"
+LEFT_OUT = "#D9D9D9"
+MARK = LINES[1]
+# Characters of a caption's line for each inch of the picture's width.
+_CAPTION = 17
+
+Layout = Literal["constrained", "compressed"]
+
+
+def new_figure(width: float, height: float, caption: str, *, layout: Layout = "constrained") -> Any:
+    """An empty figure of that many inches, with a caption in small print below.
+
+    layout: matplotlib's; "compressed" for a grid of square panels.
+    """
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "headwise"
+    from matplotlib.figure import Figure
+
+    lines = [line for part in caption.splitlines() for line in textwrap.wrap(part, int(width * _CAPTION))]
+    figure = Figure(figsize=(width, height + 0.14 * len(lines)), layout=layout, dpi=150)
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#404040", linespacing=1.3)
+    return figure
+
+
+def save(figure: Any, stem: Path) -> list[Path]:
+    """Write <stem>.png and <stem>.svg; the same figure gives the same bytes."""
+    paths = []
+    for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
+        data = io.BytesIO()
+        figure.savefig(data, format=kind, metadata=metadata)
+        paths.append(stem.with_name(f"{stem.name}.{kind}"))
+        atomic_write(paths[-1], data.getvalue())
+    return paths
+
+
+def save_table(stem: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:
+    """Write the numbers behind a picture as <stem>.csv."""
+    path = stem.with_name(f"{stem.name}.csv")
+    atomic_write(path, csv_text(header, rows).encode())
+    return path
+
+
+def ticks(count: int, most: int = 16) -> range:
+    """Positions of at most about `most` labels on an axis of `count`: every 1st, 2nd, 5th, 10th, ..."""
+    steps = (base * 10**power for power in range(6) for base in (1, 2, 5))
+    return range(0, count, next(step for step in steps if count <= most * step))
+
+
+def shade(values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
+    """Colours (..., 3) of the values, LEFT_OUT where they are NaN, and what a colour bar is made of."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize, to_rgb
+
+    scale = ScalarMappable(Normalize(low, high), colormaps[MAP])
+    colours = scale.to_rgba(np.nan_to_num(values, nan=low))[..., :3]
+    colours[np.isnan(values)] = to_rgb(LEFT_OUT)
+    return colours, scale
+
+
+def line_style(at: int) -> dict[str, Any]:
+    """Colour and dashes of the at-th line: two lines that share one differ in the other."""
+    return {"color": LINES[at % len(LINES)], "linestyle": DASHES[at // len(LINES) % len(DASHES)]}

@@ -1,0 +1,189 @@
+"""Pictures of single heads: attention maps with the pattern that serves them, sparsity, sinks, accumulated attention.
+
+Shapes: L layers, H query heads, S prompt length, P pooled cells, W tokens of a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from profiling.pictures.drawing import LEFT_OUT, LINES, MAP, MARK, line_style, new_figure, shade, ticks
+from profiling.pictures.head_survey import HeadMap
+
+# Shares of a query's attention below this are drawn like it.
+_FAINTEST = 1e-4
+# How far what is not computed is washed out.
+_WASH = 0.85
+
+
+def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
+    """Attention of each head, beside it what its pattern computes of it: the rest is washed out."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    scale = ScalarMappable(LogNorm(_FAINTEST, 1.0), colormaps[MAP])
+    panels = [(one, over) for one in maps for over in ((False, True) if one.computed is not None else (False,))]
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure = new_figure(2.9 * columns + 0.9, 3.1 * rows + 0.2, caption, layout="compressed")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (one, over) in zip(grid.flat, panels, strict=False):
+        _map_panel(axes, one, over, scale)
+    figure.colorbar(scale, ax=grid, shrink=0.7, label="share of a query's attention", extend="min")
+    return figure
+
+
+def missed_figure(one: HeadMap, missed: np.ndarray, by_query: np.ndarray, caption: str) -> Any:
+    """A head's attention, its pattern over it, and what is missed: by cells, (P, P), and by queries, (S)."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    scale = ScalarMappable(LogNorm(_FAINTEST, 1.0), colormaps[MAP])
+    figure = new_figure(11.0, 5.4, caption)
+    grid = figure.add_gridspec(2, 3, height_ratios=[3.2, 1])
+    upper = [figure.add_subplot(grid[0, at]) for at in range(3)]
+    _map_panel(upper[0], one, False, scale)
+    _map_panel(upper[1], one, True, scale)
+    _map_panel(upper[2], replace(one, attention=missed), False, scale)
+    upper[2].set_title(f"missed: {1 - (one.recall or 0.0):.4f} of the attention", fontsize=7, loc="left")
+    bar = figure.colorbar(scale, ax=upper, shrink=0.8, extend="min")
+    bar.set_label("share of a query's attention", fontsize=7)
+    bar.ax.tick_params(labelsize=6)
+    lower = figure.add_subplot(grid[1, :])
+    # Each query is a point of its own: a mean over neighbours hides the one that asks for what is not there.
+    lower.plot(np.arange(len(by_query)), by_query, linestyle="", marker=".", markersize=2, color=LINES[0])
+    lower.set_xlim(0, len(by_query))
+    lower.set_ylim(0, max(0.02, 1.05 * float(by_query.max())))
+    lower.set_xlabel("query", fontsize=7)
+    lower.set_ylabel("attention missed", fontsize=7)
+    lower.tick_params(labelsize=6)
+    lower.grid(color="#E0E0E0", linewidth=0.6)
+    lower.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _map_panel(axes: Any, one: HeadMap, over: bool, scale: Any) -> None:
+    n = len(one.attention)
+    image = scale.to_rgba(np.maximum(one.attention, _FAINTEST))[..., :3]
+    title = f"layer {one.layer}, head {one.head}"
+    if over and one.computed is not None:
+        image += (1 - np.minimum(one.computed, 1.0))[..., None] * _WASH * (1 - image)
+        title = f"{one.pattern}\nkeeps {one.recall:.3f}, computes {one.density:.3f}"
+    image[np.triu_indices(n, 1)] = 1.0
+    edge = n * one.cell
+    axes.imshow(image, interpolation="nearest", extent=(0, edge, edge, 0))
+    if over and one.computed is not None:
+        _outline(axes, one.computed, one.cell)
+    axes.set_title(title, fontsize=7, loc="left")
+    axes.set_xticks([0, edge // 2, edge])
+    axes.set_yticks([0, edge // 2, edge])
+    axes.tick_params(labelsize=6)
+    axes.set_xlabel("key", fontsize=7)
+    axes.set_ylabel("query", fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _outline(axes: Any, computed: np.ndarray, cell: int) -> None:
+    """A line around the cells of which more than half is computed."""
+    inside = np.pad(computed > 0.5, 1)
+    lines = []
+    for y, x in np.argwhere(inside[1:, 1:-1] != inside[:-1, 1:-1]):
+        lines.append([(x * cell, y * cell), ((x + 1) * cell, y * cell)])
+    for y, x in np.argwhere(inside[1:-1, 1:] != inside[1:-1, :-1]):
+        lines.append([(x * cell, y * cell), (x * cell, (y + 1) * cell)])
+    from matplotlib.collections import LineCollection
+
+    axes.add_collection(LineCollection(lines, colors=MARK, linewidths=0.6))
+
+
+def grid_figure(values: np.ndarray, label: str, caption: str) -> Any:
+    """A share of each head, (L, H), and the layers' means (MInference 1.0, Figure 12; H2O, Figure 2a)."""
+    from matplotlib.patches import Patch
+
+    layers, heads = values.shape
+    cell = min(0.3, 13 / layers)
+    figure = new_figure(max(6.0, layers * cell + 1.6), max(1.6, min(heads * cell, 8.0)) + 2.4, caption)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[max(1.6, min(heads * cell, 8.0)), 1.2])
+    # A few heads far below the others are not to take the colours of all.
+    low = min(0.9, float(np.floor(10 * np.nanquantile(values, 0.02)) / 10))
+    high = min(1.0, float(np.ceil(10 * np.nanmax(values)) / 10))
+    image, scale = shade(values.T, low, high)
+    upper.imshow(image, interpolation="nearest", origin="lower", aspect="auto")
+    upper.set_ylabel("query head")
+    upper.set_yticks(ticks(heads, 12))
+    figure.colorbar(scale, ax=upper, label=label, extend="min", aspect=12)
+    if np.isnan(values).any():
+        upper.legend(
+            handles=[Patch(color=LEFT_OUT, label="left out: slides or does not attend")],
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            fontsize=7,
+            frameon=False,
+        )
+    measured = np.flatnonzero(np.isfinite(values).any(1))
+    kept = values[measured]
+    lower.fill_between(
+        measured, kept.min(1), kept.max(1), color=LINES[0], alpha=0.2, linewidth=0, label="least to most"
+    )
+    lower.plot(measured, kept.mean(1), color=LINES[0], linewidth=1.3, label="mean of the heads")
+    lower.set_ylim(top=high + 0.005)
+    lower.set_ylabel("of a layer")
+    lower.set_xlabel("layer")
+    lower.set_xticks(ticks(layers))
+    lower.grid(color="#E0E0E0", linewidth=0.6)
+    lower.spines[["top", "right"]].set_visible(False)
+    lower.legend(fontsize=7, frameon=False, loc="best")
+    return figure
+
+
+def sinks_figure(means: Mapping[int, np.ndarray], caption: str) -> Any:
+    """Mean logits of short sentences, a panel a layer, (W, W) each (StreamingLLM, Figure 2)."""
+    columns = min(len(means), 4)
+    rows = -(-len(means) // columns)
+    figure = new_figure(2.3 * columns + 0.9, 2.4 * rows + 0.4, caption, layout="compressed")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    every = np.concatenate([mean[np.isfinite(mean)] for mean in means.values()])
+    low, high = np.quantile(every, [0.01, 0.99])
+    for axes in grid.flat[len(means) :]:
+        axes.set_visible(False)
+    for axes, (layer, mean) in zip(grid.flat, means.items(), strict=False):
+        image, scale = shade(mean, float(low), float(high))
+        image[np.isnan(mean)] = 1.0
+        axes.imshow(image, interpolation="nearest")
+        axes.set_title(f"layer {layer}", fontsize=8, loc="left")
+        axes.set_xticks(ticks(len(mean), 4))
+        axes.set_yticks(ticks(len(mean), 4))
+        axes.set_xlabel("key", fontsize=7)
+        axes.set_ylabel("query", fontsize=7)
+        axes.tick_params(labelsize=6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.colorbar(scale, ax=grid, shrink=0.8, label="mean logit", extend="both")
+    return figure
+
+
+def totals_figure(shares: Mapping[int, np.ndarray], caption: str) -> Any:
+    """Share of all attention that the keys get, the most attended first, a line a layer (H2O, Figure 2b)."""
+    figure = new_figure(6.4, 4.0, caption)
+    axes = figure.subplots()
+    for at, (layer, share) in enumerate(shares.items()):
+        axes.plot(np.arange(1, len(share) + 1), share, linewidth=1.3, label=f"layer {layer}", **line_style(at))
+    length = len(next(iter(shares.values())))
+    axes.axhline(1 / length, color="#404040", linewidth=0.8, linestyle=":", label="all alike")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(1, length)
+    axes.set_ylim(bottom=max(1e-9, min(float(share[share > 0].min()) for share in shares.values()) / 2))
+    axes.set_xlabel("keys, the most attended first")
+    axes.set_ylabel("share of all attention")
+    axes.grid(color="#E0E0E0", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False, loc="lower left")
+    return figure

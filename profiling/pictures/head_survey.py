@@ -1,0 +1,183 @@
+"""What single heads do on a prompt: attention maps, sparsity, accumulated attention, and the logits of short sentences.
+
+Shapes: L layers, H query heads, S prompt length, P pooled cells, W tokens of a sentence. Layers that slide over a
+window hold NaN, or are missing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from artifacts import Artifact, HeadwiseError
+from kernels.attention import sparse_attention
+from kernels.index import TILE, SparseIndex, num_tiles
+from kernels.patterns import LayerPlan
+from kernels.patterns.dense import dense_index
+from profiling.inside.attention_rows import cover, logits, pooled_map, sparsity_and_totals
+from profiling.inside.capture import LayerInputs, capture
+from profiling.models.loading import LoadedModel
+from profiling.prompts.filler import sentences
+from profiling.prompts.prompt import Prompt, Task, make_prompts
+from profiling.prompts.tokens import Encoder
+from runtime.layers import attention_layers, text_config
+from runtime.patterns import kernel_patterns
+from runtime.plans import layer_plan
+
+# A map has at most so many cells a side, however long the prompt.
+CELLS = 128
+# Queries, evenly spaced, that sparsity and accumulated attention are taken over.
+QUERIES = 512
+# Tokens and number of the short sentences (StreamingLLM, Figure 2: 256 of 16 tokens).
+SENTENCE, SENTENCES = 16, 64
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadMap:
+    """Attention of one head by cells of `cell` tokens, (P, P).
+
+    With a pattern: the share of each cell that it computes, (P, P), its density, and the share of attention it keeps.
+    """
+
+    layer: int
+    head: int
+    cell: int
+    attention: np.ndarray
+    pattern: str | None = None
+    computed: np.ndarray | None = None
+    density: float | None = None
+    recall: float | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Survey:
+    """sparsity: (L, H), NaN where not measured; totals: by layer the attention that each key gets, (S); the maps."""
+
+    sparsity: np.ndarray
+    totals: dict[int, np.ndarray]
+    maps: list[HeadMap]
+
+
+def survey(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    heads: Sequence[tuple[int, int]] = (),
+    artifact: Artifact | None = None,
+    arrays: Mapping[str, np.ndarray] | None = None,
+) -> Survey:
+    """One dense pass over a prompt.
+
+    heads: (layer, head) of the maps; artifact: its patterns are drawn over them; arrays: of its sidecar.
+
+    Raises:
+        HeadwiseError: a head that is not there or in a layer that slides; a model whose layers all do.
+    """
+    model, length = loaded.model, len(prompt.input_ids)
+    check_heads(loaded, heads)
+    cell = TILE * -(-num_tiles(length) // CELLS)
+    queries = torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
+    patterns = {} if artifact is None else kernel_patterns(artifact, arrays)
+    sparsity, totals = dict[int, np.ndarray](), dict[int, np.ndarray]()
+    maps = dict[tuple[int, int], HeadMap]()
+    layers = attention_layers(model)
+
+    def visit(inputs: LayerInputs) -> None:
+        progress.update()
+        wanted = sorted({head for layer, head in heads if layer == inputs.layer})
+        if inputs.sliding_window is not None:
+            if wanted:
+                raise HeadwiseError(f"layer {inputs.layer} of {loaded.name} slides: choose heads of another layer")
+            return
+        small, sums = sparsity_and_totals(inputs, queries)
+        sparsity[inputs.layer], totals[inputs.layer] = small.cpu().numpy(), sums.cpu().numpy()
+        row, built = None, None
+        if artifact is not None and wanted:
+            row = artifact.prefill.layers[inputs.layer]
+            plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+            built = None if plan is None else _built(inputs, plan)
+        for head in wanted:
+            attention = pooled_map(inputs, head, cell).cpu().numpy()
+            drawn = {} if built is None or row is None else {"pattern": row[head], **_drawn(*built, head, cell)}
+            maps[inputs.layer, head] = HeadMap(layer=inputs.layer, head=head, cell=cell, attention=attention, **drawn)
+
+    with tqdm(total=len(layers), desc="surveying", unit="layer", disable=None, leave=False) as progress:
+        capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+    if not sparsity:
+        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
+    whole = np.full((max(layers) + 1, len(next(iter(sparsity.values())))), np.nan, dtype=np.float32)
+    whole[list(sparsity)] = np.stack(list(sparsity.values()))
+    return Survey(sparsity=whole, totals=totals, maps=[maps[at] for at in dict.fromkeys(heads)])
+
+
+def check_heads(loaded: LoadedModel, heads: Sequence[tuple[int, int]]) -> None:
+    """Raise HeadwiseError where a model has no such layer or head."""
+    layers, count = attention_layers(loaded.model), int(text_config(loaded.model).num_attention_heads)
+    for layer, head in heads:
+        if layer not in layers or not 0 <= head < count:
+            raise HeadwiseError(
+                f"{loaded.name} has no head {layer}.{head}: its layers are {min(layers)} to {max(layers)}, "
+                f"its heads 0 to {count - 1}"
+            )
+
+
+def _built(inputs: LayerInputs, plan: LayerPlan) -> tuple[SparseIndex, torch.Tensor]:
+    """The layer's index, and the attention mass that each head keeps with it, (H)."""
+    index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+    whole = dense_index(1, len(plan.patterns), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "return_lse": True}
+    (_, every), (_, kept) = (
+        sparse_attention(inputs.q, inputs.k, inputs.v, which, **options) for which in (whole, index)
+    )
+    return index, (kept - every)[0].exp().clamp(max=1.0).mean(-1)
+
+
+def _drawn(index: SparseIndex, recall: torch.Tensor, head: int, cell: int) -> dict[str, Any]:
+    return {
+        "computed": cover(index, head, cell).cpu().numpy(),
+        "density": float(index.density()[0, head]),
+        "recall": float(recall[head]),
+    }
+
+
+def sentence_logits(loaded: LoadedModel, file: Path | None, seed: int) -> dict[int, np.ndarray]:
+    """Logits of each layer averaged over its heads and over short sentences, (W, W), NaN after the query.
+
+    What StreamingLLM's Figure 2 shows: from the third layer or so on, the first token draws attention whatever it is.
+
+    Args:
+        file: a text to take stretches of; generated sentences if None.
+    """
+    sums = dict[int, torch.Tensor]()
+
+    def visit(inputs: LayerInputs) -> None:
+        heads = range(inputs.q.shape[1])
+        every = torch.arange(inputs.q.shape[2], device=inputs.q.device)
+        mean = torch.stack([scores for head in heads for _, scores in logits(inputs, head, every)]).mean(0)
+        sums[inputs.layer] = sums[inputs.layer] + mean if inputs.layer in sums else mean
+
+    made = _sentences(loaded.tokenizer, file, seed)
+    for ids in tqdm(made, desc="sentences", disable=None, leave=False):
+        capture(loaded.model, torch.tensor([ids], device=loaded.model.device), visit)
+    means = {layer: (total / len(made)).cpu().numpy() for layer, total in sums.items()}
+    return {layer: np.where(np.isfinite(mean), mean, np.nan) for layer, mean in means.items()}
+
+
+def _sentences(tokenizer: Any, file: Path | None, seed: int) -> list[tuple[int, ...]]:
+    if file is not None:
+        task = Task("text", file)
+        return [p.input_ids for p in make_prompts(task, tokenizer, length=SENTENCE, samples=SENTENCES, seed=seed)]
+    encode, source = Encoder(tokenizer), sentences(random.Random(f"{seed} sentences"))
+    made = []
+    for _ in range(SENTENCES):
+        ids = list(encode.prefix)
+        while len(ids) < SENTENCE:
+            ids += encode(next(source))
+        made.append(tuple(ids[:SENTENCE]))
+    return made

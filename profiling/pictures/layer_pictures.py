@@ -1,0 +1,136 @@
+"""Pictures of a similarity profile: layer by layer, and what each layer is worth as a filter.
+
+Shapes: L layers, N decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiling.pictures.drawing import LEFT_OUT, MARK, line_style, new_figure, save, save_table, shade, ticks
+from profiling.similarities.similarity_profile import Profile, file_name
+
+
+def draw_layers(profile: Profile, folder: Path, command: str, filters: Sequence[int] = ()) -> list[Path]:
+    """Draw all pictures of a profile: similarity of each task and on average, ability, hit rate, variability.
+
+    filters: layers whose rows are marked, such as an artifact's filter layers. Each picture is written as PNG and SVG,
+    its numbers as CSV.
+    """
+    paths: list[Path] = []
+    for task in [None, *(profile.tasks if len(profile.tasks) > 1 else [])]:
+        mass = profile.mass(task)
+        title = f"{profile.about['model']}, {task or 'mean over the tasks'}"
+        figure = similarity_figure(mass, title, _caption(profile, task, command), filters)
+        stem = folder / ("similarity" if task is None else f"similarity.{file_name(task)}")
+        header = ["layer", *(f"layer {at}" for at in range(len(mass)))]
+        paths += [*save(figure, stem), save_table(stem, header, ([i, *row] for i, row in enumerate(mass.tolist())))]
+    for name, lines in _curves(profile).items():
+        figure = curve_figure(name, lines, profile, _caption(profile, None, command))
+        table = ([at, *row] for at, row in enumerate(np.stack(list(lines.values()), axis=1).tolist()))
+        x = "step" if name == "variability" else "layer"
+        paths += [*save(figure, folder / name), save_table(folder / name, [x, *lines], table)]
+    return paths
+
+
+def similarity_figure(mass: np.ndarray, title: str, caption: str, filters: Sequence[int] = ()) -> Any:
+    """Layer x layer similarity (OmniKV, Figure 8): row i chooses, column j attends.
+
+    mass: (L, L), NaN for layers left out; filters: rows to mark.
+    """
+    from matplotlib.patches import Patch
+
+    n = len(mass)
+    later = np.triu(np.ones((n, n), dtype=bool))
+    seen = mass[later & np.isfinite(mass)]
+    low = np.floor(10 * np.quantile(seen, 0.02)) / 10 if len(seen) else 0.0
+    image, scale = shade(mass, min(low, 0.9), 1.0)
+    image[~later] = 1.0
+    side = float(np.clip(0.16 * n, 3.2, 9.0))
+    figure = new_figure(side + 1.8, side + 1.2, caption)
+    axes = figure.subplots()
+    axes.imshow(image, interpolation="nearest")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel("layer that attends")
+    axes.set_ylabel("layer that chooses")
+    axes.set_xticks(ticks(n))
+    axes.set_yticks(ticks(n))
+    axes.spines[:].set_visible(False)
+    figure.colorbar(scale, ax=axes, shrink=0.8, label="share of attention on the chosen tokens", extend="min")
+    marks = []
+    if np.isnan(mass[later]).any():
+        marks.append(Patch(color=LEFT_OUT, label="left out: slides or does not attend"))
+    for layer in filters:
+        box = (layer - 0.5, layer - 0.5), n - layer, 1
+        axes.add_patch(_outline(*box))
+    if filters:
+        shown = ", ".join(map(str, filters))
+        marks.append(Patch(facecolor="none", edgecolor=MARK, label=f"filter layers {shown}"))
+    if marks:
+        axes.legend(handles=marks, loc="lower left", fontsize=7, frameon=False)
+    return figure
+
+
+def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, caption: str) -> Any:
+    """One of the curves `ability`, `hit` (OmniKV, Figures 6a and 6b) or `variability` (Figure 1c)."""
+    what = {
+        "ability": "share of attention kept, mean",
+        "hit": "share of the answer's block chosen",
+        "variability": "attention missed, mean over layers",
+    }
+    figure = new_figure(7.2, 3.4, caption)
+    axes = figure.subplots()
+    for at, (label, values) in enumerate(lines.items()):
+        style = line_style(at) if name != "ability" else line_style(at // 2) | {"linestyle": ("-", "--")[at % 2]}
+        dots = {"marker": "o", "markersize": 3} if len(values) <= 48 else {}
+        seen = np.flatnonzero(np.isfinite(values))
+        axes.plot(seen, values[seen], label=label, linewidth=1.3, **dots, **style)
+        if name == "variability":
+            spread = np.nanquantile(profile.variability(label), [0.1, 0.9], axis=0)
+            axes.fill_between(seen, *spread, color=style["color"], alpha=0.12, linewidth=0)
+    if name == "hit":
+        chance = profile.about["top_k"] / profile.about["length"]
+        axes.axhline(chance, color="#404040", linewidth=0.8, linestyle=":", label="chosen at random")
+    axes.set_xlabel("decode step" if name == "variability" else "layer that chooses")
+    axes.set_ylabel(what[name])
+    axes.set_ylim(bottom=0, top=None if name == "variability" else 1.02)
+    axes.set_xticks(ticks(max(map(len, lines.values()))))
+    axes.grid(color="#E0E0E0", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper left", ncols=3, fontsize=7, frameon=False)
+    return figure
+
+
+def _curves(profile: Profile) -> dict[str, dict[str, np.ndarray]]:
+    """The lines of each picture that has any."""
+    ability = {}
+    for task in profile.tasks:
+        ability[f"{task}, next 8"] = profile.ability(task, 8)
+        ability[f"{task}, next 16"] = profile.ability(task, 16)
+    hits = {task: hit for task in profile.tasks if (hit := profile.hit(task)) is not None}
+    missed = {task: np.nanmean(profile.variability(task), axis=0) for task in profile.tasks}
+    return {name: lines for name, lines in (("ability", ability), ("hit", hits), ("variability", missed)) if lines}
+
+
+def _outline(corner: tuple[float, float], width: float, height: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, width, height, fill=False, edgecolor=MARK, linewidth=1.2, clip_on=False)
+
+
+def _caption(profile: Profile, task: str | None, command: str) -> str:
+    about = profile.about
+    made = {entry["name"]: entry["sha256"][:8] for entry in about["tasks"] if task in (None, entry["name"])}
+    return "\n".join(
+        [
+            f"{about['model']}: {about['length']} tokens, the top {about['top_k']} of each layer, {about['steps']} "
+            f"decode steps of {about['samples']} prompts a task; {about['dtype']} on {about['device']}",
+            "prompts: " + ", ".join(f"{name} ({digest})" for name, digest in made.items()),
+            f"measured: {about['command']}",
+            f"drawn: {command}",
+        ]
+    )

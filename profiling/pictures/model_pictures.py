@@ -1,0 +1,89 @@
+"""Draws what a survey of a model found and writes it: each picture as PNG and SVG with the numbers beside it.
+
+Shapes: L layers, H query heads, S prompt length, W tokens of a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from artifacts import Artifact
+from artifacts.files import atomic_write
+from artifacts.sidecar import to_bytes
+from profiling.pictures.drawing import save, save_table
+from profiling.pictures.head_pictures import grid_figure, maps_figure, sinks_figure, totals_figure
+from profiling.pictures.head_survey import HeadMap
+
+T = TypeVar("T")
+# Panels and lines of one picture, and rows of the table of accumulated attention.
+_MAPS, _PANELS, _LINES, _RANKS = 4, 8, 6, 200
+
+
+def draw_maps(folder: Path, maps: Sequence[HeadMap], caption: str) -> list[Path]:
+    """maps.png, .svg, and maps.safetensors with `<layer>.<head>.attention` and `.computed`."""
+    arrays = {f"{one.layer}.{one.head}.attention": one.attention for one in maps}
+    arrays |= {f"{one.layer}.{one.head}.computed": one.computed for one in maps if one.computed is not None}
+    numbers = folder / "maps.safetensors"
+    atomic_write(numbers, to_bytes(arrays))
+    caption += f"\nattention by cells of {maps[0].cell} x {maps[0].cell} tokens"
+    return [*save(maps_figure(maps, caption), folder / "maps"), numbers]
+
+
+def draw_grid(folder: Path, name: str, values: np.ndarray, label: str, caption: str) -> list[Path]:
+    """A share of each head, (L, H), NaN where not measured."""
+    table = ([layer, *row] for layer, row in enumerate(values.astype(float).tolist()))
+    header = ["layer", *(f"head {head}" for head in range(values.shape[1]))]
+    stem = folder / name
+    return [*save(grid_figure(values, label, caption), stem), save_table(stem, header, table)]
+
+
+def draw_totals(folder: Path, totals: Mapping[int, np.ndarray], caption: str) -> list[Path]:
+    """Attention that each key gets in all, (S) by layer, as shares from the largest to the smallest."""
+    shares = {layer: np.sort(sums)[::-1].astype(float) / sums.sum() for layer, sums in totals.items()}
+    length = len(next(iter(shares.values())))
+    ranks = np.unique(np.geomspace(1, length, _RANKS).round().astype(int)).tolist()
+    table = ([rank, *(float(share[rank - 1]) for share in shares.values())] for rank in ranks)
+    shown = {layer: shares[layer] for layer in spread(list(shares), _LINES)}
+    header = ["rank", *(f"layer {layer}" for layer in shares)]
+    stem = folder / "totals"
+    return [*save(totals_figure(shown, caption), stem), save_table(stem, header, table)]
+
+
+def draw_sinks(folder: Path, means: Mapping[int, np.ndarray], caption: str) -> list[Path]:
+    """Mean logits of short sentences, (W, W) by layer."""
+    shown = {layer: means[layer] for layer in spread(list(means), _PANELS)}
+    table = (
+        [layer, query, key, float(mean[query, key])]
+        for layer, mean in means.items()
+        for query, key in np.argwhere(np.isfinite(mean)).tolist()
+    )
+    stem = folder / "sinks"
+    return [*save(sinks_figure(shown, caption), stem), save_table(stem, ["layer", "query", "key", "logit"], table)]
+
+
+def typical_heads(artifact: Artifact, recall: np.ndarray) -> list[tuple[int, int]]:
+    """For each kind of pattern the head whose recall is nearest to the kind's mean, the most frequent kinds first."""
+    by_kind: dict[str, list[tuple[int, int]]] = {}
+    for layer, row in enumerate(artifact.prefill.layers):
+        for head, name in enumerate(row or ()):
+            by_kind.setdefault(artifact.patterns[name].kind, []).append((layer, head))
+    chosen = []
+    for heads in sorted(by_kind.values(), key=len, reverse=True)[:_MAPS]:
+        kept = np.array([recall[at] for at in heads])
+        chosen.append(heads[int(np.abs(kept - kept.mean()).argmin())])
+    return chosen
+
+
+def some_heads(layers: Sequence[int], num_heads: int) -> list[tuple[int, int]]:
+    """A few heads of different layers."""
+    return [(layer, (at * num_heads) // _MAPS % num_heads) for at, layer in enumerate(spread(layers, _MAPS))]
+
+
+def spread(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of the values, evenly spaced, the first and the last among them."""
+    at = np.unique(np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int))
+    return [values[i] for i in at]

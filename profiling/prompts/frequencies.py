@@ -1,0 +1,185 @@
+"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): which words of a list or a coded text are most frequent.
+
+A prompt is prefix + padding + worked example + head + words + question. What whole words leave is padding.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from pathlib import Path
+
+from artifacts import HeadwiseError
+from profiling.prompts.haystacks import padding
+from profiling.prompts.prompt import Prompt
+from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.words import compounds
+
+_LIST_HEAD = "\nBelow is a numbered list of words. Some of them come up more often than the others.\n\n"
+_LIST_QUESTION = (
+    "\n\nWhich {count} words come up most often in the list above? The {count} words that come up most often are:"
+)
+_CODE_HEAD = "\nThe text below is written in code words. Count how often each comes up; the dots stand for nothing.\n\n"
+_CODE_QUESTION = (
+    "\n\nWhich three code words come up most often in the text above, the dots apart? The three most frequent words are"
+)
+_DOTS = "..."
+_LETTERS = 6
+# RULER has a smaller list and example below this length.
+_SHORT = 4096
+_BATCH = 256
+_TOKENS_A_WORD = 50
+# What RULER lets a model answer with.
+_LIST_NEW_TOKENS, _CODE_NEW_TOKENS = 120, 50
+
+
+def common_words(
+    encode: Encoder,
+    file: Path | None,
+    length: int,
+    samples: int,
+    seed: int,
+    *,
+    words: int = 10,
+    common: int | None = None,
+    uncommon: int | None = None,
+) -> list[Prompt]:
+    """A numbered list with `words` words `common` times each, all others `uncommon` times (30 and 3, or 6 and 1)."""
+    short = length < _SHORT
+    often, seldom = common or (6 if short else 30), uncommon or (1 if short else 3)
+    if often <= seldom:
+        raise HeadwiseError(f"cwe needs common above uncommon, got common={often} and uncommon={seldom}")
+    size, example_often, example_seldom = (20, 3, 1) if short else (40, 10, 3)
+    numbers = _Numbers(encode)
+    head, asked = encode(_LIST_HEAD), encode(_LIST_QUESTION.format(count=words))
+
+    def one(rng: random.Random) -> Prompt:
+        source = compounds(rng)
+        example = _encoded(encode, islice(source, max(size, words + 1)))
+        answered = encode(f" {_numbered(list(example)[:words])}\n")
+        listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
+        before, after = (*head, *listed, *asked, *answered, *head), asked
+        room = length - len(encode.prefix) - len(before) - len(after)
+        chosen, left = _fitting(encode, source, numbers, words, often, seldom, room)
+        if left < 0:
+            raise HeadwiseError(f"length {length} is too small for cwe: give at least {length - left}")
+        body = _shuffled(numbers, chosen, words, often, seldom, rng)
+        right = tuple(chosen)[:words]
+        return Prompt(
+            (*encode.prefix, *padding(encode, left), *before, *body, *after),
+            _numbered(right),
+            metric="all",
+            references=right,
+            new_tokens=_LIST_NEW_TOKENS,
+        )
+
+    return [one(random.Random(f"{seed} cwe {i}")) for i in range(samples)]
+
+
+def frequent_words(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, alpha: float = 2.0
+) -> list[Prompt]:
+    """Code words whose counts fall with their rank to the power of `alpha` (Zeta); the first rank is dots."""
+    head, asked = encode(_CODE_HEAD), encode(_CODE_QUESTION)
+    room = length - len(encode.prefix) - len(head) - len(asked)
+
+    def one(rng: random.Random) -> Prompt:
+        words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
+        ids = list(_encoded(encode, words).values())
+
+        def counts(most: int) -> list[int]:
+            return [int(most / rank**alpha) for rank in range(1, len(words) + 1)]
+
+        def taken(most: int) -> int:
+            return sum(times * len(word) for times, word in zip(counts(most), ids, strict=True))
+
+        def told_apart(most: int) -> bool:
+            return counts(most)[3] > counts(most)[4]
+
+        # From here on the fifth rank comes up at all.
+        least = next(most for most in count(math.ceil(5**alpha)) if told_apart(most))
+        if taken(least) > room:
+            raise HeadwiseError(f"length {length} is too small for fwe: give at least {length - room + taken(least)}")
+        low, high = least, max(least, room) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if taken(middle) <= room else (low, middle)
+        while not told_apart(low):
+            low -= 1
+        text = [word for word, times in zip(ids, counts(low), strict=True) for _ in range(times)]
+        rng.shuffle(text)
+        right = tuple(words[1:4])
+        return Prompt(
+            (*encode.prefix, *padding(encode, room - taken(low)), *head, *_flat(text), *asked),
+            ", ".join(right),
+            metric="all",
+            references=right,
+            new_tokens=_CODE_NEW_TOKENS,
+        )
+
+    return [one(random.Random(f"{seed} fwe {i}")) for i in range(samples)]
+
+
+class _Numbers:
+    """The ids of ` 1.`, ` 2.` and so on, made when they are asked for."""
+
+    def __init__(self, encode: Encoder) -> None:
+        self._encode = encode
+        self._made: list[Ids] = []
+
+    def __getitem__(self, number: int) -> Ids:
+        while len(self._made) < number:
+            first = len(self._made) + 1
+            self._made += self._encode.each([f" {n}." for n in range(first, first + _BATCH)])
+        return self._made[number - 1]
+
+    def tokens(self, first: int, last: int) -> int:
+        return sum(len(self[number]) for number in range(first, last + 1))
+
+
+def _fitting(
+    encode: Encoder, source: Iterator[str], numbers: _Numbers, words: int, often: int, seldom: int, room: int
+) -> tuple[dict[str, Ids], int]:
+    """As many words as fit, the common ones first, and how many tokens are left; fewer than 0 where none fits."""
+    chosen = _encoded(encode, islice(source, words))
+    listed = often * words
+    left = room - often * sum(map(len, chosen.values())) - numbers.tokens(1, listed)
+    while True:
+        for word, ids in _encoded(encode, islice(source, _BATCH)).items():
+            taken = seldom * len(ids) + numbers.tokens(listed + 1, listed + seldom)
+            if taken > left:
+                return chosen, left if len(chosen) > words else left - taken
+            chosen[word] = ids
+            left, listed = left - taken, listed + seldom
+
+
+def _shuffled(
+    numbers: _Numbers, chosen: dict[str, Ids], words: int, often: int, seldom: int, rng: random.Random
+) -> Ids:
+    """The list: each of the first `words` words `often` times, the others `seldom`, in any order, numbered."""
+    items = [ids for at, ids in enumerate(chosen.values()) for _ in range(often if at < words else seldom)]
+    rng.shuffle(items)
+    return _flat([part for at, ids in enumerate(items, start=1) for part in (numbers[at], ids)])
+
+
+def _encoded(encode: Encoder, words: Iterable[str]) -> dict[str, Ids]:
+    found = list(words)
+    return dict(zip(found, encode.each([f" {word}" for word in found]), strict=True))
+
+
+def _coded(number: int, rng: random.Random) -> list[str]:
+    found = dict[str, None]()
+    while len(found) < number:
+        found["".join(rng.choices(string.ascii_lowercase, k=_LETTERS))] = None
+    return list(found)
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{at}. {word}" for at, word in enumerate(words, start=1))
+
+
+def _flat(parts: Sequence[Ids]) -> Ids:
+    return tuple(token for part in parts for token in part)

@@ -1,0 +1,133 @@
+"""Haystacks of whole sentences, of exactly so many tokens, and things hidden between the sentences.
+
+A haystack is a list of pieces, the token ids of a sentence each, so that nothing is hidden inside a word. Its start may
+be cut.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from artifacts import HeadwiseError
+from profiling.prompts.filler import sentences
+from profiling.prompts.texts import read_text
+from profiling.prompts.tokens import Encoder, Ids
+
+Haystack = Callable[[int, random.Random], list[Ids]]
+# The same few words over and over: nothing in it is like what is hidden.
+NOISE = "\nThe hill is steep. The lake is calm. The road is long. We go there. Then we come back."
+_SENTENCE_END = re.compile("(?<=[.!?\n])(?=\\s)|(?<=[\u3002\uff01\uff1f])")
+# A text without full stops is cut all the same.
+_LONGEST = 500
+_BATCH = 256
+
+
+def noise(encode: Encoder) -> Haystack:
+    """The same line again and again."""
+    line = encode(NOISE)
+    return lambda room, rng: fill(itertools.repeat(line), room)
+
+
+def written(encode: Encoder, make: Callable[[random.Random], Iterator[str]]) -> Haystack:
+    """Texts that are made up as they are needed, each with the space or line break before it."""
+
+    def pieces(rng: random.Random) -> Iterator[Ids]:
+        source = make(rng)
+        while True:
+            yield from encode.each(list(itertools.islice(source, _BATCH)))
+
+    return lambda room, rng: fill(pieces(rng), room)
+
+
+def filler(encode: Encoder) -> Haystack:
+    """Made-up sentences."""
+    return written(encode, lambda rng: (" " + sentence.strip() for sentence in sentences(rng)))
+
+
+def of_file(encode: Encoder, file: Path, task: str) -> Haystack:
+    """A stretch of a text, from a random sentence on."""
+    text = read_text(file)
+    if not text.strip():
+        raise HeadwiseError(f"{file.name} is empty")
+    found = [part[at : at + _LONGEST] for part in _SENTENCE_END.split(text) for at in range(0, len(part), _LONGEST)]
+    pieces = encode.each(found)
+    ends = list(itertools.accumulate(map(len, pieces)))
+
+    def stretch(room: int, rng: random.Random) -> list[Ids]:
+        if ends[-1] < room:
+            raise HeadwiseError(f"{file.name} is too short for {task}: it has {ends[-1]} tokens, {room} are needed")
+        # The last sentence from which on there is enough.
+        last = bisect.bisect_right([0, *ends], ends[-1] - room) - 1
+        start = rng.randint(0, last)
+        return fill(pieces[start:], room)
+
+    return stretch
+
+
+def of(encode: Encoder, file: Path | None, task: str) -> Haystack:
+    """The user's text, or made-up sentences where there is none."""
+    return filler(encode) if file is None else of_file(encode, file, task)
+
+
+def fill(source: Iterable[Ids], room: int) -> list[Ids]:
+    """Pieces of exactly `room` tokens together; what is too much is cut from the start."""
+    pieces, count = [], 0
+    for piece in source:
+        if count >= room:
+            break
+        pieces.append(piece)
+        count += len(piece)
+    while count > room:
+        extra = min(count - room, len(pieces[0]))
+        pieces[0] = pieces[0][extra:]
+        pieces = pieces if pieces[0] else pieces[1:]
+        count -= extra
+    return pieces
+
+
+def hide(
+    hidden: Sequence[Ids], depths: Sequence[float], pieces: Sequence[Ids], start: int
+) -> tuple[Ids, list[tuple[int, int]]]:
+    """The haystack with each thing put between the two pieces that are nearest to its depth.
+
+    Args:
+        hidden: what is hidden.
+        depths: of each, from 0 (after the first piece, which may be cut) to 1 (after the last one).
+        pieces: the haystack.
+        start: how many tokens stand before it.
+
+    Returns:
+        The ids, and for each thing its half-open range of positions in the whole prompt.
+    """
+    bounds = [0, *itertools.accumulate(map(len, pieces))]
+    places = [max(_nearest(bounds, depth * bounds[-1]), min(1, len(pieces))) for depth in depths]
+    ids: list[int] = []
+    spans: dict[int, tuple[int, int]] = {}
+    done = 0
+    for which in sorted(range(len(hidden)), key=places.__getitem__):
+        for piece in pieces[done : places[which]]:
+            ids += piece
+        done = places[which]
+        spans[which] = (start + len(ids), start + len(ids) + len(hidden[which]))
+        ids += hidden[which]
+    for piece in pieces[done:]:
+        ids += piece
+    return tuple(ids), [spans[which] for which in range(len(hidden))]
+
+
+def padding(encode: Encoder, room: int) -> Ids:
+    """`room` tokens that say nothing, the same ones always, to make up what whole items leave."""
+    pieces = filler(encode)(room, random.Random("padding"))
+    return tuple(token for piece in pieces for token in piece)
+
+
+def _nearest(bounds: Sequence[int], wanted: float) -> int:
+    at = bisect.bisect_left(bounds, wanted)
+    if at and (at == len(bounds) or wanted - bounds[at - 1] <= bounds[at] - wanted):
+        return at - 1
+    return at

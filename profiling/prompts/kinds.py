@@ -1,0 +1,260 @@
+"""Every kind of task: what it asks, what it takes, how its answers are scored and where it comes from, as one table.
+
+docs/tasks.md says the same at more length; `python -m profiling.tasks` prints this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a task can be told after an @, as in `needle@depth=0.5`; `low` and `high` are bounds, both included."""
+
+    name: str
+    type: type[float] | type[int] | type[str]
+    says: str
+    low: float = 0
+    high: float = float("inf")
+
+    def read(self, text: str, kind: str) -> float | int | str:
+        """The value that a user wrote; HeadwiseError where it is none."""
+        if self.type is str:
+            return text
+        try:
+            value = self.type(text)
+        except ValueError:
+            value = None
+        if value is None or not self.low <= float(value) <= self.high:
+            what = "a whole number" if self.type is int else "a number"
+            bounds = f"from {self.low:g} to {self.high:g}" if self.high < float("inf") else f"of at least {self.low:g}"
+            raise HeadwiseError(f"{self.name} of the task {kind!r} must be {what} {bounds}, got {shorten(text)}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of task.
+
+    maker: `module:function`; imported when prompts are made. It is called with an Encoder, the file or None, length,
+        samples and seed, then by name with `fixed` and the parameters that were given.
+    asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
+    exact: whether prompts always have the length asked for; those of a suite may be shorter, where that is wanted.
+    """
+
+    name: str
+    maker: str
+    asks: str
+    scored: str
+    source: str
+    takes_file: Literal["no", "may", "must"] = "no"
+    parameters: tuple[Parameter, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = True
+
+    @property
+    def usage(self) -> str:
+        """How it is written, such as `needle[@depth=D][:FILE]`."""
+        told = ",".join(f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters)
+        file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
+        return self.name + (f"[@{told}]" if told else "") + file
+
+
+_DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
+_TASK = Parameter("task", str, "which of the suite's tasks it is, where the file does not say")
+_BEGINS = "the answer begins with the right one"
+
+_RULER = "RULER, Hsieh et al. 2024"
+_SHARE = "the share of the answers that are named"
+
+
+def _needles(variant: str, asks: str) -> Kind:
+    """One of RULER's eight, whose haystack is the user's text where it is a text at all."""
+    return Kind(
+        name=variant,
+        maker="profiling.prompts.needles:needles",
+        takes_file="no" if variant in ("niah_single_1", "niah_multikey_2", "niah_multikey_3") else "may",
+        parameters=(_DEPTH,) if "single" in variant else (),
+        fixed={"variant": variant},
+        asks=asks,
+        scored=_SHARE,
+        source=_RULER,
+    )
+
+
+_KINDS = (
+    Kind(
+        name="kv_retrieval",
+        maker="profiling.prompts.retrieval:kv_retrieval",
+        asks="the value of one UUID in a JSON object of UUIDs",
+        scored=_BEGINS,
+        source="Liu et al. 2023, section 3",
+    ),
+    Kind(
+        name="passkey",
+        maker="profiling.prompts.retrieval:passkey",
+        takes_file="may",
+        parameters=(_DEPTH,),
+        asks="a seven-digit number hidden in a text",
+        scored=_BEGINS,
+        source="Mohtashami & Jaggi 2023",
+    ),
+    Kind(
+        name="number",
+        maker="profiling.prompts.retrieval:number",
+        takes_file="may",
+        parameters=(_DEPTH,),
+        asks="ten digits, many of them alike, hidden in a text",
+        scored=_BEGINS,
+        source="Retrieve.Number of InfiniteBench, Zhang et al. 2024",
+    ),
+    Kind(
+        name="needle",
+        maker="profiling.prompts.retrieval:needle",
+        takes_file="may",
+        parameters=(_DEPTH,),
+        asks="one sentence about an invented person, hidden in a text",
+        scored=_BEGINS,
+        source="needle in a haystack, Kamradt 2023",
+    ),
+    Kind(
+        name="line_retrieval",
+        maker="profiling.prompts.lines:line_retrieval",
+        asks="the number of one word in a list of words with numbers",
+        scored=_BEGINS,
+        source="LongEval, Li et al. 2023",
+    ),
+    Kind(
+        name="two_stage_retrieval",
+        maker="profiling.prompts.lines:two_stage_retrieval",
+        asks="the box of an owner, then the value of that box",
+        scored="both are named in turn",
+        source="OmniKV, appendix A",
+    ),
+    Kind(
+        name="multi_hop",
+        maker="profiling.prompts.hops:multi_hop",
+        takes_file="may",
+        asks="somebody's relation's relation, step by step",
+        scored="both are named in turn",
+        source="OmniKV, section 3",
+    ),
+    _needles("niah_single_1", "the number of a word, in a haystack of one line over and over"),
+    _needles("niah_single_2", "the number of a word, in a text"),
+    _needles("niah_single_3", "the UUID of a word, in a text"),
+    _needles("niah_multikey_1", "the number of one of four words, in a text"),
+    _needles("niah_multikey_2", "the number of one word, in nothing but numbers of words"),
+    _needles("niah_multikey_3", "the UUID of one UUID, in nothing but such"),
+    _needles("niah_multivalue", "all four numbers of a word, in a text"),
+    _needles("niah_multiquery", "the numbers of four words, in a text"),
+    Kind(
+        name="vt",
+        maker="profiling.prompts.variables:variable_tracking",
+        parameters=(
+            Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
+            Parameter("hops", int, "how many variables take a value from the one before (4)", 1, 1000),
+        ),
+        asks="all variables that have a value, by way of one another",
+        scored=_SHARE,
+        source=_RULER,
+    ),
+    Kind(
+        name="cwe",
+        maker="profiling.prompts.frequencies:common_words",
+        parameters=(
+            Parameter("words", int, "how many words are common (10)", 1, 1000),
+            Parameter("common", int, "how often these come up (30; 6 below 4096 tokens)", 2),
+            Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
+        ),
+        asks="the ten most common words of a list",
+        scored=_SHARE,
+        source=_RULER,
+    ),
+    Kind(
+        name="fwe",
+        maker="profiling.prompts.frequencies:frequent_words",
+        parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
+        asks="the three most frequent code words of a text",
+        scored=_SHARE,
+        source=_RULER,
+    ),
+    Kind(
+        name="qa_1",
+        maker="profiling.prompts.documents:questions",
+        takes_file="must",
+        fixed={"task": "qa_1"},
+        asks="a question of your file, out of its document and those of other questions (RULER: SQuAD)",
+        scored="any of its answers is named",
+        source=_RULER,
+    ),
+    Kind(
+        name="qa_2",
+        maker="profiling.prompts.documents:questions",
+        takes_file="must",
+        fixed={"task": "qa_2"},
+        asks="a question that takes several documents, among those of other questions (RULER: HotpotQA)",
+        scored="any of its answers is named",
+        source=_RULER,
+    ),
+    Kind(
+        name="text",
+        maker="profiling.prompts.texts:windows",
+        takes_file="must",
+        asks="nothing: windows of a text, for perplexity",
+        scored="perplexity",
+        source="your file",
+    ),
+    Kind(
+        name="prose",
+        maker="profiling.prompts.texts:prose",
+        asks="nothing: windows of Python's language reference, where no text of the user's is at hand",
+        scored="perplexity",
+        source="Python's help()",
+    ),
+    Kind(
+        name="jsonl",
+        maker="profiling.prompts.texts:lines",
+        takes_file="must",
+        asks="what your prompts ask",
+        scored=_BEGINS,
+        source="your file",
+    ),
+    Kind(
+        name="infinitebench",
+        maker="profiling.prompts.infinitebench:infinitebench",
+        takes_file="must",
+        parameters=(_TASK,),
+        exact=False,
+        asks="what the records of one of InfiniteBench's files ask",
+        scored="as InfiniteBench scores the task",
+        source="InfiniteBench, Zhang et al. 2024",
+    ),
+    Kind(
+        name="longbench",
+        maker="profiling.prompts.longbench:longbench",
+        takes_file="must",
+        parameters=(_TASK,),
+        exact=False,
+        asks="what the records of one of LongBench's files ask",
+        scored="as LongBench scores the dataset",
+        source="LongBench, Bai et al. 2024",
+    ),
+    Kind(
+        name="ruler",
+        maker="profiling.prompts.ruler_files:ruler",
+        takes_file="must",
+        parameters=(_TASK,),
+        exact=False,
+        asks="what the records of one of RULER's own files ask",
+        scored="all references named; any for qa",
+        source=_RULER,
+    ),
+)
+KINDS = {kind.name: kind for kind in _KINDS}
+TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"

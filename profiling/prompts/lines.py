@@ -1,0 +1,123 @@
+"""Prompts over a list of generated lines: a value by its name, and a value by way of another line.
+
+Such a prompt is prefix + head + lines + question. The lines that the question needs are whole; what is too much is cut
+from the start of one that it does not need.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+from artifacts import HeadwiseError
+from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.words import words
+
+_HEAD = "Below is a list of facts, one a line.\n\n"
+_VALUE = "The value of {} is {}."
+_BOX = "{} owns the box {}."
+_BOTH = "\nFind the box of the owner first, then the value of the box.\n\n"
+# Worked examples: with fewer, models of some hundred million parameters do not go on to the second stage.
+_EXAMPLES = 3
+_BATCH = 256
+
+
+def line_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
+    """Words with a number each, one a line, then one of the words; the answer is its number (LongEval's lines task)."""
+
+    def one(rng: random.Random) -> Prompt:
+        word = words(rng)
+        name, number = next(word), _number(rng)
+        needed = [_line(_VALUE, name, number)]
+        question = "\n" + _asked(_VALUE, name)
+        ids, spans = _listed(
+            encode, "line_retrieval", needed, lambda: [_line(_VALUE, next(word), _number(rng))], question, length, rng
+        )
+        return Prompt.to_find(ids, Find(f" {number}", spans[0]))
+
+    return [one(random.Random(f"{seed} line_retrieval {i}")) for i in range(samples)]
+
+
+def two_stage_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
+    """Owners with a box each and boxes with a value each, in any order; asked for is the value of an owner's box.
+
+    After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the first has answered,
+    so tokens that look unimportant while the prompt is read are needed later. The answer has to name both.
+    """
+
+    def one(rng: random.Random) -> Prompt:
+        word = words(rng)
+        chains = [(next(word), next(word), _number(rng)) for _ in range(_EXAMPLES + 1)]
+        needed = [line for chain in chains for line in _stages(*chain)]
+        worked = [f"{_BOX.format(a, b)} {_VALUE.format(b, c)}\n\n" for a, b, c in chains[1:]]
+        owner, box, value = chains[0]
+        question = _BOTH + "".join(worked) + _asked(_BOX, owner)
+        ids, spans = _listed(
+            encode,
+            "two_stage_retrieval",
+            needed,
+            lambda: _stages(next(word), next(word), _number(rng)),
+            question,
+            length,
+            rng,
+        )
+        first = Find(f" {box}", spans[0])
+        return Prompt.to_find(ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}"))
+
+    return [one(random.Random(f"{seed} two_stage_retrieval {i}")) for i in range(samples)]
+
+
+def _stages(owner: str, box: str, value: str) -> list[str]:
+    return [_line(_BOX, owner, box), _line(_VALUE, box, value)]
+
+
+def _line(form: str, *filled: str) -> str:
+    return form.format(*filled) + "\n"
+
+
+def _asked(form: str, name: str) -> str:
+    """The form up to where the answer goes, without the space before it."""
+    return form.format(name, "\n").partition(" \n")[0]
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(10**4, 10**5))
+
+
+def _listed(
+    encode: Encoder,
+    task: str,
+    needed: list[str],
+    more: Callable[[], list[str]],
+    question: str,
+    length: int,
+    rng: random.Random,
+) -> tuple[Ids, list[tuple[int, int]]]:
+    """The prompt's ids, and the span of each needed line. `more` makes the lines of one more item."""
+    head, asked = encode.prefix + encode(_HEAD), encode(question)
+    lines = encode.each(needed)
+    room = length - len(head) - len(asked) - sum(map(len, lines))
+    if room < 0:
+        raise HeadwiseError(f"length {length} is too small for {task}: give at least {length - room}")
+    last: list[Ids] = []
+    while room > 0:
+        items = [more() for _ in range(_BATCH)]
+        encoded = iter(encode.each([line for item in items for line in item]))
+        for item in items:
+            lines += last
+            last = list(islice(encoded, len(item)))
+            room -= sum(map(len, last))
+            if room <= 0:
+                break
+    # Only the item that went too far is cut into, so it stands first.
+    order = rng.sample(range(len(lines)), len(lines))
+    rng.shuffle(last)
+    ids = list(head) + [token for line in last for token in line][-room:]
+    spans: dict[int, tuple[int, int]] = {}
+    for at in order:
+        spans[at] = (len(ids), len(ids) + len(lines[at]))
+        ids += lines[at]
+    return (*ids, *asked), [spans[at] for at in range(len(needed))]

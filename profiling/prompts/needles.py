@@ -1,0 +1,126 @@
+"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1): one or more of several values by key, out of a haystack.
+
+A prompt is prefix + head + haystack with needles + question.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from artifacts import HeadwiseError
+from profiling.prompts import haystacks
+from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.tokens import Encoder
+from profiling.prompts.words import words
+
+_HEAD = (
+    "Some secret {what}s stand somewhere in the text below. Remember them, there is a question about them after it.\n"
+)
+_NEEDLE = "One of the secret {what}s of {key} is {value}."
+_ONE = "\n\nWhat is the secret {what} of {keys}, according to the text? The secret {what} of {keys} is"
+_MANY = "\n\nWhat are all the secret {what}s of {keys}, according to the text? The secret {what}s of {keys} are"
+# What RULER lets a model answer with.
+_NEW_TOKENS = 128
+
+Thing = Literal["word", "number", "UUID"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of the eight: what its haystack is made of, and how many keys, values for each and keys asked for it has."""
+
+    haystack: Literal["noise", "text", "needles"]
+    key: Thing = "word"
+    value: Thing = "number"
+    keys: int = 1
+    values: int = 1
+    asked: int = 1
+
+
+VARIANTS = {
+    "niah_single_1": Variant(haystack="noise"),
+    "niah_single_2": Variant(haystack="text"),
+    "niah_single_3": Variant(haystack="text", value="UUID"),
+    "niah_multikey_1": Variant(haystack="text", keys=4),
+    "niah_multikey_2": Variant(haystack="needles"),
+    "niah_multikey_3": Variant(haystack="needles", key="UUID", value="UUID"),
+    "niah_multivalue": Variant(haystack="text", values=4),
+    "niah_multiquery": Variant(haystack="text", keys=4, asked=4),
+}
+
+
+def needles(
+    encode: Encoder,
+    file: Path | None,
+    length: int,
+    samples: int,
+    seed: int,
+    *,
+    variant: str,
+    depth: float | None = None,
+) -> list[Prompt]:
+    """Prompts of one of the eight; `depth` is that of the needle where there is one."""
+    made = VARIANTS[variant]
+    text = haystacks.of(encode, file, f"{variant} at length {length}") if made.haystack == "text" else None
+    return [_one(encode, text, variant, length, random.Random(f"{seed} {variant} {i}"), depth) for i in range(samples)]
+
+
+def _one(
+    encode: Encoder,
+    text: haystacks.Haystack | None,
+    name: str,
+    length: int,
+    rng: random.Random,
+    depth: float | None,
+) -> Prompt:
+    made = VARIANTS[name]
+    keys, values = _things(made.key, rng), _things(made.value, rng)
+    pairs = [(key, next(values)) for key in itertools.islice(keys, made.keys) for _ in range(made.values)]
+    asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), made.asked)
+    wanted = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
+
+    space = " " if made.haystack == "text" else "\n"
+    hidden = encode.each([space + _said(made, key, value) for key, value in pairs])
+    form = _ONE if len(wanted) == 1 else _MANY
+    head = encode.prefix + encode(_HEAD.format(what=made.value))
+    question = encode(form.format(what=made.value, keys=_listed(asked)))
+    room = length - len(head) - len(question) - sum(map(len, hidden))
+    if room < 0:
+        raise HeadwiseError(f"length {length} is too small for {name}: give at least {length - room}")
+    if made.haystack == "noise":
+        text = haystacks.noise(encode)
+    elif made.haystack == "needles":
+        text = haystacks.written(encode, lambda _: ("\n" + _said(made, key, next(values)) for key in keys))
+    assert text is not None
+    depths = [rng.random() for _ in pairs] if depth is None else [depth] * len(pairs)
+    ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(head))
+    found = [Find(f" {pairs[at][1]}", spans[at], lead="," if which else "") for which, at in enumerate(wanted)]
+    answers = tuple(pairs[at][1] for at in wanted)
+    return Prompt.to_find((*head, *ids, *question), *found, metric="all", references=answers, new_tokens=_NEW_TOKENS)
+
+
+def _said(made: Variant, key: str, value: str) -> str:
+    return _NEEDLE.format(what=made.value, key=key, value=value)
+
+
+def _things(kind: Thing, rng: random.Random) -> Iterator[str]:
+    """Words, seven-digit numbers or UUIDs without end, none twice."""
+    if kind == "word":
+        yield from words(random.Random(rng.random()))
+    seen = set()
+    while True:
+        number = rng.randrange(10**6, 10**7)
+        thing = str(number) if kind == "number" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if thing not in seen:
+            seen.add(thing)
+            yield thing
+
+
+def _listed(things: list[str]) -> str:
+    return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"

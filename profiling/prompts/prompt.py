@@ -1,0 +1,160 @@
+"""Calibration and test prompts: seeded, of exact length in tokens, the same in every process.
+
+profiling/prompts/kinds.py lists the tasks, docs/tasks.md explains them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
+from profiling.prompts.kinds import KINDS, TASKS, Kind
+from profiling.prompts.tokens import Encoder
+
+__all__ = ["SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+# Subsets that RULER names its files by, in a folder that has the task's name.
+SUBSETS = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class Find:
+    """One thing that an answer takes out of the prompt.
+
+    expected: the text that a right greedy answer has for it, its leading space included.
+    span: half-open range of token positions of the block that says it.
+    lead: what leads on to it from the find before it; empty for the first, for which the prompt's end asks.
+    """
+
+    expected: str
+    span: tuple[int, int]
+    lead: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, special tokens included, and what a right greedy answer starts with, where that is known.
+
+    finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
+    metric: how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
+    references: what the metric compares an answer with, where that is not `answer`.
+    choices: the classes or options that an answer chooses from.
+    new_tokens: how many tokens the task's authors let a model answer with; at least a few more than `answer` has.
+    """
+
+    input_ids: tuple[int, ...]
+    answer: str | None
+    finds: tuple[Find, ...] = ()
+    metric: str = "begins"
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    new_tokens: int | None = None
+
+    @property
+    def continuation(self) -> str | None:
+        """The answer as text that goes on from the prompt's end, its leading space included."""
+        if self.finds:
+            return "".join(find.lead + find.expected for find in self.finds)
+        return None if self.answer is None else f" {self.answer}"
+
+    @classmethod
+    def to_find(cls, input_ids: tuple[int, ...], *finds: Find, **scoring: Any) -> Prompt:
+        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from `metric` on."""
+        return cls(input_ids, "".join(find.lead + find.expected for find in finds).strip(), finds, **scoring)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to make prompts of; `name` is the same on every machine: of the file it has the last part only."""
+
+    kind: str
+    file: Path | None = None
+    parameters: tuple[tuple[str, float | int | str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        told = ",".join(f"{name}={value}" for name, value in self.parameters)
+        name = self.kind + (f"@{told}" if told else "")
+        if self.file is None:
+            return name
+        of_ruler = self.kind == "ruler" and self.file.stem in SUBSETS
+        return f"{name}:{self.file.parent.resolve().name}/{self.file.name}" if of_ruler else f"{name}:{self.file.name}"
+
+
+def parse_task(text: str) -> Task:
+    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or `needle@depth=0.5:FILE`.
+
+    Raises:
+        HeadwiseError: none of these, a parameter that the task does not have, or the file is not there.
+    """
+    head, colon, file = text.partition(":")
+    name, at, told = head.partition("@")
+    kind = KINDS.get(name)
+    if kind is None or (colon and kind.takes_file == "no"):
+        raise HeadwiseError(f"unknown task {shorten(text)}; known: {TASKS}")
+    parameters = _parameters(kind, told) if at else ()
+    if not file and (colon or kind.takes_file == "must"):
+        raise HeadwiseError(f"the task {name!r} needs a file: {name}:FILE")
+    if not file:
+        return Task(name, None, parameters)
+    path = Path(file).expanduser()
+    if not path.is_file():
+        wrong = "is not a file" if path.exists() else "does not exist"
+        raise HeadwiseError(f"the file {shorten(file)} of the task {name!r} {wrong}")
+    return Task(name, path, parameters)
+
+
+def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int | str], ...]:
+    """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
+    known = {parameter.name: parameter for parameter in kind.parameters}
+    found: dict[str, float | int | str] = {}
+    for item in told.split(","):
+        name, equals, value = item.partition("=")
+        if name not in known or not equals or name in found:
+            takes = f"it takes {', '.join(known)}, each once, as in {kind.usage}" if known else "it takes none"
+            raise HeadwiseError(f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}")
+        found[name] = known[name].read(value, kind.name)
+    return tuple((name, found[name]) for name in known if name in found)
+
+
+def make_prompts(
+    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, shorter: bool = False
+) -> list[Prompt]:
+    """Make `samples` prompts of exactly `length` tokens.
+
+    Args:
+        task: as parse_task reads it.
+        tokenizer: any transformers tokenizer; what it starts a sequence with counts among the `length` tokens.
+        length: in tokens.
+        samples: how many prompts; different ones.
+        seed: the same seed, tokenizer and file give the same prompts.
+        shorter: take also those prompts of a published suite that have fewer than `length` tokens.
+
+    Raises:
+        HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length that the
+            question alone fills.
+    """
+    task = parse_task(task) if isinstance(task, str) else task
+    for name, value in (("length", length), ("samples", samples)):
+        if value < 1:
+            raise HeadwiseError(f"{name} must be at least 1, got {value}")
+    kind = KINDS[task.kind]
+    module, _, function = kind.maker.partition(":")
+    make = getattr(importlib.import_module(module), function)
+    told = {**kind.fixed, **dict(task.parameters), **({} if kind.exact else {"shorter": shorter})}
+    prompts: list[Prompt] = make(Encoder(tokenizer), task.file, length, samples, seed, **told)
+    assert len(prompts) == samples
+    assert all(len(prompt.input_ids) == length or (shorter and not kind.exact) for prompt in prompts)
+    return prompts
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """sha256 over the ids and answers, in hexadecimal."""
+    content = [[list(prompt.input_ids), prompt.answer] for prompt in prompts]
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

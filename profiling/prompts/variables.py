@@ -1,0 +1,82 @@
+"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): names that hand a value on, somewhere in a text of noise.
+
+A prompt is prefix + worked example + head + noise with assignments + question.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+from pathlib import Path
+
+from artifacts import HeadwiseError
+from profiling.prompts import haystacks
+from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.tokens import Encoder, Ids
+
+_HEAD = "Variables are assigned in the text below, some of them from others. Keep track of their values.\n"
+_FIRST = "\nVAR {} = {}"
+_NEXT = "\nVAR {} = VAR {}"
+_QUESTION = "\n\nWhich variables have the value {value} in the text above? {count} variables have it:"
+_EXAMPLE_LINES = 5
+# What RULER lets a model answer with.
+_NEW_TOKENS = 30
+
+
+def variable_tracking(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, chains: int = 1, hops: int = 4
+) -> list[Prompt]:
+    """`chains` chains of `hops` assignments after the first each; asked for are all variables of one chain."""
+    noise = haystacks.noise(encode)
+
+    def one(rng: random.Random) -> Prompt:
+        example = _example(encode, chains, hops, rng)
+        assigned = _chains(chains, hops, 5, rng)
+        value, names = rng.choice(assigned)
+        hidden = [line for chain in assigned for line in _lines(*chain)]
+        depths = [depth for _ in assigned for depth in sorted(rng.random() for _ in range(hops + 1))]
+        ids_hidden = encode.each(hidden)
+        head = encode.prefix + example + encode(_HEAD)
+        question = encode(_QUESTION.format(value=value, count=len(names)))
+        room = length - len(head) - len(question) - sum(map(len, ids_hidden))
+        if room < 0:
+            raise HeadwiseError(f"length {length} is too small for vt: give at least {length - room}")
+        ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(head))
+        places = [spans[hidden.index(line)] for line in _lines(value, names)]
+        found = [
+            Find(f" {name}", span, lead="," if at else "")
+            for at, (name, span) in enumerate(zip(names, places, strict=True))
+        ]
+        whole = (*head, *ids, *question)
+        return Prompt.to_find(whole, *found, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS)
+
+    return [one(random.Random(f"{seed} vt {i}")) for i in range(samples)]
+
+
+def _chains(count: int, hops: int, letters: int, rng: random.Random) -> list[tuple[str, list[str]]]:
+    """A value and the variables that get it, for each chain; no value and no variable twice."""
+    names = list[str]()
+    while len(names) < count * (hops + 1):
+        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
+        if name not in names:
+            names.append(name)
+    values = rng.sample(range(10**4, 10**5), count)
+    return [(str(value), names[at * (hops + 1) : (at + 1) * (hops + 1)]) for at, value in enumerate(values)]
+
+
+def _lines(value: str, names: list[str]) -> list[str]:
+    nexts = [_NEXT.format(name, before) for before, name in itertools.pairwise(names)]
+    return [_FIRST.format(names[0], value), *nexts]
+
+
+def _example(encode: Encoder, chains: int, hops: int, rng: random.Random) -> Ids:
+    """A short text with its question and answer; its variables have three letters, so that they are no others."""
+    assigned = _chains(chains, hops, 3, rng)
+    value, names = assigned[0]
+    lines = [line for chain in assigned for line in _lines(*chain)]
+    noise = [encode(haystacks.NOISE)] * _EXAMPLE_LINES
+    depths = [depth for _ in assigned for depth in sorted(rng.random() for _ in range(hops + 1))]
+    ids, _ = haystacks.hide(encode.each(lines), depths, noise, 0)
+    question = _QUESTION.format(value=value, count=len(names)) + " " + ", ".join(names) + "\n\n"
+    return encode(_HEAD) + ids + encode(question)

@@ -1,0 +1,1 @@
+"""What attention does to a model's outputs: logits, perplexity, answers."""

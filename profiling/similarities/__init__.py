@@ -1,0 +1,1 @@
+"""Similarity of layers: whose top tokens the layers after them attend to."""

@@ -1,0 +1,183 @@
+"""Measures the similarity of layers on prompts of several tasks: OmniKV, section 3.1 and Figures 1c, 6 and 8.
+
+Shapes: L layers of the model, N of them measured.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError
+from profiling.inside.decode_capture import capture_decode
+from profiling.inside.residual import ResidualStream
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import TASKS, Find, Prompt, Task, digest, make_prompts, parse_task
+from profiling.prompts.tokens import Encoder
+from profiling.similarities.mass import ability, agreement
+from profiling.similarities.similarity_meter import FROZEN, TAIL, Meter
+from profiling.similarities.similarity_profile import FORMAT, Profile, file_name
+from runtime.fingerprint import fingerprint
+
+DEFAULT_TASKS = ("multi_hop", "two_stage_retrieval", "kv_retrieval")
+DEFAULT_LENGTH = 4096
+# OmniKV's own budget, and in a short prompt the share that it is of a usual one.
+DEFAULT_TOP_K = 2048
+_SHARE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimilarityConfig:
+    """What to measure; None takes the default that depends on the model or the length."""
+
+    model: str
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    length: int | None = None
+    samples: int = 2
+    steps: int = 32
+    top_k: int | None = None
+    seed: int = 0
+    greedy: bool = False
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    revision: str | None = None
+    beyond_positions: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name, least in (("length", 4 * TAIL), ("samples", 1), ("steps", 1), ("top_k", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if not self.tasks:
+            raise HeadwiseError(f"no task given; known: {TASKS}")
+        names = [file_name(parse_task(task).name) for task in self.tasks]
+        for name in names:
+            if names.count(name) > 1:
+                raise HeadwiseError(f"two tasks are called {name!r}: give each a name of its own")
+
+
+def measure(config: SimilarityConfig, loaded: LoadedModel) -> Profile:
+    """Measure on a model that is loaded; the model is left as it was."""
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    config = resolve(config, loaded.name, model.max_positions)
+    tasks = [parse_task(task) for task in config.tasks]
+    prompts = {task.name: _prompts(config, task, loaded.tokenizer) for task in tasks}
+    arrays: dict[str, np.ndarray] = {}
+    total = sum(map(len, prompts.values())) * config.steps
+    with tqdm(total=total, desc="decoding", unit="step", disable=None) as progress:
+        for task in tasks:
+            meters = [_decode(config, loaded, prompt, progress) for prompt in prompts[task.name]]
+            arrays |= _arrays(task.name, meters, model.num_layers, config.steps)
+    first = meters[0]
+    arrays["agreement"] = agreement([arrays[f"mass.{task.name}.max"] for task in tasks])
+    about = {
+        "format": FORMAT,
+        "model": model.name,
+        **model.model_dump(include={"revision", "architecture", "config_sha256", "weights_sha256", "num_layers"}),
+        "layers": first.layers,
+        "sliding_layers": first.sliding,
+        "tasks": [{"name": name, "sha256": digest(made)} for name, made in prompts.items()],
+        **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "seed", "greedy")},
+        **{"tail": TAIL, "frozen": FROZEN, "dtype": config.dtype, "device": config.device, "command": config.command},
+        "versions": {
+            **{name: version(name) for name in ("headwise", "torch", "transformers")},
+            "python": platform.python_version(),
+        },
+    }
+    return Profile(arrays=arrays, about=about)
+
+
+def resolve(config: SimilarityConfig, name: str, max_positions: int) -> SimilarityConfig:
+    """Fill in the defaults; refuse a length past the model's positions and a top-k that is no choice."""
+    room = max_positions - config.steps
+    length = config.length or min(DEFAULT_LENGTH, room)
+    if length > room and not config.beyond_positions:
+        raise HeadwiseError(
+            f"--length {length} and {config.steps} steps are more than the {max_positions} positions of {name}; "
+            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
+        )
+    top_k = config.top_k or max(1, min(DEFAULT_TOP_K, length // _SHARE))
+    if top_k >= length:
+        raise HeadwiseError(f"--top-k {top_k} chooses every token of {length}: give fewer than --length")
+    return replace(config, length=length, top_k=top_k)
+
+
+def _prompts(config: SimilarityConfig, task: Task, tokenizer: Any) -> list[Prompt]:
+    """Prompts of `length` tokens; those of a text are followed by the tokens that stand there."""
+    assert config.length is not None
+    more = config.steps if task.kind == "text" else 0
+    return make_prompts(task, tokenizer, length=config.length + more, samples=config.samples, seed=config.seed)
+
+
+def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, progress: tqdm[Any]) -> Meter:
+    assert config.length is not None and config.top_k is not None
+    expected = list(_expected(Encoder(loaded.tokenizer), prompt))
+    continuation = [token for token, _ in expected] + list(prompt.input_ids[config.length :])
+    finds = [find for _, find in expected[: config.steps]]
+    finds += [None] * (config.steps - len(finds))
+    stream = ResidualStream(loaded.model)
+    meter = Meter(length=config.length, top_k=config.top_k, finds=finds, stream=stream)
+
+    def done(step: int) -> None:
+        meter.done(step)
+        progress.update(step >= 0)
+
+    ids = torch.tensor([prompt.input_ids[: config.length]], device=loaded.model.device)
+    ends = loaded.model.generation_config.eos_token_id if loaded.model.generation_config else None
+    with stream:
+        capture_decode(
+            loaded.model,
+            ids,
+            meter.visit,
+            done,
+            steps=config.steps,
+            tail=TAIL,
+            continuation=() if config.greedy else continuation,
+            avoid=ends if isinstance(ends, list) else [] if ends is None else [ends],
+        )
+    if not meter.layers:
+        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
+    return meter
+
+
+def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | None]]:
+    """The tokens of the expected answer, each with what it takes from the prompt."""
+    if not prompt.finds:
+        yield from ((token, None) for token in encode(prompt.answer or ""))
+    for find in prompt.finds:
+        yield from ((token, None) for token in encode(find.lead))
+        yield from ((token, find) for token in encode(find.expected))
+
+
+def _arrays(task: str, meters: Sequence[Meter], num_layers: int, steps: int) -> dict[str, np.ndarray]:
+    """One task's arrays over all layers, averaged over its prompts."""
+    layers = meters[0].layers
+
+    def spread(values: np.ndarray, *shape: int) -> np.ndarray:
+        whole = np.full(shape, np.nan, dtype=np.float32)
+        whole[np.ix_(layers, layers) if shape == (num_layers, num_layers) else layers] = values
+        return whole
+
+    def mean(values: Sequence[torch.Tensor]) -> np.ndarray:
+        return torch.stack(list(values)).mean(0).cpu().numpy()
+
+    made = {}
+    for by in ("max", "mean"):
+        mass = mean([meter.mass[by] / steps for meter in meters])
+        made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
+    made[f"error.{task}"] = spread(mean([meter.error / steps for meter in meters]), num_layers, num_layers)
+    for reach in (8, 16):
+        made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(np.float32)
+    missed = mean([torch.stack(meter.missed, dim=1) for meter in meters])
+    made[f"variability.{task}"] = spread(missed, num_layers, steps)
+    hits = [meter.hit for meter in meters if meter.hit is not None]
+    if hits:
+        made[f"hit.{task}"] = spread(mean(hits), num_layers)
+    return made

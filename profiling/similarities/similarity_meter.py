@@ -1,0 +1,111 @@
+"""Watches a prompt being decoded and adds up what the similarity profile is made of.
+
+Shapes: L layers, N of them measured (those that see every key), H query heads, K keys, S prompt length, k chosen keys.
+
+A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A step keeps N x K
+means and twice N x k positions until its last layer is through: less than N x K x H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from profiling.inside.decode_capture import StepInputs
+from profiling.inside.residual import ResidualStream
+from profiling.prompts.prompt import Find
+from profiling.similarities.mass import attended, covered, kept
+
+# The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's selector looks at.
+TAIL = 16
+# Share of the prompt that is frozen for the variability (OmniKV, Figure 1c).
+FROZEN = 0.25
+
+
+class Meter:
+    """The figures of one prompt, as sums over its steps; pass `visit` and `done` to capture_decode.
+
+    length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from the prompt, None where
+    that is not known; stream: of the model that decodes.
+
+    layers, sliding: the layers measured and those left out, in order.
+    mass: S by "max" and by "mean", summed over the steps, (N, N) fp64. error: how far layer j's output is off when it
+    sees the choice by "max" of layer i <= j alone, as ResidualStream.relative, summed over the steps, (N, N) fp32, NaN
+    for i > j. hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds. missed: for each step
+    the attention on old tokens that were not frozen, (N).
+    """
+
+    def __init__(self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream) -> None:
+        self.layers: list[int] = []
+        self.sliding: list[int] = []
+        self.mass: dict[str, Tensor] = {}
+        self._hits: list[Tensor] = []
+        self.missed: list[Tensor] = []
+        self._top_k, self._finds, self._stream = top_k, finds, stream
+        self._changed: dict[int, Tensor] = {}
+        self._errors: dict[int, Tensor] = {}
+        # Positions from here on are recent: whatever evicts keeps them.
+        self._old = length - 1 - TAIL
+        self._before: dict[int, Tensor] = {}
+        self._frozen: dict[int, Tensor] = {}
+        self._means: list[Tensor] = []
+        self._chosen: dict[str, list[Tensor]] = {"max": [], "mean": []}
+
+    @property
+    def hit(self) -> Tensor | None:
+        return torch.stack(self._hits).mean(0) if self._hits else None
+
+    @property
+    def error(self) -> Tensor:
+        columns = [self._errors[layer] for layer in self.layers]
+        size = len(columns)
+        pad = torch.nn.functional.pad
+        return torch.stack([pad(column, (0, size - len(column)), value=math.nan) for column in columns], dim=1)
+
+    def visit(self, step: int, inputs: StepInputs) -> None:
+        """One layer of one step."""
+        if inputs.sliding_window is not None:
+            if step == 0:
+                self.sliding.append(inputs.layer)
+            return
+        probabilities = inputs.probabilities
+        largest = probabilities.amax(0)
+        if step < 0:
+            past = largest[: self._old]
+            self._before[inputs.layer] = self._before.get(inputs.layer, torch.zeros_like(past)) + past
+            return
+        if step == 0:
+            self.layers.append(inputs.layer)
+            frozen = min(self._old, math.ceil(FROZEN * (self._old + TAIL + 1)))
+            self._frozen[inputs.layer] = self._before.pop(inputs.layer).topk(frozen).indices
+        mean = probabilities.mean(0)
+        self._means.append(mean)
+        for by, ranked in (("max", largest), ("mean", mean)):
+            self._chosen[by].append(ranked.topk(self._top_k).indices)
+        # One choice at a time: the values of all would be more than a layer of the cache.
+        whole, v = attended(probabilities, inputs.v[0]), inputs.v[0]
+        changes = [(attended(probabilities, v, keys) - whole).flatten() for keys in self._chosen["max"]]
+        self._changed[inputs.layer] = self._stream.relative(inputs.layer, torch.stack(changes))
+
+    def done(self, step: int) -> None:
+        """The step's last layer is through."""
+        if step < 0 or not self._means:
+            return
+        means = torch.stack(self._means)
+        for by, sets in self._chosen.items():
+            self.mass[by] = self.mass.get(by, 0) + kept(means, torch.stack(sets))
+        for layer, changed in self._changed.items():
+            error = changed * self._stream.gain(layer)
+            self._errors[layer] = self._errors.get(layer, torch.zeros_like(error)) + error
+        find = self._finds[step]
+        if find is not None:
+            self._hits.append(covered(find.span, torch.stack(self._chosen["max"])))
+        old = means[:, : self._old].double().sum(1)
+        frozen = torch.stack([means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)])
+        self.missed.append(old - frozen)
+        self._means.clear()
+        for sets in self._chosen.values():
+            sets.clear()

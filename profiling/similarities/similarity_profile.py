@@ -1,0 +1,160 @@
+"""The similarity profile: what profiling.similarity measured, as arrays with what is needed to repeat them.
+
+Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. T tasks, N steps.
+
+    mass.<task>.max, mass.<task>.mean        (L, L)  share of layer j's attention on layer i's top-k tokens
+    error.<task>                             (L, L)  what layer j's output changes by when it sees layer i's top-k
+                                                     tokens alone, squared and relative to the residual stream; i <= j
+    ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers after it
+    hit.<task>                               (L)     share of the block with the answer that the choice holds
+    variability.<task>                       (L, N)  attention missed when the prompt's top quarter is frozen
+    agreement                                (T, T)  correlation of mass.<task>.max between tasks
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
+from artifacts.files import atomic_write
+from profiling.pictures.tables import csv_text
+
+FILE = "similarity.safetensors"
+FORMAT = 2
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Profile:
+    """Arrays by the names above; `about` has model, layers, tasks with their prompts' sha256, settings and versions."""
+
+    arrays: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.about["num_layers"])
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were measured: those that see every key."""
+        return list(self.about["layers"])
+
+    @property
+    def sliding_layers(self) -> list[int]:
+        return list(self.about["sliding_layers"])
+
+    @property
+    def tasks(self) -> list[str]:
+        return [task["name"] for task in self.about["tasks"]]
+
+    @property
+    def agreement(self) -> np.ndarray:
+        return self.arrays["agreement"]
+
+    def mass(self, task: str | None = None, by: Literal["max", "mean"] = "max") -> np.ndarray:
+        """(L, L) similarity of one task, or its mean over all tasks."""
+        return self._mean([f"mass.{name}.{by}" for name in (self.tasks if task is None else [task])])
+
+    def error(self, task: str | None = None) -> np.ndarray:
+        """(L, L) errors of one task, or their mean over all tasks; NaN for i after j."""
+        return self._mean([f"error.{name}" for name in (self.tasks if task is None else [task])])
+
+    def ability(self, task: str, reach: Literal[8, 16] = 8) -> np.ndarray:
+        """(L) filtering ability over the next 8 or 16 layers."""
+        return self.arrays[f"ability.{task}.next{reach}"]
+
+    def hit(self, task: str) -> np.ndarray | None:
+        """(L) hit rate; None for a task whose prompts do not say where their answer lies."""
+        return self.arrays.get(f"hit.{task}")
+
+    def variability(self, task: str) -> np.ndarray:
+        """(L, N) attention missed."""
+        return self.arrays[f"variability.{task}"]
+
+    def _mean(self, names: list[str]) -> np.ndarray:
+        mean: np.ndarray = np.mean([self.arrays[name] for name in names], axis=0)
+        return mean
+
+
+def save_profile(profile: Profile, folder: Path) -> list[Path]:
+    """Write similarity.safetensors and a CSV for each array into a folder that exists; returns the paths."""
+    from safetensors.numpy import save
+
+    arrays = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in profile.arrays.items()}
+    paths = [folder / FILE]
+    atomic_write(paths[0], save(arrays, metadata={"headwise": json.dumps(profile.about)}))
+    for name, array in arrays.items():
+        paths.append(folder / f"{file_name(name)}.csv")
+        atomic_write(paths[-1], _csv(profile, name, array).encode())
+    return paths
+
+
+def file_name(name: str) -> str:
+    """An array's or a task's name as part of a file's name on any system."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
+    """A header and a line for each layer (or task): its number and its values, empty where not measured."""
+    kind = name.partition(".")[0]
+    columns = {
+        "mass": [f"layer {at}" for at in range(profile.num_layers)],
+        "error": [f"layer {at}" for at in range(profile.num_layers)],
+        "variability": [f"step {at}" for at in range(array.shape[-1])],
+        "agreement": profile.tasks,
+    }.get(kind, [name])
+    labels = profile.tasks if kind == "agreement" else range(profile.num_layers)
+    rows = zip(labels, array.reshape(len(array), -1).astype(float).tolist(), strict=True)
+    header = ["task" if kind == "agreement" else "layer", *columns]
+    return csv_text(header, ([label, *row] for label, row in rows))
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile: the folder it was written to, or its safetensors file.
+
+    Raises:
+        HeadwiseError: there is none, or the file is damaged or of another sort.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    shown = shorten(str(file), 200)
+    if not file.is_file():
+        raise HeadwiseError(f"there is no similarity profile {shown}: python -m profiling.similarity writes one")
+    try:
+        with safe_open(file, framework="numpy") as stored:
+            about = json.loads((stored.metadata() or {}).get("headwise", "null"))
+            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise HeadwiseError(f"{shown} is not a similarity profile: {error}") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise HeadwiseError(
+            f"{shown} is not a similarity profile that this release reads: write it again with "
+            "python -m profiling.similarity"
+        )
+    profile = Profile(arrays=arrays, about=about)
+    _check(profile, shown)
+    return profile
+
+
+def _check(profile: Profile, shown: str) -> None:
+    n, tasks = profile.num_layers, profile.tasks
+    shapes: dict[str, tuple[int, ...]] = {"agreement": (len(tasks), len(tasks))}
+    for task in tasks:
+        shapes |= {f"mass.{task}.{by}": (n, n) for by in ("max", "mean")}
+        shapes[f"error.{task}"] = (n, n)
+        shapes |= {f"ability.{task}.next{reach}": (n,) for reach in (8, 16)}
+        shapes[f"variability.{task}"] = (n, int(profile.about["steps"]))
+    for name, shape in shapes.items():
+        found = profile.arrays.get(name)
+        if found is None or found.shape != shape:
+            what = "is missing" if found is None else f"has the shape {found.shape}"
+            raise HeadwiseError(f"{shown}: {name} {what}, it must have the shape {shape}: measure again")

@@ -1,0 +1,1 @@
+"""Wall time: of kernels, of attention in a prefill, of Python; ratios and the cost table."""

@@ -1,0 +1,201 @@
+"""Times sparse attention, its index build and the dense baselines at one size, and refuses to where a result is wrong.
+
+Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from artifacts import HeadwiseError
+from kernels.attention import reference, sparse_attention
+from kernels.index import SparseIndex, num_rows
+from kernels.patterns import LayerPlan, Pattern, make
+from profiling.speed.flex import flex_attention
+from profiling.speed.latency import in_turn, medians
+
+# Largest error that still counts as right, in rounding steps of the dtype at the largest output.
+_ROUNDING_STEPS = 4
+# The fp32 oracle itself lies this far from float64 where logits reach 16: no comparison with it says more.
+_LEAST_ERROR = 1e-5
+# Queries compared with the reference at either end of the prompt.
+_CHECKED = 2048
+# Share of key columns that draw the attention of every query.
+_HEAVY = 1 / 256
+# Amplitude of the phase beside noise of 1, and the share of the prompt over which its pull falls to 1 / e.
+_PHASE = 2.0
+_REACH = 1 / 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What is timed, whatever the pattern; dtype by torch's name."""
+
+    length: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    dtype: str
+    device: str
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("length", "head_dim"):
+            if (value := getattr(self, name)) < 1:
+                raise HeadwiseError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
+
+    @property
+    def dense_flops(self) -> float:
+        """Both products over the causal half."""
+        return 2.0 * self.length**2 * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One pattern at one size: medians in seconds; flops count computed tiles."""
+
+    pattern: str
+    sizes: dict[str, int]
+    density: float
+    tiles: int
+    flops: float
+    dense_seconds: float
+    sparse_seconds: float
+    build_seconds: float
+    flex_seconds: float | None
+
+
+def patterns_for(length: int, density: float) -> list[Pattern]:
+    """One pattern of each searched kind, of about that density at that length, and dense."""
+    tokens = max(128, round(density * length / 2))
+    return [
+        make("a_shape", sink=tokens // 4, window=max(64, tokens - tokens // 4)),
+        make("vertical_slash", vertical=max(64, tokens * 3 // 4), slash=max(64, tokens // 4)),
+        make("block_sparse", blocks=max(2, tokens // 64)),
+        make("dense"),
+    ]
+
+
+def paper_patterns() -> list[Pattern]:
+    """The sizes that MInference 1.0 names, whatever the length (section 3 and the search space of Algorithm 1)."""
+    return [
+        make("a_shape", sink=1024, window=4096),
+        make("vertical_slash", vertical=1000, slash=6096),
+        make("block_sparse", blocks=100),
+    ]
+
+
+def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
+    """q (1, H, S, D), k and v (1, G, S, D): noise over what real heads show, nearness and a few heavy columns.
+
+    A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain noise the best
+    diagonals lie scattered, each in two tiles of every row: vertical-slash would be timed at a density that no model
+    gives it.
+    """
+    generator = torch.Generator(size.device).manual_seed(size.seed)
+
+    def noise(heads: int, dim: int = size.head_dim) -> Tensor:
+        return torch.randn(1, heads, size.length, dim, generator=generator, device=size.device)
+
+    half = size.head_dim // 2
+    # Cosines at the quantiles of a Cauchy distribution add up to about exp(-distance / reach).
+    share = (torch.arange(half, device=size.device) + 0.5) / half
+    frequencies = (share * (torch.pi / 2)).tan() / (_REACH * size.length)
+    angles = torch.arange(size.length, device=size.device)[:, None] * frequencies
+    phase = torch.zeros(size.length, size.head_dim, device=size.device)
+    phase[:, :half], phase[:, half : 2 * half] = _PHASE * angles.cos(), _PHASE * angles.sin()
+    direction = torch.nn.functional.normalize(noise(1, size.head_dim)[:, :, :1], dim=-1) * size.head_dim**0.5
+    heavy = torch.rand(size.length, 1, generator=generator, device=size.device) < _HEAVY
+    dtype = getattr(torch, size.dtype)
+    q = (noise(size.heads) + phase + direction / 2).to(dtype)
+    k = (noise(size.kv_heads) + phase + direction * heavy).to(dtype)
+    return q, k, noise(size.kv_heads).to(dtype)
+
+
+def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool) -> list[Speed]:
+    """Time every pattern and the dense baseline in turn, in one run; the baseline is torch's fastest kernel.
+
+    Raises:
+        HeadwiseError: a result is not that of the fp32 reference.
+    """
+    q, k, v = inputs(size)
+    runs = _dense(q, k, v)
+    baselines, indices = list(runs), []
+    for i, pattern in enumerate(patterns):
+        plan = LayerPlan([pattern] * size.heads, size.kv_heads)
+        index = plan.build(q, k)
+        indices.append(index)
+        check(sparse_attention(q, k, v, index), q, k, v, index, "headwise")
+        runs[f"sparse {i}"] = lambda index=index: sparse_attention(q, k, v, index)  # type: ignore[misc]
+        runs[f"build {i}"] = lambda plan=plan: plan.build(q, k)  # type: ignore[misc]
+        if flex:
+            general = flex_attention(q, k, v, index)
+            check(general(), q, k, v, index, "flex")
+            runs[f"flex {i}"] = general
+    seconds = medians(in_turn(runs, repeats=repeats, device=size.device))
+    return [
+        Speed(
+            pattern=pattern.kind,
+            sizes={name: value for name, value in vars(pattern).items() if isinstance(value, int)},
+            density=index.density().mean().item(),
+            tiles=int(index.computed_tiles().sum()),
+            flops=float(index.flops(size.head_dim).sum()),
+            dense_seconds=min(seconds[name] for name in baselines),
+            sparse_seconds=seconds[f"sparse {i}"],
+            build_seconds=seconds[f"build {i}"],
+            flex_seconds=seconds.get(f"flex {i}"),
+        )
+        for i, (pattern, index) in enumerate(zip(patterns, indices, strict=True))
+    ]
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
+    """torch's dense attention: on a GPU each kernel that takes the call, since none is the fastest on all."""
+
+    def sdpa() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    runs: dict[str, Callable[[], object]] = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if q.device.type == "cuda" else ():
+
+        def one(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return sdpa()
+
+        with suppress(RuntimeError):
+            one()
+            runs[f"dense, {backend.name}"] = one
+    return runs or {"dense": sdpa}
+
+
+def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:
+    """Compare the first head's first and last queries with the fp32 reference: no speed of a wrong result.
+
+    Raises:
+        HeadwiseError: the largest error, and what rounding would explain.
+    """
+    some = min(_CHECKED, index.q_len)
+    one = replace(index, diagonals=index.diagonals[:, :1], columns=index.columns[:, :1], tiles=index.tiles[:, :1])
+    rows = num_rows(some, index.k_len)
+    # Length, index and the place in q of the queries compared.
+    ends = [
+        (some, replace(one, q_len=some, k_len=some, tiles=one.tiles[:, :, : num_rows(some, some)]), slice(0, some)),
+        (index.k_len, replace(one, q_len=some, tiles=one.tiles[:, :, -rows:]), slice(-some, None)),
+    ]
+    for k_len, part, queries in ends:
+        keys, values = k[:, :1, :k_len].float(), v[:, :1, :k_len].float()
+        expected, _ = reference.sparse_attention(
+            q[:, :1, queries].float(), keys, values, part, scale=q.shape[-1] ** -0.5, softcap=None
+        )
+        error = float((out[:, :1, queries].float() - expected).abs().max())
+        allowed = max(
+            _ROUNDING_STEPS * torch.finfo(out.dtype).eps * max(1.0, float(expected.abs().max())), _LEAST_ERROR
+        )
+        if not error <= allowed:
+            raise HeadwiseError(f"{name} is wrong: largest error {error:.3g}, allowed {allowed:.3g}; no speed is shown")

@@ -1,0 +1,78 @@
+"""What attention of a whole prefill takes: index builds and kernels of every layer, on the inputs of a real prompt."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.patterns import LayerPlan
+from profiling.inside.capture import LayerInputs, capture
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
+
+DENSE = "dense"
+
+
+def attention_seconds(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    plans: Mapping[str, Mapping[int, LayerPlan]],
+    *,
+    backend: str = "auto",
+    repeats: int = 3,
+    dense: bool = False,
+) -> dict[str, float]:
+    """Seconds of each set of plans by layer, index build included: the sum over the layers of their medians.
+
+    In each layer all sets take turns, so that a noisy machine is noisy for all. With `dense` torch's attention of
+    the same layers is among them, under the name DENSE; it is left out of layers with a soft-cap, which it does not do.
+    """
+    on_gpu = loaded.model.device.type == "cuda"
+    layers = {layer for by_layer in plans.values() for layer in by_layer}
+    sums = dict.fromkeys([*plans, *([DENSE] if dense else [])], 0.0)
+
+    def visit(inputs: LayerInputs) -> None:
+        if inputs.layer not in layers:
+            return
+        runs = {name: _sparse(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
+        if dense and inputs.softcap is None:
+            runs[DENSE] = _dense(inputs)
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(repeats + 1):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                if on_gpu:
+                    torch.cuda.synchronize()
+                if turn:
+                    taken[name].append(time.perf_counter() - start)
+        for name, seconds in taken.items():
+            sums[name] += statistics.median(seconds)
+
+    capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
+    return sums
+
+
+def _sparse(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], object]:
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def run() -> Tensor:
+        index = plan.build(q, k, scale=inputs.scale)
+        out: Tensor = sparse_attention(q, k, v, index, scale=inputs.scale, softcap=inputs.softcap, backend=backend)
+        return out
+
+    return run
+
+
+def _dense(inputs: LayerInputs) -> Callable[[], object]:
+    def run() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            inputs.q, inputs.k, inputs.v, is_causal=True, scale=inputs.scale, enable_gqa=True
+        )
+
+    return run

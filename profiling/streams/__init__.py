@@ -1,0 +1,1 @@
+"""Endless streams: what is streamed, how it is attended to, and what came out."""

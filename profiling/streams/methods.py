@@ -1,0 +1,183 @@
+"""How a long stream can be attended to, and what each way makes of a stretch of it (StreamingLLM, Figures 3 and 10).
+
+Shapes: Q tokens of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError, Streaming
+from artifacts.errors import shorten
+from profiling.caches.policies import with_policy
+from profiling.models.loading import LoadedModel
+from profiling.streams.tokens import TokenStream
+from runtime import memory_report
+
+METHODS = ("streaming", "window-only", "recomputed", "dense", "original")
+# Logits turned to fp32 at once: a vocabulary is large.
+_ROWS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A name of METHODS, or streaming:S with S sinks; `whole` is how many tokens it holds, None for all."""
+
+    name: str
+    policy: Streaming | None
+    whole: int | None
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether every token takes a forward over the tokens before it."""
+        return self.policy is None and self.whole is not None
+
+
+@dataclass(kw_only=True)
+class Stretch:
+    """What a method made of some tokens of a stream.
+
+    nll: sum of -log p of the `tokens` that it predicted; seconds: for `turns`, that is tokens fed or forwards made.
+    probed, right: of each token of the probes -log p, and whether it was the likeliest (1) or not (0).
+    cache_bytes: of keys and values at the end; process_bytes: of the device, or of the process on the CPU.
+    """
+
+    nll: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    turns: int = 0
+    probed: list[float]
+    right: list[int]
+    cache_bytes: int | None = None
+    process_bytes: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For a journal."""
+        return asdict(self)
+
+
+def method_of(name: str, *, sinks: int, window: int) -> Method:
+    """A method by its name; all but dense hold sinks + window tokens.
+
+    Raises:
+        HeadwiseError: there is none of that name, or its sinks leave no window.
+    """
+    whole = sinks + window
+    kind, colon, count = name.partition(":")
+    if name == "dense":
+        return Method(name=name, policy=None, whole=None)
+    if name == "recomputed":
+        return Method(name=name, policy=None, whole=whole)
+    if name == "window-only":
+        return Method(name=name, policy=Streaming(sinks=0, window=whole), whole=whole)
+    if name == "original":
+        return Method(name=name, policy=Streaming(sinks=sinks, window=window, positions="original"), whole=whole)
+    if kind != "streaming" or (colon and not count.isdecimal()):
+        raise HeadwiseError(f"unknown method {shorten(name)}; known: {', '.join(METHODS)}, streaming:SINKS")
+    if colon:
+        sinks = int(count)
+        if sinks >= whole:
+            raise HeadwiseError(f"{name} leaves no window: sinks and window are {whole} tokens together")
+    return Method(name=name, policy=Streaming(sinks=sinks, window=whole - sinks), whole=whole)
+
+
+class Cached:
+    """A method that feeds a stream through a cache: `with` it, then stretch after stretch."""
+
+    def __init__(self, loaded: LoadedModel, method: Method, stream: TokenStream, chunk: int) -> None:
+        """chunk: tokens fed at a time, which changes nothing but the time it takes."""
+        self._model, self._chunk = loaded.model, chunk
+        self._headwise = with_policy(loaded, method.policy)
+        self._ids = torch.tensor([stream.ids], device=self._model.device)
+        self._probes = [token for span in stream.probes for token in range(*span)]
+        self.cache = self._headwise.new_cache(self._model)
+
+    def applied(self) -> AbstractContextManager[object]:
+        """The method at work on the model."""
+        return self._headwise.apply(self._model)
+
+    def feed(self, begin: int, end: int) -> Stretch:
+        """Feed tokens [begin, end), those before having been fed."""
+        made = Stretch(probed=[], right=[], tokens=end - begin, turns=end - begin)
+        losses, likeliest = [], []
+        start = time.perf_counter()
+        for at in range(begin, end, self._chunk):
+            stop = min(at + self._chunk, end)
+            ids = self._ids[:, at:stop]
+            logits = self._model(ids, past_key_values=self.cache, use_cache=True).logits[0]
+            loss, first = _losses(logits, self._ids[0, at + 1 : stop + 1])
+            losses.append(loss)
+            likeliest.append(first)
+        # Reading the losses waits for the device.
+        loss, first = torch.cat(losses).cpu(), torch.cat(likeliest).cpu()
+        made.seconds = time.perf_counter() - start
+        made.nll = float(loss.double().sum())
+        places = [token - begin - 1 for token in self._probes if begin < token <= end]
+        made.probed = [round(value, 5) for value in loss[places].tolist()]
+        made.right = [int(value) for value in first[places].tolist()]
+        made.cache_bytes, made.process_bytes = memory_report(self.cache).device, process_bytes(self._model)
+        return made
+
+
+class Recomputed:
+    """The sliding window with re-computation: a forward over the last tokens for each probe, positions from 0."""
+
+    def __init__(self, loaded: LoadedModel, method: Method, stream: TokenStream) -> None:
+        assert method.whole is not None
+        self._model, self._whole, self._probes = loaded.model, method.whole, stream.probes
+        self._ids = torch.tensor([stream.ids], device=self._model.device)
+
+    def applied(self) -> AbstractContextManager[object]:
+        """Nothing: the model as it is."""
+        return nullcontext()
+
+    def feed(self, begin: int, end: int) -> Stretch:
+        """Predict the probes whose last token comes after one of [begin, end)."""
+        made = Stretch(probed=[], right=[])
+        for first, last in self._probes:
+            if not begin < last - 1 <= end:
+                continue
+            start = time.perf_counter()
+            ids = self._ids[:, max(0, first - self._whole) : last - 1]
+            logits = self._model(ids, use_cache=False, logits_to_keep=last - first).logits[0]
+            loss, likeliest = (part.cpu() for part in _losses(logits, self._ids[0, first:last]))
+            made.seconds += time.perf_counter() - start
+            made.turns += 1
+            made.tokens += last - first
+            made.nll += float(loss.double().sum())
+            made.probed += [round(value, 5) for value in loss.tolist()]
+            made.right += [int(value) for value in likeliest.tolist()]
+        made.process_bytes = process_bytes(self._model)
+        return made
+
+
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p of the targets, (Q) fp32, and whether each is the likeliest token, (Q) bool, of logits (Q, V)."""
+    pairs = zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
+    losses = [torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="none") for rows, wanted in pairs]
+    return torch.cat(losses), logits.argmax(-1) == targets
+
+
+def process_bytes(model: Any) -> int | None:
+    """Bytes that torch holds on the model's device, on the CPU those of the process; None where unknown."""
+    if model.device.type == "cuda":
+        return int(torch.cuda.memory_allocated(model.device))
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def blocks(tokens: int, size: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each block of a stream."""
+    return ((begin, min(begin + size, tokens)) for begin in range(0, tokens, size))

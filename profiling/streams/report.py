@@ -1,0 +1,196 @@
+"""What came out of a stream: a line for each method, and means over its blocks as JSON, CSV and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiling.pictures.drawing import line_style, new_figure, save, save_table
+from profiling.streams.methods import Stretch
+from profiling.streams.tokens import TokenStream
+
+_MIB = 2**20
+# The mean is drawn over so many points at most.
+_POINTS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method's figures; None where they were not measured.
+
+    perplexity: over all tokens, of the recomputed window over the probes. last_quarter: over the stream's end.
+    ratio, error: of perplexities on the probes past the window, to the recomputed window's; its standard error.
+    accuracy: share of the probes, answers to questions, of which every token was the likeliest.
+    token_seconds: for each token fed, or each forward; cache_bytes: at the end.
+    """
+
+    method: str
+    perplexity: float
+    last_quarter: float
+    ratio: float | None
+    error: float | None
+    accuracy: float | None
+    token_seconds: float
+    cache_bytes: int | None
+    process_bytes: int | None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Series:
+    """One method's stretches, block by block, and where each ends."""
+
+    method: str
+    ends: tuple[int, ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def probed(self) -> np.ndarray:
+        """-log p of each token of the probes."""
+        return np.array([value for one in self.stretches for value in one.probed])
+
+    def right(self, stream: TokenStream) -> np.ndarray:
+        """Whether every token of a probe was the likeliest, for each probe."""
+        tokens = [value for one in self.stretches for value in one.right]
+        starts = np.cumsum([0, *(end - begin for begin, end in stream.probes)])
+        return np.array([all(tokens[a:b]) for a, b in pairwise(starts.tolist())])
+
+    def nll(self, start: int = 0) -> float:
+        """Mean -log p of the tokens in blocks that end after `start`; NaN where there are none."""
+        some = [one for end, one in zip(self.ends, self.stretches, strict=True) if end > start]
+        count = sum(one.tokens for one in some)
+        return sum(one.nll for one in some) / count if count else math.nan
+
+
+def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -> list[Row]:
+    """The figures of each method. whole: tokens that the windows hold."""
+    base = next((one for one in series if one.method == "recomputed"), None)
+    token = np.concatenate([np.arange(*span) for span in stream.probes]) if stream.probes else np.zeros(0)
+    past = token > whole
+    made = []
+    for one in series:
+        ratio = error = None
+        if base is not None and past.sum() > 1 and one is not base:
+            apart = (one.probed - base.probed)[past]
+            ratio = float(np.exp(apart.mean()))
+            error = float(ratio * apart.std(ddof=1) / math.sqrt(len(apart)))
+        turns, last = sum(part.turns for part in one.stretches), one.stretches[-1]
+        made.append(
+            Row(
+                method=one.method,
+                perplexity=_exp(one.nll()),
+                last_quarter=_exp(one.nll(stream.tokens * 3 // 4)),
+                ratio=ratio,
+                error=error,
+                accuracy=float(one.right(stream).mean()) if task == "stream_eval" else None,
+                token_seconds=sum(part.seconds for part in one.stretches) / max(turns, 1),
+                cache_bytes=last.cache_bytes,
+                process_bytes=last.process_bytes,
+            )
+        )
+    return made
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as an aligned text table."""
+    lines = [["", "perplexity", "last quarter", "/ recomputed", "right", "ms/token", "cache MiB", "process MiB"]]
+    for row in rows:
+        lines.append(
+            [
+                row.method,
+                f"{row.perplexity:.2f}",
+                f"{row.last_quarter:.2f}",
+                "-" if row.ratio is None else f"{row.ratio:.3f} +- {row.error:.3f}",
+                "-" if row.accuracy is None else f"{row.accuracy:.3f}",
+                f"{1e3 * row.token_seconds:.2f}",
+                *("-" if n is None else f"{n / _MIB:.1f}" for n in (row.cache_bytes, row.process_bytes)),
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def plain(series: Sequence[Series], rows: Sequence[Row]) -> dict[str, Any]:
+    """For a JSON file: the rows, and for each method means over blocks."""
+    return {"rows": [asdict(row) for row in rows], "blocks": {one.method: _means(one) for one in series}}
+
+
+def _means(one: Series) -> dict[str, list[float | int | None]]:
+    """By name a value for each block; None where nothing was measured in it."""
+    parts = one.stretches
+    return {
+        "end": list(one.ends),
+        "nll": [round(part.nll / part.tokens, 5) if part.tokens else None for part in parts],
+        "token_seconds": [float(f"{part.seconds / part.turns:.4g}") if part.turns else None for part in parts],
+        "cache_bytes": [part.cache_bytes for part in parts],
+        "process_bytes": [part.process_bytes for part in parts],
+    }
+
+
+def draw(folder: Path, series: Sequence[Series], stream: TokenStream, task: str, caption: str) -> list[Path]:
+    """stream.png, .svg and .csv: log perplexity or accuracy, time per token and memory over the tokens of the stream.
+
+    As StreamingLLM's Figures 3, 5 and 10.
+    """
+    means = {one.method: _means(one) for one in series}
+    header = ["method", "end", "nll", "token_seconds", "cache_bytes", "process_bytes"]
+    values = (
+        [method, *("" if value is None else value for value in row)]
+        for method, mean in means.items()
+        for row in zip(*(mean[name] for name in header[1:]), strict=True)
+    )
+    return [
+        *save(_figure(series, means, stream, task, caption), folder / "stream"),
+        save_table(folder / "stream", header, values),
+    ]
+
+
+def _figure(series: Sequence[Series], means: Mapping[str, Any], stream: TokenStream, task: str, caption: str) -> Any:
+    from matplotlib.ticker import LogFormatter
+
+    figure = new_figure(8.0, 5.6, caption)
+    grid = figure.subplot_mosaic([["quality", "quality"], ["time", "memory"]], height_ratios=[1.5, 1])
+    for at, one in enumerate(series):
+        # Wide below narrow: methods that do equally well are all to be seen.
+        width = max(1.0, 3.0 - 0.5 * at)
+        mean, style = means[one.method], {**line_style(at), "linewidth": width, "label": one.method}
+        x = np.array(one.ends)
+        if task == "stream_eval":
+            places, right = np.array([end for _, end in stream.probes]), one.right(stream).astype(float)
+            parts = np.array_split(np.arange(len(right)), min(len(right), 20))
+            grid["quality"].plot([places[p[-1]] for p in parts], [right[p].mean() for p in parts], **style)
+        else:
+            grid["quality"].plot(*_fewer(x, mean["nll"]), **style)
+        grid["time"].plot(*_fewer(x, mean["token_seconds"], 1e3), **style)
+        if any(value is not None for value in mean["cache_bytes"]):
+            grid["memory"].plot(*_fewer(x, mean["cache_bytes"], 1 / _MIB), **style)
+    grid["quality"].set_ylabel("answers right" if task == "stream_eval" else "log perplexity")
+    grid["quality"].legend(fontsize=7, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1))
+    for name, label in (("time", "ms per token"), ("memory", "MiB of keys and values")):
+        grid[name].set_yscale("log")
+        for which in (grid[name].yaxis.set_major_formatter, grid[name].yaxis.set_minor_formatter):
+            which(LogFormatter(minor_thresholds=(2, 0.5)))
+        grid[name].set_ylabel(label)
+    for axes in grid.values():
+        axes.set_xlabel("tokens")
+        axes.grid(color="#E0E0E0", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _fewer(x: np.ndarray, values: Sequence[float | None], factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Means of neighbours where there are too many points to see."""
+    y = np.array([np.nan if value is None else value for value in values], dtype=float) * factor
+    measured = np.isfinite(y)
+    x, y = x[measured], y[measured]
+    parts = np.array_split(np.arange(len(x)), min(len(x), _POINTS)) if len(x) else []
+    return np.array([x[p[-1]] for p in parts]), np.array([y[p].mean() for p in parts])

@@ -1,0 +1,228 @@
+"""Runs a stream through every method, block by block, in a journal that goes on after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
+from artifacts.files import atomic_write, check_writable
+from profiling.journal import Journal
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.tokens import Encoder
+from profiling.streams.methods import METHODS, Cached, Method, Recomputed, Stretch, blocks, method_of
+from profiling.streams.report import Row, Series, draw, plain, rows
+from profiling.streams.speed import speeds
+from profiling.streams.state import load_cache, save_cache
+from profiling.streams.tokens import TokenStream, stream_eval, text_stream
+
+TASKS = ("text", "stream_eval")
+# A block of the journal, and the most blocks of a long stream.
+_BLOCK, _BLOCKS = 1024, 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """What to stream and how; `timed`: tokens of each round that are timed one by one, 0 for none."""
+
+    model: str
+    out: Path
+    tokens: int
+    text: Path | None = None
+    task: str = "text"
+    sinks: int = 4
+    window: int = 1020
+    methods: tuple[str, ...] = METHODS
+    chunk: int = 256
+    block: int | None = None
+    stride: int = 16
+    timed: int = 0
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    revision: str | None = None
+    fresh: bool = False
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        least = {"tokens": 2, "sinks": 0, "window": 1, "chunk": 1, "block": 1, "stride": 1, "timed": 0}
+        for name, low in least.items():
+            if (value := getattr(self, name)) is not None and value < low:
+                raise HeadwiseError(f"--{name} must be at least {low}, got {value}")
+        if self.timed and self.tokens < self.sinks + self.window:
+            raise HeadwiseError(
+                f"--timed needs a full cache: give at least {self.sinks + self.window} --tokens, got {self.tokens}"
+            )
+        if self.task not in TASKS:
+            raise HeadwiseError(f"unknown task {shorten(self.task)}; known: {', '.join(TASKS)}")
+        if (self.task == "text") != (self.text is not None):
+            raise HeadwiseError("the task 'text' needs --text FILE, and stream_eval takes none")
+        if self.text is not None and not self.text.is_file():
+            raise HeadwiseError(f"there is no text file {shorten(str(self.text), 200)}")
+        if not self.methods:
+            raise HeadwiseError(f"no method given; known: {', '.join(METHODS)}, streaming:SINKS")
+        for name in self.methods:
+            if self.methods.count(name) > 1:
+                raise HeadwiseError(f"the method {name!r} is given twice")
+            method_of(name, sinks=self.sinks, window=self.window)
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block: whole chunks."""
+        size = self.block or max(_BLOCK, -(-self.tokens // _BLOCKS))
+        return -(-size // self.chunk) * self.chunk
+
+    @property
+    def all_methods(self) -> list[Method]:
+        return [method_of(name, sinks=self.sinks, window=self.window) for name in self.methods]
+
+
+def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row], dict[str, Any]]:
+    """Stream through every method; its rows, and what is needed to repeat them. Files are written to config.out.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
+    check_writable(config.out / "stream.json")
+    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+    stream = _stream(config, loaded)
+    settings = _settings(config, loaded, stream)
+    journal = Journal.open(config.out / "stream.journal", settings, fresh=config.fresh)
+    with tqdm(total=config.tokens * len(config.methods), unit="token", disable=None) as progress:
+        series = [_measured(config, loaded, method, stream, journal, progress) for method in config.all_methods]
+    whole = config.sinks + config.window
+    seconds = speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
+    found = rows(series, stream, whole, config.task)
+    record = {
+        "command": config.command,
+        **plain(series, found),
+        "timed": seconds,
+        "settings": settings,
+        "versions": _versions(),
+    }
+    atomic_write(config.out / "stream.json", (json.dumps(record, indent=1) + "\n").encode())
+    draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
+    journal.remove()
+    for method in config.all_methods:
+        _state(config, method).unlink(missing_ok=True)
+    return found, record
+
+
+def _stream(config: Streamed, loaded: LoadedModel) -> TokenStream:
+    encode = Encoder(loaded.tokenizer)
+    if config.text is None:
+        return stream_eval(encode, config.tokens, config.seed)
+    return text_stream(encode, config.text, config.tokens, config.stride)
+
+
+def _settings(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> dict[str, Any]:
+    """What makes two runs the same; paths, the command and which methods are asked for are not among it."""
+    names = ("tokens", "task", "sinks", "window", "chunk", "stride", "seed", "dtype", "device")
+    values = {name: getattr(config, name) for name in names}
+    return {
+        "model": loaded.name,
+        "revision": loaded.revision,
+        "stream": stream.name,
+        "sha256": stream.sha256,
+        "repeats": stream.repeats,
+        **values,
+        "block": config.size,
+    }
+
+
+def _measured(
+    config: Streamed,
+    loaded: LoadedModel,
+    method: Method,
+    stream: TokenStream,
+    journal: Journal,
+    progress: tqdm[Any],
+) -> Series:
+    """Every block of one method: out of the journal, or measured and put there."""
+    progress.set_description(method.name)
+    parts = list(blocks(stream.tokens, config.size))
+    keys = [f"{method.name} {number}" for number in range(len(parts))]
+    done = sum(key in journal for key in keys)
+    if done < len(parts):
+        with torch.inference_mode():
+            _measure(config, loaded, method, stream, journal, parts, keys, progress)
+    else:
+        progress.update(stream.tokens)
+    return Series(
+        method=method.name,
+        ends=tuple(end for _, end in parts),
+        stretches=tuple(Stretch(**journal[key]) for key in keys),
+    )
+
+
+def _measure(
+    config: Streamed,
+    loaded: LoadedModel,
+    method: Method,
+    stream: TokenStream,
+    journal: Journal,
+    parts: Sequence[tuple[int, int]],
+    keys: Sequence[str],
+    progress: tqdm[Any],
+) -> None:
+    path, digest = _state(config, method), _digest(config, loaded, method, stream)
+    done = sum(key in journal for key in keys)
+    runner: Cached | Recomputed
+    if method.recomputed:
+        runner = Recomputed(loaded, method, stream)
+    else:
+        runner = Cached(loaded, method, stream, config.chunk)
+        # The journal is written first: a cache on disk is never ahead of it.
+        done = load_cache(path, runner.cache, digest, done, loaded.model.device)
+    with runner.applied():
+        for number, (begin, end) in enumerate(parts):
+            if number >= done:
+                made = runner.feed(begin, end)
+                if keys[number] not in journal:
+                    journal.add(keys[number], made.plain())
+                if isinstance(runner, Cached):
+                    save_cache(path, runner.cache, number + 1, digest)
+            progress.update(end - begin)
+
+
+def _state(config: Streamed, method: Method) -> Path:
+    return config.out / f"stream.{method.name.replace(':', '_')}.cache"
+
+
+def _digest(config: Streamed, loaded: LoadedModel, method: Method, stream: TokenStream) -> str:
+    content = [method.name, _settings(config, loaded, stream)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        **{name: version(name) for name in ("torch", "transformers")},
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
+    again = f", begun again {stream.repeats} times" if stream.repeats else ""
+    versions = ", ".join(f"{name} {value}" for name, value in _versions().items())
+    every = "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
+    return (
+        f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} tokens{again}; "
+        f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time"
+        f"{f'; recomputed {every}' if 'recomputed' in config.methods else ''}\n{versions}\ndrawn: {config.command}"
+    )

@@ -1,0 +1,49 @@
+"""Artifacts made in memory serve a model as loaded ones do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from artifacts import Full, HeadwiseError, KVCache, Streaming
+from profiling.caches.policies import with_policy, with_section
+from profiling.models.loading import LoadedModel
+from runtime import memory_report
+from tests.profiling.conftest import tiny
+
+
+def loaded(family: str) -> LoadedModel:
+    return LoadedModel(tiny(family), None, family, None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", [None, Full(), Streaming(sinks=2, window=200)])
+def test_a_policy_with_room_for_all_changes_nothing(policy: Full | Streaming | None) -> None:
+    model = loaded("llama")
+    ids = torch.randint(3, 97, (1, 80))
+    expected = model.model(ids).logits
+    headwise = with_policy(model, policy)
+    with headwise.apply(model.model, strict=True):
+        cache = headwise.new_cache(model.model)
+        found = torch.cat([model.model(part, past_key_values=cache).logits for part in ids.split(33, dim=1)], dim=1)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_layers_that_slide_keep_their_own_window() -> None:
+    model = loaded("gemma3")
+    headwise = with_policy(model, Streaming(sinks=2, window=30))
+    with headwise.apply(model.model):
+        cache = headwise.new_cache(model.model)
+        model.model(torch.randint(3, 97, (1, 80)), past_key_values=cache)
+    assert [layer.kept for layer in memory_report(cache).layers] == [16, 32, 16]
+
+
+def test_a_model_that_slides_throughout_is_refused() -> None:
+    with pytest.raises(HeadwiseError, match="every layer of mistral slides"):
+        with_policy(loaded("mistral"), Streaming())
+
+
+def test_a_section_for_another_model_is_refused() -> None:
+    with pytest.raises(HeadwiseError, match=r"kv_cache\.layers has 2 rows, the model has 3 layers"):
+        with_section(loaded("llama"), KVCache(policies={"all": Full()}, layers=("all", "all")))

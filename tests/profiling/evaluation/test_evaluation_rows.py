@@ -1,0 +1,83 @@
+"""Figures from records: means, intervals and differences that are called only outside of them; charts of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from profiling.evaluation.measure import Outcome
+from profiling.evaluation.rows import ALL, NLL, PERPLEXITY, SCORE, curves, figures, grid
+from profiling.pictures.charts import Bar, Series, heatmap, intervals, lines
+
+
+def outcome(method: str, scores: list[float], task: str = "passkey", depth: float | None = None) -> Outcome:
+    records = tuple({"text": "", "score": s, "token_accuracy": s, "nll": 2.0 - s} for s in scores)
+    return Outcome(task=task, length=100, depth=depth, method=method, records=records)
+
+
+def text(method: str, *windows: list[float]) -> Outcome:
+    records = tuple({"blocks": blocks, "forced": blocks[-1]} for blocks in windows)
+    return Outcome(task="text:a.txt", length=100, depth=None, method=method, records=records)
+
+
+def of(found: list[Any], method: str, measure: str, task: str = "passkey") -> Any:
+    return next(f for f in found if (f.method, f.measure, f.task) == (method, measure, task))
+
+
+def test_a_difference_is_called_only_where_it_is_outside_the_interval() -> None:
+    right, few, none = [1.0] * 12, [1.0] * 11 + [0.0], [0.0] * 12
+    found = figures([outcome("dense", right), outcome("near", few), outcome("far", none)])
+    near, far = of(found, "near", SCORE), of(found, "far", SCORE)
+    assert near.value == pytest.approx(11 / 12) and near.verdict == "" and near.difference_high >= 0
+    assert far.value == 0 and far.verdict == "worse" and far.difference == -1 and far.difference_high < 0
+    assert of(found, "far", NLL).verdict == "worse" and of(found, "far", NLL).difference == pytest.approx(1)
+    same = figures([outcome("dense", right), text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)])
+    assert of(same, "sum", PERPLEXITY, "text:a.txt").verdict == ""
+    better = figures([outcome("dense", none), outcome("other", right)])
+    assert of(better, "other", SCORE).verdict == "better"
+    assert of(better, "dense", SCORE).difference is None
+
+
+def test_tasks_are_pooled_and_depths_are_one_task() -> None:
+    found = figures(
+        [
+            outcome("dense", [1, 0], "needle", 0.0),
+            outcome("dense", [1, 1], "needle", 1.0),
+            outcome("dense", [0, 0], "passkey"),
+            text("dense", [1.0, 1.0]),
+        ]
+    )
+    assert of(found, "dense", SCORE, "needle").count == 4
+    pooled = of(found, "dense", SCORE, ALL)
+    assert (pooled.count, pooled.value) == (6, 0.5)
+    cells = grid([outcome("dense", [1, 0], "needle", 0.0), outcome("dense", [1, 1], "needle", 1.0)])
+    assert [(cell.depth, cell.score) for cell in cells] == [(0.0, 0.5), (1.0, 1.0)]
+
+
+def test_perplexity_is_that_of_blocks_and_its_difference_a_ratio() -> None:
+    low, high = [[1.0, 2.0], [1.5, 2.5]], [[1.1, 2.1], [1.6, 2.6]]
+    found = figures([text("dense", *low), text("sparse", *high)])
+    own = of(found, "sparse", PERPLEXITY, "text:a.txt")
+    assert own.value == pytest.approx(math.exp(1.85)) and own.count == 4
+    assert own.difference == pytest.approx(math.expm1(0.1)) and own.low < own.value < own.high
+    (curve,) = curves([text("dense", *low)])
+    assert curve.perplexity == pytest.approx((math.exp(1.25), math.exp(2.25)))
+
+
+def test_a_method_without_dense_beside_it_has_no_difference() -> None:
+    found = figures([outcome("sparse", [1.0, 0.0])])
+    assert all(f.difference is None and f.verdict == "" for f in found)
+
+
+def test_charts_show_what_they_are_given() -> None:
+    drawn = intervals([Bar(name="a<b", value=0.5, low=0.25, high=0.75)], title="t")
+    assert "a&lt;b" in drawn and "0.500" in drawn and "0.250 to 0.750" in drawn
+    assert heatmap([[0.25, None]], ["0%"], ["1", "2"], title="t").count("<rect") == 1
+    series = Series(name="x", x=[1, 2, 4], y=[1, 4, 16], place=0)
+    points = lines([series], title="t", x_label="x", y_label="y", log=True).split('points="')[1].split('"')[0]
+    xs, ys = zip(*(map(float, point.split(",")) for point in points.split()), strict=True)
+    # On two logarithmic axes a power is a straight line.
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1], abs=0.2)

@@ -1,0 +1,106 @@
+"""Intervals against values worked out by hand, and against how often they hold what is true."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.evaluation.intervals import bootstrap, differs, mean_interval, paired_difference, wilson
+
+Z = 1.959963984540054
+
+
+def test_wilson_by_its_formula() -> None:
+    found = wilson(8, 10)
+    middle = (0.8 + Z**2 / 20) / (1 + Z**2 / 10)
+    half = Z / (1 + Z**2 / 10) * math.sqrt(0.8 * 0.2 / 10 + Z**2 / 400)
+    assert (found.value, found.count) == (0.8, 10)
+    assert (found.low, found.high) == pytest.approx((middle - half, middle + half))
+    assert (found.low, found.high) == pytest.approx((0.490, 0.943), abs=5e-4)
+
+
+def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:
+    assert wilson(20, 20).low == pytest.approx(1 / (1 + Z**2 / 20)) and wilson(20, 20).high == 1
+    assert wilson(0, 20).low == 0 and wilson(0, 20).high == pytest.approx(1 - wilson(20, 20).low)
+    assert wilson(20, 20).low < wilson(40, 40).low < 1
+    assert wilson(5, 10, confidence=0.5).high < wilson(5, 10).high
+
+
+def test_bootstrap_of_a_normal_mean_is_its_standard_error() -> None:
+    values = np.random.default_rng(0).normal(2, 3, size=400).tolist()
+    found = bootstrap(values)
+    half = Z * np.std(values) / math.sqrt(400)
+    assert found.value == pytest.approx(np.mean(values))
+    assert found.high - found.value == pytest.approx(half, rel=0.05)
+    assert found.value - found.low == pytest.approx(half, rel=0.05)
+    assert bootstrap(values) == found != bootstrap(values, seed=1)
+
+
+def test_bootstrap_of_many_is_made_in_parts() -> None:
+    values = (np.arange(5000) % 7).tolist()
+    assert bootstrap(values, resamples=2000).holds(np.mean(values))
+
+
+def test_the_mean_of_right_and_wrong_is_a_share() -> None:
+    assert mean_interval([1, 0, 1.0, True]) == wilson(3, 4)
+    assert mean_interval([0.5, 0, 1, 1]) == bootstrap([0.5, 0, 1, 1])
+
+
+def test_newcombe_by_its_formula() -> None:
+    # 7 both right, 3 only the first, 1 only the second, 9 neither.
+    a = [1] * 7 + [1] * 3 + [0] * 1 + [0] * 9
+    b = [1] * 7 + [0] * 3 + [1] * 1 + [0] * 9
+    found = paired_difference(a, b)
+    one, two = wilson(10, 20), wilson(8, 20)
+    phi = (7 * 9 - 3 * 1 - 20 / 2) / math.sqrt(10 * 10 * 8 * 12)
+    down, up = 0.5 - one.low, two.high - 0.4
+    low = 0.1 - math.sqrt(down**2 - 2 * phi * down * up + up**2)
+    down, up = one.high - 0.5, 0.4 - two.low
+    high = 0.1 + math.sqrt(down**2 - 2 * phi * down * up + up**2)
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, low, high))
+    other = paired_difference(b, a)
+    assert (other.value, other.low, other.high) == pytest.approx((-0.1, -high, -low))
+
+
+def test_the_paired_interval_holds_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    held = 0
+    for _ in range(600):
+        base = rng.random(30)
+        held += paired_difference((base < 0.8).tolist(), (base + rng.normal(0, 0.05, 30) < 0.7).tolist()).holds(0.1)
+    assert held / 600 > 0.93
+
+
+def test_a_difference_is_called_only_outside_its_interval() -> None:
+    same = [1.0, 0.0] * 10
+    assert not differs(same, same)
+    assert differs([1] * 20, [0] * 20)
+    assert not differs([1] * 20, [1] * 19 + [0])
+    graded = np.linspace(0.2, 0.8, 30)
+    assert differs((graded + 0.1).tolist(), graded.tolist())
+    noisy = np.random.default_rng(0).normal(0, 0.2, 30)
+    assert not differs((graded + noisy - noisy.mean()).tolist(), graded.tolist())
+
+
+def test_few_pairs_differ_in_nothing_however_far_apart() -> None:
+    assert not differs([0.9] * 5, [0.1] * 5)
+    assert differs([0.9] * 6, [0.1] * 6)
+    assert not differs([0.9] * 6, [0.1] * 6, confidence=0.99)
+
+
+@pytest.mark.parametrize("scores", [[], [float("nan")], [1, float("inf")]])
+def test_what_is_no_score(scores: list[float]) -> None:
+    with pytest.raises(HeadwiseError, match="at least one score, each a finite number"):
+        mean_interval(scores)
+
+
+def test_bad_use() -> None:
+    with pytest.raises(HeadwiseError, match="3 right of 2"):
+        wilson(3, 2)
+    with pytest.raises(HeadwiseError, match="2 and 3 prompts cannot be paired"):
+        paired_difference([1, 0], [1, 0, 1])
+    with pytest.raises(HeadwiseError, match="confidence must lie between 0 and 1, got 95"):
+        wilson(1, 2, confidence=95)

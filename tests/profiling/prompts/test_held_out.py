@@ -1,0 +1,68 @@
+"""Held-out prompts share nothing with what a search looked at."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.prompts.filler import sentences
+from profiling.prompts.held_out import held_out
+from profiling.prompts.prompt import Prompt, make_prompts
+from tests.profiling.stories import story
+from tests.profiling.tokenizers import byte_level
+
+LENGTH = 1000
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level()
+
+
+def overlap(a: Prompt, b: Prompt) -> int:
+    """The longest stretch of tokens that starts with the second or the last of `a` and lies in `b`, roughly."""
+    inside = bytes(t % 256 for t in b.input_ids)
+    return sum(bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside for at in range(0, LENGTH - 100))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_of_a_short_text_do_not_overlap(tokenizer: Any, tmp_path: Path, seed: int) -> None:
+    task = story(tmp_path / "a.txt", 5 * LENGTH)
+    seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=seed)
+    found = held_out([task], tokenizer, length=LENGTH, samples=1, seed=seed, seen=seen)
+    assert len(found) == 1 and overlap(found[0], seen[0]) == 0
+
+
+def test_a_text_that_was_seen_whole_cannot_judge(tokenizer: Any, tmp_path: Path) -> None:
+    task = story(tmp_path / "a.txt", 16 * LENGTH // 10)
+    seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
+    with pytest.raises(HeadwiseError, match=r"text:a\.txt is too short to hold prompts out: 1 x 1000 tokens") as error:
+        held_out([task], tokenizer, length=LENGTH, samples=1, seed=0, seen=seen)
+    assert "\n" not in str(error.value)
+
+
+def test_records_of_a_file_are_others(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    source = sentences(random.Random(1))
+    texts = ["".join(f"{r}.{i} {next(source)}" for i in range(60)) for r in range(3)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    for seed in range(5):
+        seen = make_prompts(f"jsonl:{path}", tokenizer, length=LENGTH, samples=1, seed=seed)
+        found = held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=seed, seen=seen)
+        assert found != seen
+    everything = make_prompts(f"jsonl:{path}", tokenizer, length=LENGTH, samples=3, seed=0)
+    with pytest.raises(HeadwiseError, match="too short"):
+        held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=0, seen=everything)
+
+
+def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> None:
+    tasks = ["passkey", "kv_retrieval", "passkey"]
+    seen = [p for task in tasks for p in make_prompts(task, tokenizer, length=LENGTH, samples=2, seed=0)]
+    found = held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=seen)
+    assert len(found) == 4 and not set(found) & set(seen)
+    assert found == held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=seen)

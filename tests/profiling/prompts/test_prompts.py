@@ -1,0 +1,304 @@
+"""Prompts have the length asked for, can be answered from what they hold, and are the same everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.prompts.filler import sentences
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of some 60,000 characters in which no sentence comes twice."""
+    path = tmp_path_factory.mktemp("texts") / "story.txt"
+    source = sentences(random.Random(0))
+    path.write_text("".join(f"{i}. {next(source)}" for i in range(900)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "asked.jsonl"
+    records = [{"prompt": f"{i} " + "word " * 200 + f"the end {i}", "answer": f"a{i}"} for i in range(20)]
+    path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
+    return path
+
+
+def tasks(story: Path, jsonl: Path) -> list[str]:
+    hidden = ["passkey", f"passkey:{story}", "multi_hop", f"multi_hop:{story}", "number", f"needle@depth=0.5:{story}"]
+    return [f"jsonl:{jsonl}", f"text:{story}", "kv_retrieval", "line_retrieval", "two_stage_retrieval", *hidden]
+
+
+@pytest.mark.parametrize("which", range(11))
+@pytest.mark.parametrize("length", [401, 512])
+def test_length_is_exact(tokenizer: Any, story: Path, jsonl: Path, which: int, length: int) -> None:
+    length = length * 3 if which else length
+    prompts = make_prompts(tasks(story, jsonl)[which], tokenizer, length=length, samples=3, seed=0)
+    assert [len(prompt.input_ids) for prompt in prompts] == [length] * 3
+    assert len({prompt.input_ids for prompt in prompts}) == 3
+    ids = tokenizer("a")["input_ids"]
+    starts = [] if ids[0] == tokenizer("a", add_special_tokens=False)["input_ids"][0] else [ids[0]]
+    for prompt in prompts:
+        assert [i for i in prompt.input_ids if i in tokenizer.all_special_ids] == starts
+        assert list(prompt.input_ids[: len(starts)]) == starts
+
+
+def test_every_length_from_the_smallest_on() -> None:
+    tokenizer = byte_level(bos=True)
+    for task in ("kv_retrieval", "passkey", "number", "needle", "line_retrieval", "two_stage_retrieval", "multi_hop"):
+        with pytest.raises(HeadwiseError, match=r"too small.*?(\d+)$") as caught:
+            make_prompts(task, tokenizer, length=1, samples=1, seed=0)
+        # Another seed has other words or keys, of other lengths.
+        smallest = int(re.findall(r"\d+", str(caught.value))[-1]) + 90
+        for length in range(smallest, smallest + 40):
+            prompt = make_prompts(task, tokenizer, length=length, samples=1, seed=length)[0]
+            text = tokenizer.decode(prompt.input_ids)
+            assert all(find.expected.strip() in text for find in prompt.finds) and prompt.finds
+
+
+def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer: Any) -> None:
+    depths = []
+    for prompt in make_prompts("kv_retrieval", tokenizer, length=3000, samples=8, seed=3):
+        text = tokenizer.decode(prompt.input_ids)
+        data, _, question = text.rpartition("Key:")
+        key = re.findall(r"[0-9a-f-]{36}", question)
+        assert len(key) == 1
+        assert question.endswith('"')
+        pairs = dict(re.findall(r'"([0-9a-f-]{36})": *"([0-9a-f-]{36})"', data))
+        assert pairs[key[0]] == prompt.answer
+        assert len(pairs) > 5
+        depths.append(list(pairs).index(key[0]) / len(pairs))
+    assert min(depths) < 0.5 < max(depths), "the key is to be anywhere"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_passkey_is_hidden_once_and_asked_for_last(tokenizer: Any, story: Path, own: bool) -> None:
+    task = f"passkey:{story}" if own else "passkey"
+    depths = []
+    for prompt in make_prompts(task, tokenizer, length=1500, samples=8, seed=3):
+        text = tokenizer.decode(prompt.input_ids)
+        assert prompt.answer is not None and re.fullmatch(r"[1-9]\d{6}", prompt.answer)
+        assert text.count(f"The pass key is {prompt.answer}.") == 1
+        assert text.count(prompt.answer) == 2
+        assert text.endswith("What is the pass key? The pass key is")
+        depths.append(text.index(prompt.answer) / len(text))
+    assert min(depths) < 0.5 < max(depths), "the key is to be at any depth"
+
+
+def test_a_sequence_of_digits_is_hidden_whole(tokenizer: Any) -> None:
+    for prompt in make_prompts("number", tokenizer, length=1500, samples=8, seed=3):
+        text = tokenizer.decode(prompt.input_ids)
+        hidden = re.findall(r"(\d{10}) is the sequence of digits\.", text)
+        assert hidden == [prompt.answer] and text.endswith("The sequence of digits is")
+        assert any(a == b for a, b in itertools.pairwise(hidden[0]))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_needle_says_what_the_question_asks(tokenizer: Any, story: Path, own: bool) -> None:
+    task = f"needle:{story}" if own else "needle"
+    for prompt in make_prompts(task, tokenizer, length=1500, samples=4, seed=3):
+        text = tokenizer.decode(prompt.input_ids)
+        who, where = re.findall(r"What does (\w+) like best in (\w+)\?", text)[0]
+        said = re.findall(rf"The thing that {who} likes best in {where} is the (\S+)\.", text)
+        assert said == [prompt.answer] and text.count(str(prompt.answer)) == 1
+        assert not own or (who not in story.read_text() and where not in story.read_text())
+
+
+@pytest.mark.parametrize("task", ["passkey", "number", "needle"])
+def test_depth_is_where_it_lies_and_changes_nothing_else(task: str) -> None:
+    tokenizer = byte_level(bos=True)
+    starts, texts = [], set()
+    for depth in (0, 0.25, 0.5, 1):
+        prompt = make_prompts(f"{task}@depth={depth}", tokenizer, length=2000, samples=1, seed=4)[0]
+        start, end = prompt.finds[0].span
+        starts.append(start)
+        texts.add((prompt.answer, prompt.input_ids[:start] + prompt.input_ids[end:]))
+    room = starts[-1] - starts[0]
+    assert len(texts) == 1 and room > 1000
+    assert [round((start - starts[0]) / room, 2) for start in starts] == [0, 0.25, 0.5, 1]
+
+
+def test_text_windows_are_stretches_of_the_text(story: Path) -> None:
+    tokenizer = byte_level(bos=True)
+    prompts = make_prompts(f"text:{story}", tokenizer, length=700, samples=10, seed=1)
+    text = story.read_text(encoding="utf-8")
+    places = sorted(text.index(tokenizer.decode(prompt.input_ids[1:])) for prompt in prompts)
+    assert all(prompt.answer is None for prompt in prompts)
+    sizes = [len(tokenizer.decode(prompt.input_ids[1:])) for prompt in prompts]
+    assert all(b - a >= min(sizes) - 4 for a, b in itertools.pairwise(places)), "windows overlap"
+
+
+def test_text_windows_overlap_only_where_they_must(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    file = tmp_path / "short.txt"
+    file.write_text("".join(map(str, range(400))), encoding="utf-8")
+    total = len(tokenizer(file.read_text())["input_ids"])
+    prompts = make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=5, seed=0)
+    assert len(set(prompts)) == 5
+    with pytest.raises(HeadwiseError, match=f"short.txt is too short: it has {total} tokens"):
+        make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=6, seed=0)
+
+
+def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(jsonl: Path) -> None:
+    tokenizer = byte_level(bos=True)
+    for prompt in make_prompts(f"jsonl:{jsonl}", tokenizer, length=100, samples=20, seed=0):
+        assert prompt.answer is not None
+        assert tokenizer.decode(prompt.input_ids).endswith(f"word the end {prompt.answer[1:]}")
+
+
+def test_the_seed_decides(story: Path, jsonl: Path) -> None:
+    tokenizer = byte_level()
+    for at, task in enumerate(tasks(story, jsonl)):
+        first, again, other = (
+            digest(make_prompts(task, tokenizer, length=1000 if at else 400, samples=2, seed=seed))
+            for seed in (5, 5, 6)
+        )
+        assert first == again != other
+
+
+def test_more_samples_begin_with_the_same_ones() -> None:
+    tokenizer = byte_level()
+    for task in ("kv_retrieval", "passkey", "needle", "line_retrieval", "two_stage_retrieval", "multi_hop"):
+        few, many = (make_prompts(task, tokenizer, length=1100, samples=n, seed=0) for n in (2, 4))
+        assert many[:2] == few
+
+
+def test_other_processes_make_the_same_prompts(story: Path, jsonl: Path) -> None:
+    code = (
+        "import sys; from profiling.prompts.prompt import *; from tests.profiling.tokenizers import byte_level;"
+        "make = lambda t, n: make_prompts(t, byte_level(), length=n, samples=2, seed=5);"
+        "print(*(digest(make(t, 400 if t[:5] == 'jsonl' else 1100)) for t in sys.argv[1:]))"
+    )
+    found = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", code, *tasks(story, jsonl)]
+        found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT))
+    assert found[0] == found[1]
+    assert len(set(found[0].split())) == 11
+
+
+def test_digest_knows_ids_and_answers() -> None:
+    one = digest([Prompt((1, 2), "a")])
+    others = [
+        [Prompt((1, 2), None)],
+        [Prompt((2, 1), "a")],
+        [Prompt((12,), "a")],
+        [Prompt((1,), "a"), Prompt((2,), "a")],
+    ]
+    assert re.fullmatch(r"[0-9a-f]{64}", one)
+    assert len({one, *map(digest, others)}) == 5
+
+
+def test_a_task_is_named_without_its_folder(story: Path) -> None:
+    assert parse_task(f"text:{story}").name == "text:story.txt"
+    assert parse_task(f"text:{story}").file == story
+    assert parse_task("passkey").name == "passkey"
+    assert parse_task(f"needle@depth=.50:{story}").name == "needle@depth=0.5:story.txt"
+
+
+def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_level()
+    tokenizer.model_max_length = 100
+    make_prompts(f"text:{story}", tokenizer, length=1000, samples=1, seed=0)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        ("needles", "unknown task 'needles'; known: kv_retrieval, passkey, number"),
+        ("passkey@", "cannot read the parameter '' of the task 'passkey': it takes depth, each once"),
+        ("passkey@hops=2", "cannot read the parameter 'hops=2' of the task 'passkey'"),
+        ("passkey@depth=0,depth=1", "cannot read the parameter 'depth=1' of the task 'passkey'"),
+        ("passkey@depth=1.5", "depth of the task 'passkey' must be a number from 0 to 1, got '1.5'"),
+        ("passkey@depth=nan", "depth of the task 'passkey' must be a number from 0 to 1, got 'nan'"),
+        ("passkey@depth=deep", "depth of the task 'passkey' must be a number from 0 to 1, got 'deep'"),
+        ("line_retrieval@depth=1", "cannot read the parameter 'depth=1' of the task 'line_retrieval': it takes none"),
+        ("", "unknown task ''"),
+        ("kv_retrieval:x", "unknown task 'kv_retrieval:x'"),
+        ("two_stage_retrieval:x", "unknown task 'two_stage_retrieval:x'"),
+        ("text", "the task 'text' needs a file: text:FILE"),
+        ("jsonl:", "the task 'jsonl' needs a file: jsonl:FILE"),
+        ("passkey:", "the task 'passkey' needs a file"),
+        ("text:no/such.txt", "the file 'no/such.txt' of the task 'text' does not exist"),
+        ("text:.", "the file '.' of the task 'text' is not a file"),
+    ],
+)
+def test_bad_tasks(task: str, line: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(line)):
+        parse_task(task)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "line"),
+    [
+        ("text", b"", "bad.file is empty"),
+        ("text", b" \n ", "bad.file is empty"),
+        ("passkey", b"", "bad.file is empty"),
+        ("text", b"few words", "bad.file is too short: it has"),
+        ("passkey", b"few words", "bad.file is too short for passkey at length 500: it has"),
+        ("multi_hop", b"", "bad.file is empty"),
+        ("multi_hop", b"few words", "length 500 is too small for multi_hop: give at least"),
+        ("text", b"caf\xe9 au lait", "bad.file is not UTF-8 text: byte 3"),
+        ("jsonl", b"\n\n", "bad.file is empty"),
+        ("jsonl", b'{"prompt": "x"}\n{"prompt": \n', "bad.file, line 2: not JSON"),
+        ("jsonl", b'{"prompt": "x"}\n\n[1]\n', "bad.file, line 3: not a JSON object: [1]"),
+        ("jsonl", b'{"question": "x"}', "bad.file, line 1: give one of prompt, text, input, found none"),
+        ("jsonl", b'{"prompt": "x", "text": "y"}', "line 1: give one of prompt, text, input, found prompt, text"),
+        ("jsonl", b'{"prompt": 3}', "bad.file, line 1: prompt must be a string, got 3"),
+        ("jsonl", b'{"prompt": "x", "answer": 3}', "bad.file, line 1: answer must be a string, got 3"),
+        ("jsonl", b'{"prompt": "\\ud83d"}', "bad.file, line 1: half of a surrogate pair, which is no character"),
+        ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "bad.file has 0 prompts of at least 500 tokens"),
+        ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
+        (
+            "jsonl",
+            b'{"prompt": "few words"}',
+            "bad.file has 0 prompts of at least 500 tokens, 1 are needed; the longest",
+        ),
+    ],
+)
+def test_bad_files(tmp_path: Path, kind: str, content: bytes, line: str) -> None:
+    file = tmp_path / "bad.file"
+    file.write_bytes(content)
+    with pytest.raises(HeadwiseError, match=re.escape(line)) as caught:
+        make_prompts(f"{kind}:{file}", byte_level(), length=500, samples=1, seed=0)
+    assert "\n" not in str(caught.value) and str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.parametrize(("length", "samples"), [(0, 1), (-1, 1), (100, 0)])
+def test_sizes_must_be_positive(length: int, samples: int) -> None:
+    with pytest.raises(HeadwiseError, match="must be at least 1"):
+        make_prompts("passkey", byte_level(), length=length, samples=samples, seed=0)
+
+
+def test_prose_needs_no_file_and_its_stretches_are_apart(tokenizer: Any) -> None:
+    length, samples = 700, 6
+    made = make_prompts("prose", tokenizer, length=length, samples=samples, seed=3)
+    assert [len(prompt.input_ids) for prompt in made] == [length] * samples
+    assert made == make_prompts("prose", tokenizer, length=length, samples=samples, seed=3)
+    assert made != make_prompts("prose", tokenizer, length=length, samples=samples, seed=4)
+    pieces = [{prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in made]
+    assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
+    with pytest.raises(HeadwiseError, match=r"unknown task 'prose:some\.txt'"):
+        parse_task("prose:some.txt")

@@ -1,0 +1,238 @@
+"""RULER's tasks can be solved from what their prompts hold, and only so."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.prompts import haystacks
+from profiling.prompts.filler import sentences
+from profiling.prompts.metrics import score
+from profiling.prompts.prompt import Prompt, digest, make_prompts
+from profiling.prompts.tokens import Encoder
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+NEEDLES = {
+    "niah_single_1": 1,
+    "niah_single_2": 1,
+    "niah_single_3": 1,
+    "niah_multikey_1": 1,
+    "niah_multikey_2": 1,
+    "niah_multikey_3": 1,
+    "niah_multivalue": 4,
+    "niah_multiquery": 4,
+}
+# What fits into short prompts of tokenizers that know few words.
+OTHERS = ["vt", "vt@chains=3,hops=2", "cwe@words=3,common=4,uncommon=2", "fwe", "fwe@alpha=1.5"]
+TASKS = [*NEEDLES, *OTHERS]
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "story.txt"
+    source = sentences(random.Random(0))
+    path.write_text("".join(f"{i}. {next(source)}" for i in range(400)), encoding="utf-8")
+    return path
+
+
+def solve(text: str) -> list[str]:
+    """The answers, worked out from the text alone."""
+    if "secret" in text:
+        asked = re.findall(r"The secret \w+s? of ([^.]+?) (?:is|are)$", text)[0]
+        said = re.findall(r"One of the secret \w+s of (\S+) is ([\w-]+)\.", text)
+        return [value for key in re.split(r", | and ", asked) for name, value in said if name == key]
+    if "VAR" in text:
+        shown, _, text = text.rpartition("Variables are assigned")
+        assert sorted(traced(shown)) == sorted(re.findall(r"variables have it: ([A-Z, ]+[A-Z])", shown)[0].split(", "))
+        return traced(text)
+    if "numbered list" in text:
+        *_, shown, text = text.split("Below is a numbered list of words.")
+        for part, answer in ((shown, re.findall(r"\d+\. (\w+)", shown.split("often are:")[1])), (text, None)):
+            listed, _, question = part.partition("Which")
+            numbers, words = zip(*re.findall(r"(\d+)\. (\w+)", listed), strict=True)
+            assert [int(number) for number in numbers] == list(range(1, len(words) + 1))
+            wanted = int(re.findall(r"(\d+) words", question)[0])
+            counted = Counter(words).most_common()
+            assert counted[wanted - 1][1] > counted[wanted][1]
+            found = [word for word, _ in counted[:wanted]]
+            assert answer is None or sorted(answer) == sorted(found)
+        return found
+    code = text.partition("stand for nothing.")[2].partition("Which three")[0].replace("...", " ").split()
+    counted = Counter(code).most_common(4)
+    assert counted[2][1] > counted[3][1]
+    return [word for word, _ in counted[:3]]
+
+
+def traced(text: str) -> list[str]:
+    values: dict[str, str] = {}
+    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text):
+        values[name] = values.get(source, source)
+    asked = re.findall(r"have the value (\d+) in", text)[-1]
+    return [name for name, value in values.items() if value == asked]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answers_can_be_worked_out(tokenizer: Any, task: str) -> None:
+    for prompt in make_prompts(task, tokenizer, length=2600, samples=3, seed=1):
+        assert len(prompt.input_ids) == 2600
+        found = solve(tokenizer.decode(prompt.input_ids))
+        assert sorted(found) == sorted(prompt.references) and len(set(found)) == len(found)
+        assert score(prompt, " ".join(found)) == 1 and score(prompt, "nothing") == 0
+        assert score(prompt, found[0]) == pytest.approx(1 / len(found))
+        assert score(prompt, str(prompt.continuation)) == 1
+
+
+@pytest.mark.parametrize(("task", "answers"), NEEDLES.items())
+def test_needles_stand_where_the_prompt_says(tokenizer: Any, story: Path, task: str, answers: int) -> None:
+    own = task not in ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
+    starts = []
+    for prompt in make_prompts(f"{task}:{story}" if own else task, tokenizer, length=2400, samples=4, seed=2):
+        assert len(prompt.finds) == len(prompt.references) == answers
+        for find, answer in zip(prompt.finds, prompt.references, strict=True):
+            block = tokenizer.decode(prompt.input_ids[slice(*find.span)])
+            assert re.fullmatch(rf"\s?One of the secret \w+ of \S+ is {answer}\.", block)
+            starts.append(find.span[0])
+    assert max(starts) - min(starts) > 600, "needles are to be anywhere"
+
+
+def test_what_the_variants_are_made_of() -> None:
+    tokenizer = byte_level()
+
+    def said(task: str) -> list[tuple[str, str]]:
+        text = tokenizer.decode(make_prompts(task, tokenizer, length=3000, samples=1, seed=0)[0].input_ids)
+        return re.findall(r"\nOne of the secret \w+s of (\S+) is (\S+)\.| One of the secret \w+s of (\S+) is", text)
+
+    assert [len(said(task)) for task in NEEDLES if "key_2" not in task and "key_3" not in task] == [1, 1, 1, 4, 4, 4]
+    for task in ("niah_multikey_2", "niah_multikey_3"):
+        # All alike, and no key twice: nothing but the key tells the one that is asked for.
+        keys = [key for key, _, other in said(task) if not other]
+        assert len(keys) == len(set(keys)) == len(said(task)) > 10
+
+
+def test_needles_lie_at_the_depth_asked_for() -> None:
+    tokenizer = byte_level(bos=True)
+    for depth in (0, 0.3, 1):
+        for task in ("niah_single_1", "niah_single_2", "niah_single_3"):
+            prompt = make_prompts(f"{task}@depth={depth}", tokenizer, length=3000, samples=1, seed=0)[0]
+            assert prompt.finds[0].span[0] / 3000 == pytest.approx(depth, abs=0.1)
+
+
+def test_needles_never_split_the_users_sentences(story: Path) -> None:
+    tokenizer = byte_level()
+    for prompt in make_prompts(f"niah_multivalue:{story}", tokenizer, length=2000, samples=3, seed=0):
+        text = tokenizer.decode(prompt.input_ids)
+        hay = re.sub(r" One of the secret numbers of \S+ is \d+\.", "", text)
+        hay = hay.partition("about them after it.\n")[2].partition("\n\nWhat are")[0]
+        assert len(hay) > 400 and hay in story.read_text(encoding="utf-8")
+
+
+def test_chains_come_in_order_and_apart() -> None:
+    prompt = make_prompts("vt@hops=5", byte_level(), length=2600, samples=1, seed=0)[0]
+    assert len(prompt.finds) == 6
+    assert [find.span for find in prompt.finds] == sorted(find.span for find in prompt.finds)
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(4095, (20, 3, 1, 6, 1)), (9000, (40, 10, 3, 30, 3))])
+def test_common_words_have_rulers_counts(length: int, sizes: tuple[int, ...]) -> None:
+    prompt = make_prompts("cwe", byte_level(), length=length, samples=1, seed=0)[0]
+    shown, text = byte_level().decode(prompt.input_ids).split("Below is a numbered list of words.")[1:]
+    size, *counts = sizes
+    for part, (often, seldom) in ((shown, counts[:2]), (text, counts[2:])):
+        counted = Counter(re.findall(r"\d+\. (\w+)", part.partition("Which")[0])).values()
+        assert Counter(counted)[often] == 10 and Counter(counted)[seldom] == len(counted) - 10 > 0
+        assert part == text or len(counted) == size
+
+
+def test_code_words_fall_with_their_rank() -> None:
+    prompt = make_prompts("fwe@alpha=2", byte_level(), length=6000, samples=1, seed=0)[0]
+    text = byte_level().decode(prompt.input_ids).partition("stand for nothing.")[2].partition("Which")[0]
+    counts = [count for _, count in Counter(text.split()).most_common()]
+    assert counts == [int(counts[0] / rank**2) for rank in range(1, len(counts) + 1)]
+    assert Counter(text.split())["..."] == counts[0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_length_from_the_smallest_on(task: str) -> None:
+    tokenizer = byte_level(bos=True)
+    with pytest.raises(
+        HeadwiseError, match=rf"length 1 is too small for {task.split('@')[0]}: give.*?(\d+)$"
+    ) as caught:
+        make_prompts(task, tokenizer, length=1, samples=1, seed=0)
+    smallest = int(re.findall(r"\d+", str(caught.value))[-1]) + 90
+    for length in range(smallest, smallest + 15):
+        prompt = make_prompts(task, tokenizer, length=length, samples=1, seed=length)[0]
+        assert sorted(solve(tokenizer.decode(prompt.input_ids))) == sorted(prompt.references)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_seed_decides_and_more_samples_begin_with_the_same(task: str) -> None:
+    tokenizer = byte_level()
+
+    def made(samples: int, seed: int) -> list[Prompt]:
+        return make_prompts(task, tokenizer, length=2600, samples=samples, seed=seed)
+
+    assert made(3, 5)[:2] == made(2, 5)
+    assert digest(made(2, 5)) != digest(made(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        ("vt@hops=0", "hops of the task 'vt' must be a whole number from 1 to 1000, got '0'"),
+        ("vt@hops=2.5", "hops of the task 'vt' must be a whole number from 1 to 1000, got '2.5'"),
+        ("cwe@common=1", "common of the task 'cwe' must be a whole number of at least 2, got '1'"),
+        ("cwe@common=3,uncommon=3", "cwe needs common above uncommon, got common=3 and uncommon=3"),
+        ("fwe@alpha=1", "alpha of the task 'fwe' must be a number from 1.01 to 4, got '1'"),
+    ],
+)
+def test_bad_parameters(task: str, line: str) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(line)):
+        make_prompts(task, byte_level(), length=2600, samples=1, seed=0)
+
+
+def test_a_file_that_is_too_short(tmp_path: Path) -> None:
+    file = tmp_path / "short.txt"
+    file.write_text("A few words. And a few more.", encoding="utf-8")
+    with pytest.raises(
+        HeadwiseError, match=r"short.txt is too short for niah_single_2 at length 900: it has \d+ tokens"
+    ):
+        make_prompts(f"niah_single_2:{file}", byte_level(), length=900, samples=1, seed=0)
+
+
+def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> None:
+    text = "One. Two words!\nThree\u3002\u56db\u3002 " + "no stop " * 200 + "End."
+    file = tmp_path / "odd.txt"
+    file.write_text(text, encoding="utf-8")
+    tokenizer = byte_level()
+    whole = len(tokenizer(text)["input_ids"])
+    stretch = haystacks.of_file(Encoder(tokenizer), file, "x")
+    for room in (0, 1, 7, 300, whole // 2):
+        pieces = stretch(room, random.Random(room))
+        assert sum(map(len, pieces)) == room and all(pieces)
+        found = tokenizer.decode([token for piece in pieces for token in piece])
+        assert found.strip("\ufffd") in text
+
+
+def test_fill_cuts_the_start_only() -> None:
+    assert haystacks.fill([(1, 2), (3,), (4, 5, 6)], 4) == [(3,), (4, 5, 6)]
+    assert haystacks.fill([(1, 2), (3,), (4, 5, 6)], 5) == [(2,), (3,), (4, 5, 6)]
+    assert haystacks.fill([(1, 2), (3,)], 0) == []
+
+
+def test_hide_goes_to_the_nearest_bound() -> None:
+    pieces = [(1, 1), (2, 2, 2, 2), (3, 3)]
+    ids, spans = haystacks.hide([(7,), (8, 8), (9,)], [1, 0.3, 0], pieces, 10)
+    assert ids == (1, 1, 8, 8, 9, 2, 2, 2, 2, 3, 3, 7)
+    assert spans == [(21, 22), (12, 14), (14, 15)]
+    assert haystacks.hide([(7,)], [0.5], [], 10) == ((7,), [(10, 11)])

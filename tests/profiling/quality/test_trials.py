@@ -1,0 +1,81 @@
+"""One prompt under one method: what a trial says is what generation and teacher forcing say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import artifacts
+from profiling.evaluation.methods import Method, Methods
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.quality.answers import answer, answer_fit, negative_log_likelihood
+from profiling.quality.trials import BLOCK, trial
+from runtime.fingerprint import fingerprint
+from tests.search.conftest import save_tiny
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(str(save_tiny(tmp_path_factory.mktemp("trials") / "tiny")), dtype="float32")
+
+
+DENSE = Method(name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes="")
+
+
+@pytest.mark.parametrize("task", ["passkey", "two_stage_retrieval"])
+def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(loaded: LoadedModel, task: str) -> None:
+    prompt = make_prompts(task, loaded.tokenizer, length=700, samples=1, seed=3)[0]
+    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
+    fit = answer_fit(loaded.model, loaded.tokenizer, prompt)
+    assert found["nll"] == pytest.approx(fit.nll, rel=1e-4)
+    assert found["token_accuracy"] == pytest.approx(fit.token_accuracy)
+    assert found["score"] == 0.0
+
+
+def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded: LoadedModel) -> None:
+    blank = Prompt(tuple(range(60, 90)), "x" * 6)
+    own = answer(loaded.model, loaded.tokenizer, blank)[:4]
+    found = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own), DENSE)
+    assert found["score"] == 1.0
+
+
+def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
+    ids = torch.randint(0, 256, (700,), generator=torch.Generator().manual_seed(0))
+    prompt = Prompt(tuple(ids.tolist()), None)
+    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    losses = negative_log_likelihood(loaded.model, prompt)
+    assert found["blocks"] == pytest.approx([losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()])
+    assert found["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
+    kept = Method(name="x", make=lambda: None, density=1.0, kept=1.0, identity="x", evicts=True, sizes="")
+    decoded = trial(loaded.model, loaded.tokenizer, prompt, kept)
+    assert decoded["blocks"] is None and decoded["forced"] == pytest.approx(found["forced"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense+omnikv", "dense+h2o", "dense+snapkv", "dense+streaming", "dense+own"])
+def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded: LoadedModel, name: str) -> None:
+    policy = artifacts.H2O(heavy=30, recent=20, eviction="greedy")
+    artifact = artifacts.Artifact(
+        model=fingerprint(loaded.model, name="tiny"),
+        search=None,
+        patterns={},
+        prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 3),
+        decode=artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,), budget=50)) if "omni" in name else None,
+        kv_cache=artifacts.KVCache(policies={"x": policy}, layers=("x",) * 3) if "own" in name else None,
+    )
+    method = Methods(loaded, artifact, share=0.1).make(name, 300)
+    prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=3)[0]
+    with method.apply(loaded.model):
+        found = trial(loaded.model, loaded.tokenizer, prompt, method)
+        given = answer(loaded.model, loaded.tokenizer, prompt, cache=lambda: method.cache(loaded.model))
+    assert found["text"] == given
+    whole = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    assert found["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"
+
+
+def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedModel) -> None:
+    prompt = Prompt(tuple(range(60, 90)), None, metric="any", references=("zzzzzz",), new_tokens=4)
+    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
+    assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
