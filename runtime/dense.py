@@ -95,7 +95,7 @@ def every_key(
     backend: str = "auto",
 ) -> Tensor:
     """Headwise's kernel over every key, or a window's: (B, H, Q, E); see kernels.attention.sparse_attention."""
-    index = _plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window, ragged=ragged)
+    index = dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window, ragged=ragged)
     return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=backend)
 
 
@@ -223,7 +223,8 @@ def _wait(device: torch.device) -> None:
 
 
 @lru_cache
-def _plan(heads: int, kv_heads: int) -> LayerPlan:
+def dense_plan(heads: int, kv_heads: int) -> LayerPlan:
+    """The plan of every key for all query heads."""
     return LayerPlan([Dense()] * heads, kv_heads)
 
 

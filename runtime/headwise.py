@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from artifacts.sidecar import Array
     from runtime.applied import Applied
-    from runtime.caches import CacheBytes, MemoryReport
+    from runtime.caches.make import CacheBytes, MemoryReport
 
 
 def load(
@@ -76,9 +76,9 @@ def memory_report(cache: Cache) -> MemoryReport:
 
     Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
     """
-    from runtime import caches
+    from runtime.caches import make
 
-    return caches.memory_report(cache)
+    return make.memory_report(cache)
 
 
 class Headwise:
@@ -160,7 +160,7 @@ class Headwise:
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers; offload is unknown.
         """
-        from runtime.caches import make_cache
+        from runtime.caches.make import make_cache
 
         return make_cache(self.artifact, model, offload)
 
@@ -182,7 +182,7 @@ class Handle:
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
-        from runtime.caches import cache_bytes
+        from runtime.caches.make import cache_bytes
 
         return cache_bytes(cache)
 
