@@ -18,6 +18,7 @@ _MADE_FOR = {"triton": "cuda", "cpu": "cpu"}
 _log = logging.getLogger("headwise")
 
 
+@functools.cache
 def backend(name: str, op: str = "attention") -> ModuleType:
     """The backend's module, imported on first use; ValueError names the known ones."""
     if name not in BACKENDS:

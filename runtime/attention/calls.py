@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import dispatch
+from kernels.attention import cpu as native
 from runtime.attention.state import Layer
 
 
@@ -54,24 +55,25 @@ class Call(NamedTuple):
     def wants_weights(self) -> bool:
         wanted = self.more.get("output_attentions")
         if wanted is None:
-            wanted = getattr(getattr(self.module, "config", None), "output_attentions", False)
+            config = getattr(self.module, "config", None)
+            wanted = config is not None and getattr(config, "output_attentions", False)
         return bool(wanted)
 
 
 def special(call: Call) -> str | None:
     """What a call asks for that no kernel of ours does, None where it is causal attention (sinks, a window or not)."""
-    query, key, value = call.query, call.key, call.value
+    _, _, query, key, value, _, dropout, _, more = call
     if not call.causal:
         return "attention is not causal"
     if call.wants_weights:
         return "attention weights were asked for"
-    if call.dropout:
+    if dropout:
         return "attention dropout is on (the model is in training mode)"
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return "gradients are required (use torch.no_grad or inference_mode)"
-    if call.more.get("position_bias") is not None:
+    if more.get("position_bias") is not None:
         return "the layer uses a position bias"
-    if not query.dtype == key.dtype == value.dtype:
+    if (dtype := query.dtype) != key.dtype or dtype != value.dtype:
         return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
     return None
 
@@ -81,6 +83,8 @@ def no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | 
     if backend != "auto":
         reason = dispatch.backend(backend).supports(query, key, value)
         return reason and f"kernel {backend}: {reason}"
+    if query.is_cpu and native.supports(query, key, value) is None:
+        return None
     reasons = dispatch.why_not(query, key, value)
     fast = {name: reason for name, reason in reasons.items() if name != "reference"}
     if None in fast.values():

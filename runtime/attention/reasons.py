@@ -18,14 +18,14 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "o
 
 def why_dense(call: Call) -> str | None:
     """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
-    layer, query, key, mask = call.layer, call.query, call.key, call.mask
+    layer, mask, q_len = call.layer, call.mask, call.query.shape[2]
     assert layer is not None
-    if query.shape[2] == 1:
+    if q_len == 1:
         return "decode"
     if layer.plan is None:
         return "layer left alone"
     settings = layer.settings
-    if query.shape[2] < MIN_QUERIES or key.shape[2] < settings.dense_below:
+    if q_len < MIN_QUERIES or call.key.shape[2] < settings.dense_below:
         return "short"
     if isinstance(mask, PrefillMask) and mask.tokens.longest < settings.dense_below:
         return "short"
@@ -49,13 +49,14 @@ def _unexpected(call: Call) -> str | None:
     lengths = call.more.get("cu_seq_lens_q")
     if lengths is not None and lengths.numel() > 2 and mask.tokens.packed is None:
         return "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
-    batch, _, q_len, k_len = mask.shape
-    if (query.shape[0], query.shape[2], key.shape[2]) != (batch, q_len, k_len):
+    batch, heads, q_len, _ = query.shape
+    _, kv_heads, k_len, _ = key.shape
+    tokens = mask.tokens
+    if (batch, q_len, k_len) != (tokens.batch, tokens.q_len, tokens.k_len):
         return "the cache holds other keys than the mask is for"
-    heads = (len(layer.plan.patterns), layer.plan.num_kv_heads)
-    if (query.shape[1], key.shape[1]) != heads:
-        found = (query.shape[1], key.shape[1])
-        return f"the layer has {found} query and KV heads, the plan is for {heads}"
+    planned = (len(layer.plan.patterns), layer.plan.num_kv_heads)
+    if (heads, kv_heads) != planned:
+        return f"the layer has {(heads, kv_heads)} query and KV heads, the plan is for {planned}"
     return no_kernel(layer.settings.backend, query, key, call.value)
 
 
