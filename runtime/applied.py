@@ -14,6 +14,7 @@ from kernels.dispatch import BACKENDS
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
 from runtime.attention.own import Before
+from runtime.attention.paged import Batching
 from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
 from runtime.caches.rows import check_rows
 from runtime.fingerprint import check
@@ -63,6 +64,7 @@ class Applied:
         former = _implementations(config)
         config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
         self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
+        self._batching = Batching(model, config, _no_batching(model, settings))
         if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
 
@@ -91,9 +93,23 @@ class Applied:
         model.config._attn_implementation = self._former
         forget(text_config(model), self._modules)
         self._modules = []
+        self._batching.remove()
         if self._low_memory is not None:
             self._low_memory.remove()
             self._low_memory = None
+
+
+def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:
+    """Why transformers' continuous batching is not served, None where it is."""
+    if settings.decode is not None:
+        return "with a decode section: transformers' pages hold every token"
+    if settings.evicts:
+        return "with a kv_cache section: transformers' pages hold every token"
+    if settings.low_memory:
+        return "with low_memory=True"
+    if model.device.type != "cpu":
+        return f"on {model.device.type}, where it has not been tried: undo() the artifact first"
+    return None
 
 
 def attach(

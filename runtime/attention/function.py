@@ -18,6 +18,7 @@ from runtime.attention.kernel import attend, attend_step
 from runtime.attention.layout import MIN_QUERIES, Layout
 from runtime.attention.masks import PrefillMask, headwise_mask, starts_of
 from runtime.attention.own import attend_densely, causal_mask
+from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import fault, message, why_dense
 from runtime.attention.state import Layer, layer_of
 from runtime.caches.kept import attend_kept
@@ -34,8 +35,9 @@ def register() -> None:
     """Make the name known to transformers. Any number of times."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, headwise_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, headwise_mask)
+    for name in (ATTENTION_NAME, PAGED_NAME):
+        AttentionInterface.register(name, headwise_attention)
+        AttentionMaskInterface.register(name, headwise_mask)
 
 
 def headwise_attention(
@@ -66,6 +68,8 @@ def headwise_attention(
         return attend_densely(call)
     if isinstance(key, NewTokens):
         return attend_kept(call, key.layer), None
+    if "cu_seq_lens_k" in kwargs and kwargs.get("cache") is not None:
+        return attend_paged(call, layer), None
     return _step(call, layer) if query.shape[2] <= MAX_QUERIES else _prefill(call, layer)
 
 
