@@ -19,7 +19,7 @@ from artifacts import HeadwiseError
 from runtime.caches.policy import Policy, Step
 from runtime.caches.standin import NewTokens
 
-# States kept to come back to while drafts are being verified: more than anybody drafts at a time.
+# Tokens that can be taken back while drafts are being verified: more than anybody drafts at a time.
 _RECORDED = 64
 
 Spans = Sequence[tuple[int, int]]
@@ -40,6 +40,18 @@ class _Part:
 
     rows: tuple[int, ...]
     policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A state to come back to: how many slots there were, what the policies held, and each token since.
+
+    A state between two marks is the earlier one's with the tokens up to there taken in once more.
+    """
+
+    slots: int
+    parts: tuple[_Part, ...]
+    steps: list[tuple[Tensor, Tensor, Tensor, Spans, Callable[..., Step]]]
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -64,7 +76,8 @@ class PolicyLayer(CacheLayerMixin):
         self._slots = 0
         self._new: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[_Part, ...] = ()
-        self._recorded: list[tuple[int, tuple[_Part, ...]]] = []
+        # The last two: at least _RECORDED tokens can be taken back once so many have come.
+        self._marks: list[_Mark] = []
         # What the first call came with, until the next: drafts may be at its end.
         self._prompt: tuple[Tensor, Tensor, Tensor, Spans, Callable[..., Step]] | None = None
         self.is_initialized = False
@@ -116,17 +129,20 @@ class PolicyLayer(CacheLayerMixin):
         spans = [(0, q_len)] * q.shape[0] if spans is None else spans
         self._prompt = None
         if not self.record_past or self._slots == q_len or q_len > _RECORDED:
-            self._recorded = []
+            self._marks = []
             if self.record_past and self._slots == q_len:
                 self._prompt = q, k, v, spans, call
             return self._attend(q, k, v, spans, call)
         outs = []
         for i in range(q_len):
             # Token by token, so that any number of them can be taken back.
-            self._record(self._slots - q_len + i)
             one = [(0, int(begin <= i < end)) for begin, end in spans]
             at = slice(i, i + 1)
-            outs.append(self._attend(q[:, :, at], k[:, :, at], v[:, :, at], one, call))
+            step = q[:, :, at], k[:, :, at], v[:, :, at], one, call
+            if not self._marks or len(self._marks[-1].steps) == _RECORDED:
+                self._marks = [*self._marks[-1:], _Mark(self._slots - q_len + i, _copies(self._parts), [])]
+            self._marks[-1].steps.append(step)
+            outs.append(self._attend(*step))
         return torch.cat(outs, dim=2)
 
     def holds(self, counts: Sequence[int]) -> bool:
@@ -191,12 +207,6 @@ class PolicyLayer(CacheLayerMixin):
         """From now on crop() can take back what was added since, whatever was dropped for it."""
         self.record_past = True
 
-    def _record(self, slots: int) -> None:
-        self._recorded = [*self._recorded[1 - _RECORDED :], (slots, self._copies())]
-
-    def _copies(self) -> tuple[_Part, ...]:
-        return tuple(replace(part, policies=_selected(part.policies, range(len(part.rows)))) for part in self._parts)
-
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` slots.
 
@@ -208,10 +218,9 @@ class PolicyLayer(CacheLayerMixin):
         left = max(self._slots + tokens_to_remove, 0)
         if left == self._slots:
             return
-        at = next((i for i, (slots, _) in enumerate(self._recorded) if slots == left), None)
-        if at is not None:
-            self._parts = self._recorded[at][1]
-            self._recorded = self._recorded[:at]
+        marks = [mark for mark in self._marks if mark.slots <= left]
+        if marks:
+            self._go_back(marks, left)
         elif left == 0:
             self._start()
         elif self._prompt is not None:
@@ -220,7 +229,7 @@ class PolicyLayer(CacheLayerMixin):
             raise HeadwiseError(f"cannot take {-tokens_to_remove} slots back from a batch with padding")
         else:
             # One policy does nothing where it cannot; of several some may have.
-            former = self._copies() if len(self.policies) > 1 else self._parts
+            former = _copies(self._parts) if len(self.policies) > 1 else self._parts
             if not all(policy.truncate(left) for policy in self.policies):
                 self._parts = former
                 raise HeadwiseError(
@@ -228,6 +237,14 @@ class PolicyLayer(CacheLayerMixin):
                     "call activate_past_recording before the tokens that may be taken back"
                 )
         self._slots = left
+
+    def _go_back(self, marks: list[_Mark], left: int) -> None:
+        """To the state of `left` slots: the last mark's, and the tokens that came after it and stay."""
+        last = marks[-1]
+        del last.steps[left - last.slots :]
+        self._marks, self._parts = marks, _copies(last.parts)
+        for step in last.steps:
+            self._attend(*step)
 
     def _prefill_again(self, left: int) -> None:
         """Take in the first `left` slots of the first call, which may have ended in drafts, and no more."""
@@ -280,7 +297,19 @@ class PolicyLayer(CacheLayerMixin):
         self._parts = tuple(
             _Part(tuple(rows), _selected(part.policies, taken)) for part, taken, rows in wanted.values()
         )
-        self._recorded, self._prompt = [], None
+        self._marks, self._prompt = [], None
+
+    @property
+    def recorded(self) -> list[Tensor]:
+        """What is held beside the policies' own, to take tokens back."""
+        policies = [policy for mark in self._marks for part in mark.parts for policy in part.policies]
+        steps = [step for mark in self._marks for step in mark.steps] + ([] if self._prompt is None else [self._prompt])
+        held = [tensor for policy in policies for tensor in policy.tensors().values()]
+        return held + [tensor for step in steps for tensor in step[:3]]
+
+
+def _copies(parts: Sequence[_Part]) -> tuple[_Part, ...]:
+    return tuple(replace(part, policies=tuple(policy.mark() for policy in part.policies)) for part in parts)
 
 
 def _selected(policies: Sequence[Policy], rows: Sequence[int]) -> tuple[Policy, ...]:

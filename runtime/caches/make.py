@@ -152,7 +152,7 @@ def memory_report(cache: Cache) -> MemoryReport:
 def _tensors(layer: CacheLayerMixin) -> list[torch.Tensor]:
     """The tensors that a cache layer holds on the device that computes."""
     if (policies := getattr(layer, "policies", None)) is not None:
-        return [tensor for policy in policies for tensor in policy.tensors().values()]
+        return [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
     found = (getattr(layer, name, None) for name in ("keys", "values", "history"))
     return [tensor for tensor in found if tensor is not None]
 

@@ -119,6 +119,10 @@ class Policy(ABC):
         for name, value in state.items():
             setattr(self, name, value)
 
+    def mark(self) -> Self:
+        """A copy to come back to. Where tokens are only ever added behind others it may share this one's memory."""
+        return self.select(torch.arange(next((x.shape[0] for x in self.tensors().values()), 0)))
+
     def select(self, rows: Tensor) -> Self:
         """A copy that shares no memory, with these sequences, each as often as it is named."""
         made = copy.copy(self)
@@ -159,6 +163,10 @@ class Full(Policy):
     @property
     def kept(self) -> int:
         return self.seen
+
+    def mark(self) -> Self:
+        """See Policy.mark."""
+        return copy.copy(self)
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""

@@ -5,6 +5,9 @@ Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, W windo
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,10 @@ class SnapKV(Policy):
     @property
     def kept(self) -> int:
         return self._held
+
+    def mark(self) -> Self:
+        """See Policy.mark: votes are counted into new memory."""
+        return copy.copy(self)
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""

@@ -11,6 +11,7 @@ import artifacts
 from artifacts import Full, HeadwiseError, Streaming
 from runtime import Headwise, memory_report
 from tests.runtime.caches.feeding import fed
+from tests.runtime.live_bytes import LiveBytes
 
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 STREAM = Streaming(sinks=2, window=14)
@@ -155,6 +156,37 @@ def test_recorded_tokens_are_taken_back_whatever_was_dropped(back, length, build
         torch.testing.assert_close(drafted[:, : 6 - back], expected[:, length : length + 6 - back], **CLOSE)
         cache.crop(-back)
         torch.testing.assert_close(fed(model, then, (9,), cache), expected[:, -9:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "policy", [STREAM, Full(), artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)]
+)
+def test_what_is_recorded_is_little_counted_and_let_go(policy, build, keeping, ids):
+    """It was a copy of the whole state for each of 64 tokens, which no report counted."""
+    model, tokens = build(), ids(500)
+    with keeping(model, policy).apply(model) as handle:
+        plain, cache = handle.new_cache(), handle.new_cache()
+        fed(model, tokens, (200, 1), plain)
+        with LiveBytes() as live:
+            fed(model, tokens[:, :200], (200,), cache)
+            for layer in cache.layers:
+                layer.activate_past_recording()
+            fed(model, tokens[:, 200:], (1,), cache)
+            held = live.now
+        found, usual = memory_report(cache), memory_report(plain)
+        # All that lives is in the report, but for constants that the model keeps.
+        assert found.device == sum(layer.device for layer in found.layers)
+        assert held - found.device < 4096
+        # Two copies of what is kept, and queries, keys and values of at most 128 tokens.
+        token = 2 * (4 + 2 + 2) * 64 * 4
+        assert found.device <= 3 * usual.device + 128 * token
+        # Any of the last 64 tokens can be taken back, however many came before.
+        cache.crop(-60)
+        again = fed(model, tokens[:, 440:], (1,), cache)
+        expected = fed(model, tokens, (200, 1), handle.new_cache())[:, 440:]
+        torch.testing.assert_close(again, expected, **CLOSE)
+        fed(model, ids(100, seed=5), (100,), cache)
+        assert not any(layer.recorded for layer in cache.layers)
 
 
 @pytest.mark.parametrize("repeats", [4, 12])
