@@ -70,6 +70,8 @@ def headwise_attention(
         return attend_kept(call, key.layer), None
     if "cu_seq_lens_k" in kwargs and kwargs.get("cache") is not None:
         return attend_paged(call, layer), None
+    if layer.settings.evicts and key.shape[2] != query.shape[2]:
+        layer.settings.say("this cache is not one of new_cache(): it keeps every token, whatever kv_cache says")
     return _step(call, layer) if query.shape[2] <= MAX_QUERIES else _prefill(call, layer)
 
 

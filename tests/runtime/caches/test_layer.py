@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, StaticCache
 
 import artifacts
 from artifacts import Full, HeadwiseError, Streaming
@@ -215,6 +216,45 @@ def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
         with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
             hand_made = torch.ones(1, 1, 4, 4, dtype=torch.bool)
             model(ids(4), past_key_values=handle.new_cache(), attention_mask=hand_made)
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_a_hole_in_the_past_is_refused(left, build, keeping, ids):
+    """It was ignored: the tokens under it went on being attended to."""
+    model, tokens, more = build(), ids(20, batch=2), ids(1, batch=2, seed=3)
+    real = torch.ones(2, 21, dtype=torch.long)
+    real[0, :left] = 0
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, tokens, (20,), cache, attention_mask=real[:, :20])
+        hole = real.clone()
+        hole[1, 4] = 0
+        with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"):
+            model(more, past_key_values=cache, attention_mask=hole)
+
+
+def test_padding_on_the_right_is_no_hole(build, keeping, ids):
+    model, tokens, more = build(), ids(20, batch=2), ids(5, batch=2, seed=3)
+    real = torch.ones(2, 25, dtype=torch.long)
+    real[0, 12:20] = 0
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        model(tokens, past_key_values=cache, attention_mask=real[:, :20])
+        model(more, past_key_values=cache, attention_mask=real)
+        assert sorted(policy.seen for policy in cache.layers[0].policies) == [17, 25]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(kind, build, keeping, ids, warnings):
+    model, tokens = build(), ids(20)
+    made = {"static": lambda: StaticCache(config=model.config, max_cache_len=40), "dynamic": DynamicCache}
+    with keeping(model, STREAM).apply(model):
+        model(tokens, use_cache=False)
+        assert not warnings()
+        cache = made[kind]()
+        model(tokens, past_key_values=cache)
+        model(tokens[:, :1], past_key_values=cache)
+    assert warnings() == ["this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"]
 
 
 def test_an_interrupted_forward_is_noticed(build, keeping, ids):
