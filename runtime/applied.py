@@ -148,6 +148,7 @@ def attach(
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
         # The reference is slower than dense attention.
         dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
+        spread=len({parameter.device for parameter in model.parameters()}) > 1,
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
         watch=_watch(min_recall) if watch or min_recall is not None else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -69,6 +69,24 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Applied:
     from runtime.applied import attach_dense
 
     return attach_dense(model, by=by)
+
+
+def warm_up(model: nn.Module, lengths: Sequence[int]) -> dict[int, float]:
+    """Serve a prompt of each length and two tokens after it, so that kernels are compiled and dense attention measured.
+
+    Args:
+        model: a model that an artifact is applied to (`apply`, `apply_dense`); nobody else may be using it yet.
+        lengths: tokens of the prompts that are to be expected: one below dense_below and the longest, as a rule.
+
+    Returns:
+        Seconds that each took, compiling and measuring included. stats() counts none of it.
+
+    Raises:
+        HeadwiseError: nothing is applied to the model; a length is no number of tokens that it can take.
+    """
+    from runtime import warm
+
+    return warm.warm_up(model, lengths)
 
 
 def memory_report(cache: Cache) -> MemoryReport:
@@ -179,6 +197,12 @@ class Handle:
     def new_cache(self, *, offload: str = "auto") -> Cache:
         """An empty cache for one generation: see Headwise.new_cache."""
         return self._headwise.new_cache(self._applied.model, offload=offload)
+
+    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
+        """See runtime.warm_up; with the caches that new_cache() makes."""
+        from runtime import warm
+
+        return warm.warm_up(self._applied.model, lengths, self.new_cache)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""

@@ -180,6 +180,10 @@ def _causal_mask(
         kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
         tells = (kernel and not slides) or (settings.decode is not None and rule.window is None)
         whole = tells and int(given["q_offset"]) + q_len == gone + k_len
+        if settings.spread and whole and mask is not None and (ranges := _ranges(padding, batch, gone + k_len)):
+            # What is kept on a tensor does not go along to another device.
+            here = tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
+            return _prefill_mask(Layout(k_len - q_len, q_len, k_len, here, window=rule.window), given, dense, name)
         return _telling(mask, padding, batch, gone, k_len) if whole else mask
     start = int(given["q_offset"])
     if start + q_len > gone + k_len:

@@ -53,6 +53,7 @@ class Settings:
 
     `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
     `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel" ours, "model" `dense`.
+    `spread`: the model lies on several devices, and masks are moved.
     `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask. `watch` (runtime.watch) serves
     sparse prefills and keeps what it sees; None where nobody asked.
     """
@@ -64,6 +65,7 @@ class Settings:
     decode: OmniKV | None = None
     evicts: bool = False
     dense_by: str = "auto"
+    spread: bool = False
     low_memory: bool = False
     watch: Any = None
     calls: Calls = field(default_factory=Calls)

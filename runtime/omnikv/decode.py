@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,9 @@ class OmniKV:
             keys, tokens = self._chosen().get(role.filter, (0, None))
             if keys != k_len:
                 return None
+            if tokens is not None:
+                # The filter layer may lie on another device.
+                tokens = tokens.to(q.device, non_blocking=True)
         done = decode_attention(
             q,
             on_device(k),
@@ -157,7 +160,8 @@ class OmniKV:
         past = None if role.filter is None else self._pasts().get(role.filter)
         if past is None or (past.q_len, past.k_len) != (q_len, k_len):
             return None
-        return attend_past(past, q, k, v, **how)
+        here = replace(past, tokens=past.tokens.to(q.device, non_blocking=True))
+        return attend_past(here, q, k, v, **how)
 
     def after_prefill(
         self,
