@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from runtime.allocator import in_huge_pages
+
 # Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
 _ROOM = 256
 _SHARE = 8
@@ -70,7 +72,7 @@ class GrowingLayer(DynamicLayer):
 
 def _moved(former: Tensor, states: Tensor, length: int, room: int) -> Tensor:
     """New memory (B, G, room, D) with the first `length` tokens of `former`."""
-    moved = states.new_empty(*states.shape[:2], room, states.shape[-1])
+    moved = in_huge_pages(states.new_empty(*states.shape[:2], room, states.shape[-1]))
     if length:
         moved[:, :, :length] = former
     return moved

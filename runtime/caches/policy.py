@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.decode import MAX_QUERIES, decode_attention
+from runtime.allocator import in_huge_pages
 from runtime.dense import dense_plan
 
 # Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
@@ -143,7 +144,7 @@ def with_room(former: Tensor | None, new: Tensor, used: int, needed: int, most: 
     ):
         return former
     room = needed + max(_ROOM, needed // _SHARE)
-    made = new.new_empty(*new.shape[:2], room if most is None else min(room, most), new.shape[3])
+    made = in_huge_pages(new.new_empty(*new.shape[:2], room if most is None else min(room, most), new.shape[3]))
     if former is not None:
         made[:, :, :used] = former[:, :, :used]
     return made
