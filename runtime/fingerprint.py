@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.hashing import canonical_json
-from runtime.layers import text_config
+from runtime.layers import of_full_layers, text_config
 from runtime.sharding import is_sharded, local_elements
 
 if TYPE_CHECKING:
@@ -201,16 +201,16 @@ def config_info(
     config: Any, architecture: str, *, name: str, revision: str | None, weights_sha256: str | None
 ) -> ModelInfo:
     """What the artifact records of a model, by the configuration of its language part and the name of its class."""
-    num_heads = int(config.num_attention_heads)
+    num_heads = int(of_full_layers(config, "num_attention_heads"))
     shape: dict[str, Any] = {
         "architecture": architecture,
         "num_layers": int(config.num_hidden_layers),
         "num_heads": num_heads,
-        "num_kv_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        "num_kv_heads": int(of_full_layers(config, "num_key_value_heads") or num_heads),
+        "head_dim": int(of_full_layers(config, "head_dim") or config.hidden_size // num_heads),
         "rope": _plain(getattr(config, "rope_parameters", None) or {}),
     }
-    covered = shape | {field: _plain(getattr(config, field, None)) for field in _CONFIG_FIELDS}
+    covered = shape | {field: _plain(of_full_layers(config, field)) for field in _CONFIG_FIELDS}
     kinds = list(getattr(config, "layer_types", None) or ())
     # Some versions list the kinds of a model whose layers are all alike, some do not.
     covered["layer_types"] = kinds if set(kinds) - {"full_attention"} else None

@@ -181,7 +181,8 @@ def _dense_how(call: Call, layer: Layer, layout: Layout) -> str | None:
     may = layout.window is None and settings.kernel_from is not None and k.shape[2] >= settings.kernel_from
     if may and (settings.dense_by == "kernel" or (right(q, k, v) if weights else faster(q, k, v) == "kernel")):
         return "dense by kernel"
-    return "" if settings.low_memory and many and (weights or not layout.needs_no_mask) else None
+    needs_mask = settings.low_memory and many and (weights or not layout.needs_no_mask)
+    return "" if needs_mask and right(q, k, v) else None
 
 
 def _chosen(call: Call, layer: Layer) -> Tensor | None:
