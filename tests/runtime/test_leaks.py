@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from runtime import Headwise, state
+from runtime import Headwise
+from runtime.attention import state
 from tests.runtime.omnikv import LAYERS
 
 
