@@ -17,10 +17,10 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, natural, run_command
-from profiling.prompts.prompt import TASKS
+from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from search.common.report import print_report
 from search.gate import add_limits, limits_of
-from search.model.config import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
 from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
 from search.published.config import HeadSearch
