@@ -353,7 +353,7 @@ struct Units {
   bool step(Scratch<elem>& w, int live, Mask mask, int64_t key, int64_t at) const {
     const float *s = w.s.get(), *shift = lse.get() + at;
     if (how.least > NEG_INF && !reaches(s, shift, how.softmax.factor(), mask, how.least)) return false;
-    Engine::qk(v_rows.get() + key * inner_v, inner_v, o_across.get() + at * inner_v, w.dp.get(), TILE);
+    Engine::qk(v_rows.get() + key * inner_v, TILE, inner_v, o_across.get() + at * inner_v, w.dp.get(), TILE);
     const auto make = how.softmax.softcap > 0 ? softmax_gradient<Engine, true, Mask, elem>
                                               : softmax_gradient<Engine, false, Mask, elem>;
     make(s, w.dp.get(), shift, delta.get() + at, how.softmax, mask, w.p.get() + live * TILE, w.ds.get() + live * TILE,
@@ -370,15 +370,15 @@ struct Units {
       int live = 0;
       const auto flush = [&] {
         if (!live) return;
-        Engine::pv(w.p.get(), LD, gradients, live, width_v, dv.get() + key * width_v);
-        Engine::pv(w.ds.get(), LD, queries, live, width, dk.get() + key * width);
+        Engine::pv(w.p.get(), TILE, LD, gradients, live, width_v, dv.get() + key * width_v);
+        Engine::pv(w.ds.get(), TILE, LD, queries, live, width, dk.get() + key * width);
         live = 0;
       };
       const int64_t end = std::min(last, t + reach() + 1);
       for (int64_t i = std::max({task.query_strip * STRIP, t, n.first()}); i < end; ++i) {
         const int64_t at = query_at(task.unit, task.head, i);
         const int64_t distance = (i - t) * TILE;
-        Engine::qk(k_rows.get() + key * inner, inner, q_across.get() + at * inner, w.s.get(), TILE);
+        Engine::qk(k_rows.get() + key * inner, TILE, inner, q_across.get() + at * inner, w.s.get(), TILE);
         if (how.softmax.softcap > 0) cap(w.s.get(), AREA, how.softmax);
         const bool edge = i == t || distance + TILE > how.window;
         const int32_t window = std::min<int64_t>(how.window, PAD);
