@@ -165,8 +165,11 @@ template <class Engine, bool CAPPED, class Mask, class elem>
 void softmax_gradient(const float* s, const float* dp, const float* lse, const float* delta, Softmax how,
                              Mask mask, elem* p, elem* ds, elem* pairs) {
   const float factor = how.factor(), cap = CAPPED ? 1.0f / how.softcap : 0.0f;
+  const Exp2<Engine::TERMS> exp2{factor};
   for (int c = 0; c < TILE; c += 2 * LANES) {
-    const vf shift[2] = {load(lse + c), load(lse + c + LANES)}, mean[2] = {load(delta + c), load(delta + c + LANES)};
+    // In the scores' own unit: differences are scaled, not what they are taken from.
+    const vf shift[2] = {load(lse + c) / factor, load(lse + c + LANES) / factor};
+    const vf mean[2] = {load(delta + c), load(delta + c + LANES)};
     for (int j = 0; j < TILE; j += 2) {
       vf prob[2][2], grad[2][2];
 #pragma GCC unroll 2
@@ -175,7 +178,7 @@ void softmax_gradient(const float* s, const float* dp, const float* lse, const f
         for (int half = 0; half < 2; ++half) {
           const int at = (j + row) * TILE + c + half * LANES;
           const vf x = load(s + at);
-          const vf e = mask(exp2<Engine::TERMS>(x * factor - shift[half]), j + row, c + half * LANES, vf{});
+          const vf e = mask(exp2(x - shift[half]), j + row, c + half * LANES, vf{});
           vf g = e * (load(dp + at) - mean[half]);
           if constexpr (CAPPED) g *= 1.0f - (x * cap) * (x * cap);
           prob[row][half] = e;
