@@ -19,8 +19,8 @@ def edits(case: Case) -> Iterator[Finding]:
             code="edited",
             severity="note",
             where="edits",
-            message=f"{made[-1].field} was set from {made[-1].before} to {made[-1].after}{more}: search and evidence are "
-            "of the artifact before; measure again what matters",
+            message=f"{made[-1].field} was set from {made[-1].before} to {made[-1].after}{more}: search and evidence "
+            "are of the artifact before; measure again what matters",
         )
 
 
