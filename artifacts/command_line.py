@@ -21,6 +21,8 @@ BAD_USE = 2
 # As large as a field of an artifact may be (artifacts.fields, which takes long to import).
 LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
+# What serving does without -> the extra that installs it.
+EXTRAS = {"matplotlib": "search", "optuna": "search"}
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -89,6 +91,11 @@ def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[s
         _complain(str(error))
         _discard(sys.stdout)
         code = BAD_USE
+    except ModuleNotFoundError as error:
+        if error.name is None or (package := error.name.partition(".")[0]) not in EXTRAS:
+            raise
+        _complain(_how_to_install(package))
+        code = BAD_USE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
@@ -107,6 +114,10 @@ def _prepare_output() -> None:
         lines, encoding = sys.stdout.line_buffering, sys.stdout.encoding
         # A name that the terminal's encoding lacks is no reason to fail.
         sys.stdout = _Output(sys.stdout.detach(), encoding, "backslashreplace", line_buffering=lines)
+
+
+def _how_to_install(package: str) -> str:
+    return f"{package} is not installed: pip install 'headwise[{EXTRAS[package]}]'"
 
 
 def _complain(message: str) -> None:

@@ -34,6 +34,7 @@ class Point(Record):
     kl: AtLeast0 = Field(description="mean divergence of the next token's distribution from dense, nats a token")
     recall: Share = Field(description="attention mass kept, mean over the searched heads")
     density: Share = Field(description="of the causal area computed, mean over the searched heads")
+    dense_tail: Natural | None = Field(default=None, description="that goes with its rows; null: that of `prefill`")
     lost: Natural | None = Field(
         default=None, description="of the answers that dense attention gets right (`dense_right`), those that are lost"
     )
@@ -189,5 +190,8 @@ def at_target(artifact: Artifact, arrays: Mapping[str, Array] | None = None, **t
             f"{given[0]}: the artifact has no front to choose from: load it without, or search with one budget for the "
             "whole model"
         )
-    layers = front_rows(artifact, arrays, artifact.prefill.front.choose(**targets))
-    return artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"layers": layers})})
+    number = artifact.prefill.front.choose(**targets)
+    served: dict[str, object] = {"layers": front_rows(artifact, arrays, number)}
+    if (tail := artifact.prefill.front.points[number].dense_tail) is not None:
+        served["dense_tail"] = tail
+    return artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update=served)})

@@ -72,9 +72,10 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[Lock]:
         held = Lock(path)
     except Timeout:
         holder = _note(path)
+        how = f"has been writing it for {timeout:g} s" if timeout else "is writing it"
         raise HeadwiseError(
-            f"cannot write {shown}: process {shorten(holder.get('pid'))} on {shorten(holder.get('host'))} has been "
-            f"writing it for {timeout:g} s; wait for it or end it"
+            f"cannot write {shown}: process {shorten(holder.get('pid'))} on {shorten(holder.get('host'))} {how}; "
+            "wait for it or end it"
         ) from None
     except OSError as error:
         lock.release()

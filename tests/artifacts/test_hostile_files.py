@@ -14,7 +14,7 @@ from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_
 from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
 from artifacts.validation import to_artifact
-from tests.artifacts.hostile import ACCEPTED, MIB, SECONDS
+from tests.artifacts.hostile import ACCEPTED, MIB
 
 # What ends well: these files are large and right.
 HARMLESS = {"as many arrays as may be", "one large array"}
@@ -32,7 +32,8 @@ def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it(
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
         # What reads all arrays, to give them away or to write them again, holds them.
         whole = file["name"] == "a sidecar of 200 MiB" and file["way"] in ("load", "set", "merge", "migrate")
-        assert whole or (file["mib"] <= MIB and file["seconds"] <= SECONDS), file
+        # A file that takes longer than the processor's limit in hostile.py ends as a crash.
+        assert whole or file["mib"] <= MIB, file
 
 
 @pytest.mark.parametrize(
