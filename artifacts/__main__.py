@@ -44,9 +44,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     verbs: dict[str, Verb] = {name: import_module(f"artifacts.commands.{name}") for name in VERBS}
+    asked = sys.argv[1:] if argv is None else argv
     for name, verb in verbs.items():
         says = f"{verb.SHORT[0].upper()}{verb.SHORT[1:]}."
-        add_arguments(subparsers.add_parser(name, help=verb.SHORT, description=says, epilog=verb.EXAMPLES), verb.Config)
+        below = subparsers.add_parser(name, help=verb.SHORT, description=says, epilog=verb.EXAMPLES)
+        # The others are only listed.
+        if name in asked:
+            add_arguments(below, verb.Config)
     given = vars(parser.parse_args(argv))
     verb = verbs[given.pop("verb")]
     outcome = verb.run(verb.Config(**given))

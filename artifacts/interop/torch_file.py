@@ -73,15 +73,15 @@ def read_tensor(path: Path, data: bytes) -> Array:
 
 
 def write_tensor(values: Array) -> bytes:
-    """A .pt file of the values: in fp16 where that holds them exactly, else in bf16, else in fp32."""
+    """A .pt file of the values: in bf16 where that holds them exactly, else in fp16, else in fp32."""
     import numpy as np
 
     single = np.ascontiguousarray(values, dtype=np.float32)
     upper = (single.view(np.uint32) >> 16).astype("<u2")
-    if (single == single.astype(np.float16)).all():
-        storage, raw = "HalfStorage", single.astype("<f2").tobytes()
-    elif (single == (upper.astype(np.uint32) << 16).view(np.float32)).all():
+    if (single == (upper.astype(np.uint32) << 16).view(np.float32)).all():
         storage, raw = "BFloat16Storage", upper.tobytes()
+    elif (single == single.astype(np.float16)).all():
+        storage, raw = "HalfStorage", single.astype("<f2").tobytes()
     else:
         storage, raw = "FloatStorage", single.astype("<f4").tobytes()
     where = b"(" + _text("storage") + f"ctorch\n{storage}\n".encode() + _text("0") + _text("cpu") + _int(single.size)

@@ -24,6 +24,7 @@ CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     imports.scales,
     imports.precision,
     sections.origin,
+    sections.edits,
     sections.evidence,
     sections.decode,
     sections.kv_cache,

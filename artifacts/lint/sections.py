@@ -11,6 +11,19 @@ from artifacts.lint.finding import Case, Finding, some
 _SECONDS = ("s", "ms", "us", "s/token", "ms/token")
 
 
+def edits(case: Case) -> Iterator[Finding]:
+    """Fields that were set by hand after the search."""
+    if made := case.artifact.edits:
+        more = f" and {len(made) - 1} more" if len(made) > 1 else ""
+        yield Finding(
+            code="edited",
+            severity="note",
+            where="edits",
+            message=f"{made[-1].field} was set from {made[-1].before} to {made[-1].after}{more}: search and evidence "
+            "are of the artifact before; measure again what matters",
+        )
+
+
 def evidence(case: Case) -> Iterator[Finding]:
     """Nothing measured, nothing to compare with, or a measurement that speaks against the artifact."""
     entries = case.artifact.evidence.measurements

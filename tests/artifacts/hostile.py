@@ -1,11 +1,13 @@
 """python -m tests.artifacts.hostile: files of up to 10 MiB made to break a reader, and what reading each one costs.
 
-Each file is read in a process of its own, forked from one that has read an artifact already, so that what it costs is
-what this file adds: seconds of the processor, and the growth of the largest resident set.
+Each file is read in every way there is, by loading and by all verbs, each time in a process of its own, forked from
+one that has read an artifact already, so that what it costs is what this file adds: seconds of the processor, and the
+growth of the largest resident set.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -13,21 +15,30 @@ import struct
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import artifacts
-from artifacts import strict_yaml
+from artifacts import Artifact, strict_yaml
+from artifacts.__main__ import main as command
 from artifacts.hashing import content_sha256
+from artifacts.interop.formats import FORMATS
 from artifacts.schema import SCHEMA_VERSION
-from tests.artifacts.conftest import as_yaml, build, build_arrays
+from artifacts.signing import make_key
+from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
 
 SIZE = 10 * 2**20
 SECONDS = 2
 MIB = 100
+ACCEPTED = (
+    "rows of nothing", "a policy for all", "a pattern a head", "strided far away", "much evidence",
+    "a sidecar of 200 MiB",
+)  # fmt: skip
 
 
 def _fill(unit: str | bytes, size: int = SIZE) -> bytes:
@@ -89,6 +100,12 @@ def artifact_files() -> Iterator[tuple[str, bytes]]:
         ("wrong policies", lambda f: f["kv_cache"].update(policies={f"p{i}": _POLICY for i in range(16_000)})),
         ("deep rope", lambda f: f["model"].update(rope={f"k{i}": [[[[[1e300] * 9] * 5]]] for i in range(1_500)})),
         ("long texts", lambda f: f["search"].update({f"t{i}": "\U0001f4a5" * 16_000 for i in range(160)})),
+        ("counts without end", lambda f: _counted(f, 10**8)),
+        ("more counts without end", lambda f: _counted(f, 10**9)),
+        ("counts beyond floats", lambda f: _counted(f, 10**20)),
+        ("more heads than any", lambda f: _counted(f, 4096)),
+        ("null rows of many", lambda f: _counted(f, 10**8, kv_cache=None)),
+        ("positions beyond floats", lambda f: f["model"].update(max_positions=1e30)),
         ("huge numbers", lambda f: f["model"].update(num_layers=10**39, num_heads=10**39)),
         ("fields of no version", lambda f: f.update(patterns=[], evidence=7)),
     ):
@@ -97,6 +114,21 @@ def artifact_files() -> Iterator[tuple[str, bytes]]:
         with suppress(ValueError):
             fields["content_sha256"] = content_sha256(fields)
         yield name, as_yaml(fields, ensure_ascii=False).encode()
+
+
+def _counted(fields: dict[str, Any], heads: int, **more: Any) -> None:
+    fields["model"].update(num_heads=heads, num_kv_heads=heads, num_layers=17)
+    nothing = {
+        "dense_below": 0,
+        "dense_tail": 0,
+        "growth": None,
+        "layers": [None] * 17,
+        "front": None,
+        "imported": None,
+    }
+    fields.update(patterns={}, search=None, prefill=nothing, costs=[], decode=None)
+    fields["kv_cache"] = {"policies": {"full": {"kind": "full"}}, "layers": ["full"] * 17, "imported": None}
+    fields.update(more)
 
 
 _POLICY = {"kind": "h2o", "heavy": "x", "recent": "x", "normalised": 5}
@@ -113,6 +145,8 @@ def sidecar_files() -> Iterator[tuple[str, bytes]]:
     empty = {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}
     yield "many arrays", _header({f"{i:x}": empty for i in range(SIZE // 65)})
     yield "as many arrays as may be", _header({f"{i:x}": empty for i in range(39_999)})
+    spelled = b",".join(b'"%06x":{"dtype":"I8","shape":[0],"data\\u005foffsets":[0,0]}' % i for i in range(90_000))
+    yield "many arrays, spelled otherwise", _header(b"{" + spelled + b"}")
     yield "deep header", _header(_fill("["))
     yield "long header", _header({"x" * (SIZE - 100): empty})
     yield "long metadata", _header({"__metadata__": {f"k{i}": "v" for i in range(375_000)}})
@@ -125,12 +159,42 @@ def sidecar_files() -> Iterator[tuple[str, bytes]]:
     yield "one large array", _header({"a": {"dtype": "I8", "shape": [SIZE], "data_offsets": [0, SIZE]}}, bytes(SIZE))
 
 
+def accepted_files() -> Iterator[tuple[str, Artifact, dict[str, np.ndarray]]]:
+    """Artifacts that are as large, or as odd, as they may be: every verb has to end well with them, too."""
+    small, _ = build_every_kind()
+    model, tall = small.model, {"num_layers": 64, "num_heads": 1024, "num_kv_heads": 1024}
+    nothing = small.model_copy(
+        update={"prefill": artifacts.Prefill(dense_below=0, layers=(None,) * 64), "patterns": {}, "search": None}
+    ).model_copy(update={"costs": (), "decode": None, "kv_cache": None, "model": model.model_copy(update=tall)})
+    yield "rows of nothing", nothing, {}
+    cache = artifacts.KVCache(policies={"full": artifacts.Full()}, layers=("full",) * 64)
+    yield "a policy for all", nothing.model_copy(update={"kv_cache": cache}), {}
+    shape = {"num_layers": 16, "num_heads": 1024, "num_kv_heads": 8, "max_positions": 2**31 - 1}
+    searched = build().search
+    for name, size, below in (("a pattern a head", 16_384, 4096), ("strided far away", 500, 2**23)):
+        patterns = {f"p{i}": artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(size)}
+        rows = tuple(tuple(f"p{(layer * 1024 + head) % size}" for head in range(1024)) for layer in range(16))
+        prefill = artifacts.Prefill(dense_below=below, layers=rows)
+        update = {"patterns": patterns, "prefill": prefill, "search": searched, "costs": (), "decode": None}
+        yield name, small.model_copy(update={**update, "kv_cache": None, "model": model.model_copy(update=shape)}), {}
+    entry = small.evidence.measurements[0].model_copy(update={"name": "\U0001f4a5\x85" * 300})
+    evidence = artifacts.Evidence(measurements=tuple(entry.model_copy(update={"value": float(i)}) for i in range(1500)))
+    yield "much evidence", build(evidence=evidence), build_arrays()
+    large = np.zeros(SIZE * 20, dtype=np.int8)
+    yield "a sidecar of 200 MiB", build(), {"chosen.recall": large.reshape(1, -1), "imported.score": large[:0]}
+
+
 def write_all(folder: Path) -> Iterator[tuple[str, Path]]:
     """Every hostile artifact in a folder of its own: its name, and the YAML file."""
     for number, (name, data) in enumerate((*yaml_files(), *artifact_files())):
         (folder / str(number)).mkdir()
         path = folder / str(number) / "cfg.yaml"
         path.write_bytes(data)
+        yield name, path
+    for name, artifact, arrays in accepted_files():
+        path = folder / name / "cfg.yaml"
+        path.parent.mkdir()
+        artifacts.save(artifact, path, arrays)
         yield name, path
     for name, data in sidecar_files():
         path = folder / name / "cfg.yaml"
@@ -144,40 +208,80 @@ def write_all(folder: Path) -> Iterator[tuple[str, Path]]:
         yield name, path
 
 
-def cost(path: Path) -> dict[str, Any]:
-    """What loading the artifact says and costs: seconds of the processor, MiB, and its line, or None where it loads."""
+def ways(key: Path) -> dict[str, Callable[[Path], object]]:
+    """Every way to read an artifact: loading it, and each verb."""
+
+    def verb(*words: str) -> Callable[[Path], object]:
+        def run(path: Path) -> object:
+            named = {"FILE": path, "EXAMPLE": _example(), "KEY": key, "OUT": path.with_name("out")}
+            with redirect_stdout(io.StringIO()):
+                return command(
+                    [str(named.get(word, word)) if "/" not in word else str(path.with_name(word[1:])) for word in words]
+                )
+
+        return run
+
+    found = {
+        "load": artifacts.load_pair,
+        "show": verb("show", "FILE"),
+        "show --json": verb("show", "FILE", "--json"),
+        "validate": verb("validate", "FILE"),
+        "lint": verb("lint", "FILE"),
+        "diff": verb("diff", "FILE", "EXAMPLE"),
+        "diff from": verb("diff", "EXAMPLE", "FILE"),
+        "set": verb("set", "FILE", "prefill.dense_tail=64", "--out", "/set.yaml"),
+        "merge": verb("merge", "FILE", "--decode", "EXAMPLE", "--out", "/merged.yaml"),
+        "migrate": verb("migrate", "FILE", "--out", "/migrated.yaml"),
+        "sign": verb("sign", "FILE", "--key", "KEY"),
+        "verify": verb("verify", "FILE", "--key", "KEY"),
+    }
+    return found | {f"to {name}": verb("convert", "FILE", "--to", name, "--out", "/out.json") for name in FORMATS}
+
+
+def costs(path: Path, these: dict[str, Callable[[Path], object]]) -> Iterator[dict[str, Any]]:
+    """What ways to read, one after the other, say and cost: seconds of the processor each, MiB since the first, and the
+    line, or None where it is read."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reading)
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = before.ru_utime + before.ru_stime
-        # A hang ends here, with a signal; the limit counts whole seconds.
-        most = int(seconds) + SECONDS + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
-        said: dict[str, Any]
-        try:
-            artifacts.load_pair(path)
-            said = {"line": None}
-        except artifacts.ArtifactError as error:
-            said = {"line": str(error)}
-        except BaseException as error:
-            said = {"line": None, "crash": repr(error)[:500]}
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        said["seconds"] = after.ru_utime + after.ru_stime - seconds
-        said["mib"] = (after.ru_maxrss - before.ru_maxrss) / 1024
-        os.write(writing, json.dumps(said).encode())
+        first = resource.getrusage(resource.RUSAGE_SELF)
+        for name, way in these.items():
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            # A hang ends here, with a signal; the limit counts whole seconds.
+            most = int(before.ru_utime + before.ru_stime) + SECONDS + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+            said: dict[str, Any] = {"way": name, "line": None}
+            try:
+                way(path)
+            except artifacts.HeadwiseError as error:
+                said["line"] = str(error)
+            except BaseException as error:
+                said["crash"] = repr(error)[:500]
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            said["seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            said["mib"] = (after.ru_maxrss - first.ru_maxrss) / 1024
+            os.write(writing, json.dumps(said).encode() + b"\n")
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as stream:
-        data = stream.read()
+        yield from map(json.loads, stream)
     _, status = os.waitpid(child, 0)
-    return json.loads(data) if data else {"line": None, "crash": f"ended with status {status}"}
+    if status:
+        yield {"way": "any", "line": None, "crash": f"ended with status {status}", "seconds": 0, "mib": 0}
 
 
 def main() -> None:
-    """Print a JSON line for each file."""
-    artifacts.load_pair(_example())
+    """Print a JSON line for each file and each way to read it."""
     with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "me.key"
+        make_key(key)
+        # Imports and caches are no cost of a file.
+        warm = Path(folder) / "warm" / "cfg.yaml"
+        warm.parent.mkdir()
+        artifacts.save(*build_every_kind()[:1], warm, build_every_kind()[1])
+        for way in ways(key).values():
+            with suppress(artifacts.HeadwiseError):
+                way(warm)
         # Made by another process: the one that reads must not have held them.
         if (maker := os.fork()) == 0:
             try:
@@ -190,7 +294,12 @@ def main() -> None:
         if os.waitpid(maker, 0)[1]:
             sys.exit("the hostile files could not be made")
         for name, path in json.loads((Path(folder) / "names.json").read_text()).items():
-            print(json.dumps({"name": name, **cost(Path(path))}), flush=True)
+            known = ways(key)
+            # What is read may take as much for each way; what is refused is refused in the same place by all.
+            together = [{way: run} for way, run in known.items()] if name in ACCEPTED else [known]
+            for these in together:
+                for found in costs(Path(path), these):
+                    print(json.dumps({"name": name, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,23 +14,26 @@ from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_
 from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
 from artifacts.validation import to_artifact
-from tests.artifacts.hostile import MIB
+from tests.artifacts.hostile import ACCEPTED, MIB
 
 # What ends well: these files are large and right.
 HARMLESS = {"as many arrays as may be", "one large array"}
 
 
-def test_every_hostile_file_ends_in_one_line_and_costs_little():
+def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it():
     command = [sys.executable, "-m", "tests.artifacts.hostile"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) > 45
+    assert len({file["name"] for file in found}) > 55 and len({file["way"] for file in found}) > 18
     for file in found:
         assert "crash" not in file, file
-        assert (file["line"] is None) == (file["name"] in HARMLESS), file
+        if file["way"] == "load":
+            assert (file["line"] is None) == (file["name"] in {*HARMLESS, *ACCEPTED}), file
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
+        # What reads all arrays, to give them away or to write them again, holds them.
+        whole = file["name"] == "a sidecar of 200 MiB" and file["way"] in ("load", "set", "merge", "migrate")
         # A file that takes longer than the processor's limit in hostile.py ends as a crash.
-        assert file["mib"] <= MIB, file
+        assert whole or file["mib"] <= MIB, file
 
 
 @pytest.mark.parametrize(

@@ -241,3 +241,19 @@ def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make)
     assert save_searched(make(), saved, {}) == load(saved)
     with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
         save_searched(make().model_copy(update={"patterns": {}}), saved, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["cfg.yaml.bak", "cfg.yaml~", "cfg.txt", "cfg", ".cfg.yaml.swp", "old.YAML", "notes.md"]
+)
+def test_a_backup_under_any_name_keeps_its_sidecar(saved, make, arrays, name):
+    (before,) = saved.parent.glob("*.safetensors")
+    backup = saved.with_name(name)
+    backup.write_bytes(saved.read_bytes())
+    arrays["chosen.recall"][0, 0] = 0.75
+    save(make(), saved, arrays)
+    assert before.exists() and len(list(saved.parent.glob("*.safetensors"))) == 2
+    backup.unlink()
+    arrays["chosen.recall"][0, 0] = 0.5
+    save(make(), saved, arrays)
+    assert load_pair(saved)[1]["chosen.recall"][0, 0] == 0.5

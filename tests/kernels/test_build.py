@@ -210,3 +210,30 @@ def test_without_a_compiler_the_reference_serves(cache: Path, tmp_path: Path) ->
 def test_the_op_is_there_once_built() -> None:
     built()
     assert torch.ops.headwise.engines(torch.float32) == ["float"]
+
+
+@pytest.mark.parametrize("where", ["root", "folder", "library"])
+def test_what_others_could_have_put_there_is_not_loaded(cache: Path, where: str) -> None:
+    """A library that is loaded is run."""
+    library = built()
+    planted = cache / library.name
+    cache.mkdir(parents=True)
+    planted.write_bytes(b"planted")
+    place = {"root": cache.parent, "folder": cache, "library": planted}[where]
+    for mode in (0o777, 0o775):
+        place.chmod(mode)
+        said = str(load())
+        assert said.startswith(
+            f"compiled kernels are not taken from there: others can write to {place} (mode {mode:o})"
+        )
+        assert "\n" not in said and planted.read_bytes() == b"planted"
+
+
+def test_what_belongs_to_another_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built()
+    cache.mkdir(parents=True)
+    monkeypatch.setattr(build.os, "geteuid", lambda: 4711)
+    cache.chmod(0o700)
+    if cache.stat().st_uid == 0:
+        os.chown(cache, 1, -1)
+    assert "belongs to user" in str(load())

@@ -1,0 +1,272 @@
+"""Formats that name layers, KV heads or one threshold: what comes in, what goes out, and what is said of the rest.
+
+The files are made here, in the exact shape of each tool's own.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+import artifacts
+from artifacts import ArtifactError, HeadwiseError, load_pair
+from artifacts.commands.convert import Config, run
+from tests.artifacts.conftest import build
+
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
+
+
+def convert(file, out, **options):
+    return json.loads(run(Config(file=file, out=out, as_json=True, **options)).text)["report"]
+
+
+def effects(report):
+    return {(note["effect"], note["heads"]) for note in report["notes"]}
+
+
+def there_and_back(tmp_path, name, content, target, **options):
+    """The artifact and its arrays, what was said on both ways, and the file that came back."""
+    file, cfg, back = tmp_path / name, tmp_path / "cfg.yaml", tmp_path / "back" / name
+    back.parent.mkdir()
+    file.write_bytes(content)
+    there = convert(file, cfg, **SHAPE | options)
+    return *load_pair(cfg), there, convert(cfg, back, target=target), back
+
+
+MODELOPT = {
+    "config_groups": {
+        "group_0": {
+            "algorithm": "skip_softmax", "targets": ["LlamaAttention"], "ignore": ["model.layers.0.self_attn"],
+            "threshold_scale_factor": {
+                "formula": "a * exp(b * target_sparsity)", "prefill": {"a": 5.5, "b": 7.0},
+                "decode": {"a": 0.2, "b": 9.0},
+            },
+            "target_sparsity": {"prefill": 0.5, "decode": 0.4},
+        },
+        "group_1": {
+            "algorithm": "sparse_softmax", "targets": ["LlamaAttention"], "sparsity_n": 2, "sparsity_m": 4,
+            "dense_sink_tokens": 0, "dense_recent_tokens": 64,
+        },
+    },
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+}  # fmt: skip
+
+
+def test_modelopt_there_and_back(tmp_path):
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3, "sparse_attention_config": MODELOPT}
+    data = json.dumps(config).encode()
+    artifact, _, there, back, file = there_and_back(tmp_path, "config.json", data, "modelopt", source="modelopt")
+    assert file.read_bytes() == data and not back["lossy"]
+    assert artifact.prefill.layers[0] == ("dense",) * 4 and artifact.prefill.imported.format == "modelopt"
+    name = artifact.prefill.layers[1][0]
+    assert artifacts.density.density(artifact.patterns[name], 8192) == pytest.approx(0.5, abs=0.02)
+    assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
+    assert effects(there) == {("chooses otherwise", 8), ("not carried over", 8)} and len(there["notes"]) == 3
+    assert "profiling.fidelity" in there["measure"]
+
+
+def test_modelopt_of_patterns_that_were_searched(tmp_path):
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    said = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt", model="my/model")
+    made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"]["config_groups"]["group_0"]
+    expected = 1 - artifacts.density.mean_density(build(), 4096)
+    assert made["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
+    assert made["ignore"] == ["model.layers.1.self_attn"] and made["targets"] == ["LlamaAttention"]
+    assert (said["heads"], said["exact"]) == (12, 4) and "threshold_scale_factor" not in made
+    assert "--model my/model --against back.yaml" in said["measure"]
+    with pytest.raises(HeadwiseError, match="must have one group of skip_softmax, got 0"):
+        convert(_write(tmp_path, {"config_groups": {}}), tmp_path / "y.yaml", source="modelopt", **SHAPE)
+
+
+def _write(tmp_path, value, name="x.json"):
+    (tmp_path / name).write_text(json.dumps(value))
+    return tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"index_topk_pattern": "FFSSFS"},
+        {"indexer_types": ["full", "full", "shared", "shared", "full", "shared"], "index_topk_pattern": "FSSSSS"},
+    ],
+)
+def test_index_pattern_there_and_back(tmp_path, given):
+    config = {"num_hidden_layers": 6, "index_topk": 1024, **given}
+    data = json.dumps(config).encode()
+    artifact, _, there, back, file = there_and_back(tmp_path, "config.json", data, "index_topk_pattern")
+    omnikv = artifact.decode.omnikv
+    assert (omnikv.filter_layers, omnikv.dense_layers, omnikv.budget) == ((1, 4), (), 1024)
+    made = json.loads(file.read_text())
+    assert made["index_topk_pattern"] == "FFSSFS" and made["index_topk"] == 1024
+    assert made["indexer_types"] == ["full", "full", "shared", "shared", "full", "shared"]
+    assert (there["heads"], there["exact"], there["unit"]) == (6, 6, "layer")
+    assert effects(there) == {("computes more", 3), ("chooses otherwise", 3)}
+    assert effects(back) == {("keeps less", 3), ("chooses otherwise", 3)}
+
+
+@pytest.mark.parametrize(("offset", "expected"), [({}, "FFSSSFSSSF"), ({"index_skip_topk_offset": 3}, "FFFSSSFSSS")])
+def test_index_frequencies_are_read_as_the_tools_read_them(tmp_path, offset, expected):
+    file = _write(tmp_path, {"num_hidden_layers": 10, "index_topk_freq": 4, **offset}, "config.json")
+    convert(file, tmp_path / "cfg.yaml", **SHAPE)
+    convert(tmp_path / "cfg.yaml", tmp_path / "back.json", target="index_topk_pattern")
+    assert json.loads((tmp_path / "back.json").read_text())["index_topk_pattern"] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 3, "index_topk_pattern": "SFS"}, "the first layer must attend to everything"),
+        ({"num_hidden_layers": 3, "index_topk_pattern": "FFF"}, "no layer takes tokens of another"),
+        ({"num_hidden_layers": 3, "index_topk_pattern": "FXS"}, "must have F or S for each layer, got 'FXS'"),
+        ({"num_hidden_layers": 4, "index_topk_pattern": "FS"}, "has 2 layers, the model has 4"),
+        (
+            {"num_hidden_layers": 3, "index_topk_pattern": "FSS", "index_topk": 0},
+            "the budget must be a number of tokens",
+        ),
+        ({"num_hidden_layers": 3}, "has no index_topk_pattern, no indexer_types, and no index_topk_freq"),
+        ({"index_topk_freq": 0, "num_hidden_layers": 3}, "has no index_topk_pattern"),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_index_patterns_that_cannot_be(tmp_path, config, message):
+    with pytest.raises(ArtifactError, match=message):
+        convert(_write(tmp_path, config, "config.json"), tmp_path / "cfg.yaml", **SHAPE)
+    assert not (tmp_path / "cfg.yaml").exists()
+
+
+def test_sparse_vllm_there_and_back(tmp_path):
+    options = {
+        "sparse_method": "omnikv", "full_attention_layers": "0,2,3", "decode_keep_tokens": 2048, "sink_keep_tokens": 4,
+        "recent_keep_tokens": 32, "engine_prefill_chunk_size": 4096,
+    }  # fmt: skip
+    data = json.dumps(options).encode()
+    artifact, _, there, back, file = there_and_back(
+        tmp_path, "omnikv.json", data, "sparse_vllm", source="sparse_vllm", layers=6
+    )
+    omnikv = artifact.decode.omnikv
+    assert (omnikv.filter_layers, omnikv.dense_layers, omnikv.budget) == ((0, 3), (2,), 2048)
+    assert file.read_bytes() == data and there["exact"] == back["exact"] == 6
+    assert effects(there) == {("keeps less", 0), ("not carried over", 0)} and not back["lossy"]
+    run_set = tmp_path / "set.yaml"
+    from artifacts.__main__ import main
+
+    main(["set", str(tmp_path / "cfg.yaml"), "decode.omnikv.budget=0.25", "--out", str(run_set)])
+    said = convert(run_set, tmp_path / "new.json", target="sparse_vllm")
+    made = json.loads((tmp_path / "new.json").read_text())
+    assert made["full_attention_layers"] == "0,2,3" and made["decode_keep_tokens"] == 2048
+    assert ("chooses otherwise", 0) in effects(said)
+
+
+def test_what_the_search_of_sparse_vllm_selected(tmp_path):
+    found = {"selected_full_layers": [0, 3], "full_attention_layers": "0,3", "num_hidden_layers": 5, "topk": 512}
+    convert(_write(tmp_path, found, "selected_full_layers.json"), tmp_path / "cfg.yaml", **SHAPE)
+    omnikv = load_pair(tmp_path / "cfg.yaml")[0].decode.omnikv
+    assert (omnikv.filter_layers, omnikv.budget) == ((0, 3), 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparse_method": "snapkv", "full_attention_layers": "0"}, "sparse_method: must be omnikv, got 'snapkv'"),
+        ({"full_attention_layers": "zero"}, "must be layers such as '0,2,7', got 'zero'"),
+        ({"full_attention_layers": [0, 9]}, "layers the model has|which model is it"),
+        ({"full_attention_layers": [-1]}, "must be layers such as"),
+        ({"full_attention_layers": "0", "decode_keep_tokens": 0.5}, "the budget must be a number of tokens"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, options, message):
+    file = _write(tmp_path, options)
+    with pytest.raises(ArtifactError, match=message):
+        convert(file, tmp_path / "cfg.yaml", source="sparse_vllm", layers=6, **SHAPE)
+
+
+def npy(table):
+    import io
+
+    stream = io.BytesIO()
+    np.save(stream, np.array(table, dtype="<i4"))
+    return stream.getvalue()
+
+
+def test_kascade_there_and_back(tmp_path):
+    data, name = npy([[0, 1], [1, 1], [0, 1], [0, 0]]), "Toy-1B_layers_0_2.npy"
+    artifact, arrays, there, back, file = there_and_back(tmp_path, name, data, "kascade")
+    assert artifact.decode.omnikv.filter_layers == (0, 2) and artifact.decode.omnikv.budget == 0.1
+    assert file.read_bytes() == data
+    assert arrays["imported.head_map"].tolist() == [[0, 1], [1, 1], [0, 1], [0, 0]]
+    assert there["heads"] == 8 and ("chooses otherwise", 2) in effects(there) and ("computes more", 2) in effects(there)
+    assert any("--recompute_layers 0 2 --topk 10" in note["what"] for note in back["notes"])
+    with pytest.raises(ArtifactError, match=r"call it MODEL_layers_0_2\.npy"):
+        convert(tmp_path / "cfg.yaml", tmp_path / "map.npy", target="kascade")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("map.npy", npy([[0, 1]]), "the name must say the anchors"),
+        ("M_layers_1.npy", npy([[0, 1], [0, 1]]), "0 among them, got 1"),
+        ("M_layers_0_5.npy", npy([[0, 1], [0, 1]]), "layers from 0 to 1"),
+        ("M_layers_0.npy", npy([[0, 2], [0, 1]]), "must hold KV heads from 0 to 1, got 0 to 2"),
+        ("M_layers_0.npy", npy([0, 1]), "must be int32 of shape"),
+        ("M_layers_0.npy", npy([[0, 1]])[:-1], "bytes for 2 heads of 4 each"),
+        ("M_layers_0.npy", b"nonsense", "is no .npy file"),
+    ],
+)
+def test_maps_that_cannot_be(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ArtifactError, match=message):
+        convert(tmp_path / name, tmp_path / "cfg.yaml", **SHAPE)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_kvzip_there_and_back(tmp_path, dtype):
+    import torch
+
+    scores = torch.tensor([[0.03, 1.0], [0.4, 0.11], [0.9, 0.2]], dtype=getattr(torch, dtype))
+    torch.save(scores, tmp_path / "made.pt")
+    artifact, _, there, back, file = there_and_back(
+        tmp_path, "toy-scbench-0.pt", (tmp_path / "made.pt").read_bytes(), "kvzip", sparsity=0.5
+    )
+    # As KVzip cuts: 3 of 6 kept, less the one at the cut.
+    kept = [[name == "full" for name in row] for row in artifact.kv_cache.layers]
+    assert kept == [[False, True], [False, False], [True, False]]
+    assert (there["exact"], there["heads"], there["unit"]) == (2, 6, "KV head") and ("computes more", 4) in effects(
+        there
+    )
+    assert ("keeps less", 4) in effects(back)
+    for weights_only in (True, False):
+        found = torch.load(file, weights_only=weights_only)
+        assert found.dtype == scores.dtype and torch.equal(found, scores)
+
+
+def test_tensors_that_cannot_be(tmp_path):
+    import torch
+
+    class Evil:
+        def __reduce__(self):
+            return print, ("called",)
+
+    for number, (value, message) in enumerate(
+        (
+            (torch.zeros(3), "must be of shape"),
+            (torch.full((2, 2), 2.0), "must hold scores from 0 to 1, got 2 to 2"),
+            (torch.full((2, 2), float("nan")), "must hold scores from 0 to 1"),
+            (torch.zeros(2, 2, dtype=torch.int64), "names 'torch.LongStorage', which is no part of a tensor"),
+            ({"a": torch.zeros(2)}, "is no .pt file of one tensor"),
+            (torch.zeros(2, 3).T, "is not laid out row by row"),
+        )
+    ):
+        file = tmp_path / f"{number}.pt"
+        torch.save(value, file)
+        with pytest.raises(ArtifactError, match=message):
+            convert(file, tmp_path / "cfg.yaml", **SHAPE)
+    with zipfile.ZipFile(tmp_path / "evil.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Evil()))
+    for data in (b"", b"nonsense", (tmp_path / "evil.pt").read_bytes()):
+        (tmp_path / "x.pt").write_bytes(data)
+        with pytest.raises(ArtifactError, match=r"x\.pt: is no \.pt file of one tensor"):
+            convert(tmp_path / "x.pt", tmp_path / "cfg.yaml", **SHAPE)

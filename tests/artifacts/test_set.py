@@ -1,0 +1,87 @@
+"""set: a field gets another value, and what it was and of which artifact stays written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from artifacts import ArtifactError, HeadwiseError, load, load_pair
+from artifacts.__main__ import main
+from artifacts.commands.lint import findings
+from artifacts.commands.set import Config, run
+
+
+def changed(saved, *changes, out=None):
+    run(Config(file=saved, changes=changes, out=out or saved.with_name("new.yaml")))
+    return load(out or saved.with_name("new.yaml"))
+
+
+def test_what_was_set_over_what(saved, capsys):
+    before = load(saved)
+    out = saved.with_name("new.yaml")
+    assert (
+        main(["set", str(saved), "prefill.dense_below=2048", "model.revision=null", "--out", str(out), "--json"]) == 0
+    )
+    said = json.loads(capsys.readouterr().out)
+    after, arrays = load_pair(out)
+    assert after.prefill.dense_below == 2048 and after.model.revision is None
+    assert [(edit.field, edit.before, edit.after, edit.over) for edit in after.edits] == [
+        ("prefill.dense_below", "4096", "2048", before.content_sha256),
+        ("model.revision", '"12e45"', "null", before.content_sha256),
+    ]
+    assert after.content_sha256 == said["content_sha256"] != before.content_sha256
+    assert after.search == before.search and after.evidence == before.evidence and "chosen.recall" in arrays
+    assert load(saved) == before
+    again = changed(out, "prefill.dense_below=1024", out=out)
+    assert [edit.over for edit in again.edits] == [before.content_sha256] * 2 + [after.content_sha256]
+    assert "edited" in [finding.code for finding in findings(out)]
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        ("prefill.layers[0][3]=dense", lambda a: a.prefill.layers[0][3] == "dense"),
+        ("prefill.layers[1]=[bs_9, bs_9, bs_9, dense]", lambda a: a.prefill.layers[1][3] == "dense"),
+        ("patterns.a_64_512.window=640", lambda a: a.patterns["a_64_512"].window == 640),
+        ("evidence.measurements[0].name=first", lambda a: a.evidence.measurements[0].name == "first"),
+        ("model.rope={rope_theta: 5.0}", lambda a: a.model.rope == {"rope_theta": 5.0}),
+    ],
+)
+def test_paths(saved, change, read):
+    if change.startswith("prefill.layers[0]"):
+        change = change.replace("dense", "vs_100_1800")
+        with pytest.raises(ArtifactError, match=r"patterns\.bs_9 is used by no head"):
+            changed(saved, change)
+        return
+    assert read(changed(saved, change))
+
+
+def test_names_with_dots(tmp_path, every_kind):
+    from artifacts import save
+
+    save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
+    found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5.blocks=41")
+    assert found.patterns["bs_40_c99.5"].blocks == 41
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("prefill.dense_below", "a change is FIELD=VALUE"),
+        ("=5", "a change is FIELD=VALUE"),
+        ("prefill.dense_belw=5", r"prefill has no 'dense_belw', it has: dense_below, dense_tail"),
+        ("prefill.layers[9]=null", r"prefill\.layers has no '\[9\]', it has: 3 entries"),
+        ("prefill.dense_below.x=1", r"prefill\.dense_below has no 'x', it has: no fields"),
+        ("prefill.dense_below=many", r"prefill\.dense_below: must be a whole number, got 'many'"),
+        ("prefill.dense_below=1e3", r"prefill\.dense_below.*readers disagree about '1e3'"),
+        ("prefill.dense_below=[1", r"prefill\.dense_below.*not valid YAML"),
+        ("content_sha256=abc", "is written by headwise, not set"),
+        ("edits[0].field=x", "is written by headwise, not set"),
+        ("model.num_heads=8", r"prefill\.layers\[0\] has 4 names, the model has 8 query heads"),
+    ],
+)
+def test_what_cannot_be_set(saved, change, message):
+    with pytest.raises(HeadwiseError, match=message) as caught:
+        changed(saved, change)
+    assert str(caught.value).isprintable() and not saved.with_name("new.yaml").exists()
