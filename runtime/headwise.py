@@ -45,7 +45,7 @@ def load(
     artifact, arrays = artifacts.load_pair(path, verify=verify)
     try:
         artifact = artifacts.at_target(
-            artifact, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
+            artifact, arrays, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
         )
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None

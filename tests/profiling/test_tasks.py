@@ -39,7 +39,7 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
     assert all(
         f"    {p.name}: " in entry for entry, kind in zip(listed, KINDS.values(), strict=True) for p in kind.parameters
     )
-    assert "needle[@depth=D][:FILE]" in listed[3]
+    assert "needle[@depth=D,question_first=Q][:FILE]" in listed[3]
 
 
 def test_the_page_has_every_task_and_its_parameters() -> None:
