@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
+from profiling.prompts.prompt import Prompt, make_prompts
 from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
 
