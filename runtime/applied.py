@@ -64,7 +64,9 @@ class Applied:
         former = _implementations(config)
         config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
         self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
-        self._batching = Batching(model, config, _no_batching(model, settings))
+        # A model without a head, or of an older transformers, has none.
+        batches = hasattr(model, "init_continuous_batching")
+        self._batching = Batching(model, config, _no_batching(model, settings)) if batches else None
         if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
 
@@ -93,7 +95,9 @@ class Applied:
         model.config._attn_implementation = self._former
         forget(text_config(model), self._modules)
         self._modules = []
-        self._batching.remove()
+        if self._batching is not None:
+            self._batching.remove()
+            self._batching = None
         if self._low_memory is not None:
             self._low_memory.remove()
             self._low_memory = None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from kernels import dispatch
-from kernels.attention import cpu as native
 from runtime.attention.state import Layer
 
 
@@ -83,8 +82,6 @@ def no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | 
     if backend != "auto":
         reason = dispatch.backend(backend).supports(query, key, value)
         return reason and f"kernel {backend}: {reason}"
-    if query.is_cpu and native.supports(query, key, value) is None:
-        return None
     reasons = dispatch.why_not(query, key, value)
     fast = {name: reason for name, reason in reasons.items() if name != "reference"}
     if None in fast.values():

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from runtime.attention.calls import Call, special
-from runtime.attention.layout import MIN_QUERIES, Layout
+from runtime.attention.layout import Layout
 from runtime.attention.masks import PrefillMask
 from runtime.attention.own import attend_densely
 from runtime.attention.reasons import SLIDES
-from runtime.attention.state import layer_of, module_of
+from runtime.attention.state import MIN_QUERIES, layer_of, module_of
 from runtime.caches.standin import NewTokens
 
 

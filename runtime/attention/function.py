@@ -15,12 +15,12 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call, no_kernel, special
 from runtime.attention.kernel import attend, attend_step
-from runtime.attention.layout import MIN_QUERIES, Layout
+from runtime.attention.layout import Layout
 from runtime.attention.masks import PrefillMask, headwise_mask, starts_of
 from runtime.attention.own import attend_densely, causal_mask
 from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import fault, message, why_dense
-from runtime.attention.state import Layer, layer_of
+from runtime.attention.state import MIN_QUERIES, Layer, layer_of
 from runtime.caches.kept import attend_kept
 from runtime.caches.standin import NewTokens
 from runtime.dense import faster, right
@@ -134,7 +134,7 @@ def _sparse(call: Call, layer: Layer) -> Tensor:
     """(B, Q, H, E): all long sequences in one launch, short ones densely, zeros for padded queries."""
     assert isinstance(call.mask, PrefillMask)
     query, key, value = call.query, call.key, call.value
-    long, short = call.mask.tokens.split(layer.settings.dense_below)
+    long, short = call.mask.tokens.split(layer.settings.dense_below, layer.fewest)
     if long is not None:
         out = attend(call, long, layer.plan)
     else:

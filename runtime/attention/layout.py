@@ -13,9 +13,6 @@ from typing import NamedTuple
 from kernels.ragged import Ragged
 from runtime.attention.rules import Rows
 
-# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
-MIN_QUERIES = 64
-
 
 class Part(NamedTuple):
     """One sequence of a call: slots [k_start, end) of the cache, of which those from `first_query` on ask."""
@@ -78,7 +75,7 @@ class Layout:
     held: tuple[int, ...] | None = None
     window: int | None = None
     packed: Rows | None = None
-    _splits: dict[int, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _splits: dict[tuple[int, int], Split] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
@@ -114,13 +111,13 @@ class Layout:
         whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
         return near and whole and self.q_len == self.k_len
 
-    def split(self, dense_below: int) -> Split:
-        """The sequences of at least MIN_QUERIES queries and `dense_below` keys, and the others."""
-        if dense_below not in self._splits:
-            long = [part for part in self.parts if part.k_len >= dense_below and part.q_len >= MIN_QUERIES]
+    def split(self, dense_below: int, fewest: int) -> Split:
+        """The sequences of at least `fewest` queries and `dense_below` keys, and the others."""
+        if (dense_below, fewest) not in self._splits:
+            long = [part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest]
             short = tuple(part for part in self.parts if part not in long)
-            self._splits[dense_below] = Split(self._together(long), short)
-        return self._splits[dense_below]
+            self._splits[dense_below, fewest] = Split(self._together(long), short)
+        return self._splits[dense_below, fewest]
 
     def _together(self, parts: Sequence[Part]) -> Together | None:
         if not parts:

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from kernels.decode import MAX_QUERIES
-from runtime.attention.layout import MIN_QUERIES, Layout
+from runtime.attention.layout import Layout
 from runtime.attention.rules import Rule, rule_of
-from runtime.attention.state import Settings, settings_of
+from runtime.attention.state import MIN_QUERIES, Settings, settings_of
 
 # Entries from which on a mask counts as memory.
 LARGE = 1 << 24

@@ -19,7 +19,6 @@ from kernels.decode import decode_attention
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call, no_kernel, special
 from runtime.attention.kernel import add_sinks, attend_layer
-from runtime.attention.layout import MIN_QUERIES
 from runtime.attention.state import Layer
 
 # No 2 or 3 in it: those would have transformers hand out block tables that only flash attention reads.
@@ -116,7 +115,7 @@ def _work_out(cu_q: list[int], cu_k: list[int], layer: Layer, device: torch.devi
     ones = [(q_start, k_start, k_len) for q_start, q_len, k_start, k_len in requests if q_len == 1]
     several = [each for each in requests if each[1] > 1]
     below = layer.settings.dense_below
-    long = [each for each in several if layer.plan is not None and each[1] >= MIN_QUERIES and each[3] >= below]
+    long = [each for each in several if layer.plan is not None and each[1] >= layer.fewest and each[3] >= below]
     steps = None
     if ones:
         rows, starts, k_lens = torch.tensor(ones, dtype=torch.int32, device=device).unbind(1)

@@ -8,7 +8,6 @@ import torch
 
 from artifacts.errors import one_line, shorten
 from runtime.attention.calls import Call, no_kernel, special
-from runtime.attention.layout import MIN_QUERIES
 from runtime.attention.masks import PrefillMask
 
 SLIDES = "the layer slides, and the artifact has patterns for it"
@@ -25,7 +24,7 @@ def why_dense(call: Call) -> str | None:
     if layer.plan is None:
         return "layer left alone"
     settings = layer.settings
-    if q_len < MIN_QUERIES or call.key.shape[2] < settings.dense_below:
+    if q_len < layer.fewest or call.key.shape[2] < settings.dense_below:
         return "short"
     if isinstance(mask, PrefillMask) and mask.tokens.longest < settings.dense_below:
         return "short"

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,8 @@ from kernels.patterns import LayerPlan
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV, Role
 
+# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
+MIN_QUERIES = 64
 _log = logging.getLogger("headwise")
 
 
@@ -119,6 +122,11 @@ class Layer:
     before: Any = None
     # By which code that was compiled finds the module.
     key: int = field(default_factory=itertools.count().__next__)
+
+    @cached_property
+    def fewest(self) -> int:
+        """Queries from which on a call is sparse: all of fewer would be in the tail that sees every key in any case."""
+        return max(MIN_QUERIES, 0 if self.plan is None else self.plan.dense_tail + 1)
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""

@@ -13,9 +13,8 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from runtime.attention.calls import Call, special
 from runtime.attention.kernel import attend_layer
-from runtime.attention.layout import MIN_QUERIES
 from runtime.attention.masks import PrefillMask
-from runtime.attention.state import Layer
+from runtime.attention.state import MIN_QUERIES, Layer
 from runtime.caches.policy import Step, attend_all
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.attention.layout import MIN_QUERIES
+from runtime.attention.state import MIN_QUERIES
 
 
 class Piece(NamedTuple):

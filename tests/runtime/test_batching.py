@@ -93,3 +93,11 @@ def test_a_copy_of_the_model_has_its_own(build: Any, artifact_for: Any) -> None:
         made = copy.deepcopy(model)
     assert together(made, [[5, 6, 7]]) == together(model, [[5, 6, 7]])
     assert made.config._attn_implementation == "sdpa"
+
+
+def test_a_model_without_a_head_has_nothing_to_batch(build: Any, ids: Any) -> None:
+    model, prompt = build().model, ids(100)
+    expected = model(prompt).last_hidden_state
+    with apply_dense(model):
+        torch.testing.assert_close(model(prompt).last_hidden_state, expected, atol=2e-4, rtol=1e-3)
+    assert "init_continuous_batching" not in vars(model)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from kernels.patterns import LayerPlan
 from runtime import Headwise
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
@@ -131,3 +132,26 @@ def test_a_cache_that_was_used_can_be_pickled(offload, selector, dump, build, ar
         expected = chunked(model, forced[:, 3:], (1, 1, 1), cache)
         assert torch.equal(chunked(model, forced[:, 3:], (1, 1, 1), again), expected)
         assert again.get_seq_length() == 156
+
+
+def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
+    """Every one of its queries sees every key in any case: dense attention says the same, without choosing first."""
+    model, prompt, turns = build(), ids(200), {64: ids(64, seed=1), 80: ids(80, seed=2), 81: ids(81, seed=3)}
+    artifact = artifact_for(model)
+    artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 80})})
+    builds, former = [], LayerPlan.build
+    monkeypatch.setattr(LayerPlan, "build", lambda self, *a, **k: builds.append(1) or former(self, *a, **k))
+    for length, turn in turns.items():
+        with Headwise(artifact).apply(model) as handle:
+            cache = handle.new_cache()
+            model(prompt, past_key_values=cache)
+            before = handle.stats()
+            builds.clear()
+            found = model(turn, past_key_values=cache).logits
+            sparse = handle.stats()["sparse"] - before["sparse"]
+        assert sparse == len(builds) == (2 if length == 81 else 0)
+        if length < 81:
+            cache = DynamicCache(config=model.config)
+            with Headwise(artifact).apply(model):
+                model(prompt, past_key_values=cache)
+            torch.testing.assert_close(found, model(turn, past_key_values=cache).logits, **CLOSE)
