@@ -19,7 +19,8 @@ SECTIONS = (
     "prefill.imported",
     "decode",
     "kv_cache",
-    "evidence",
+    "evidence.tasks",
+    "evidence.measurements",
     "costs",
     "sidecar",
 )
@@ -182,7 +183,7 @@ def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
         name = f"{path}.{key}" if path else key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
             yield from _flat(entry, name)
-        elif name in ("evidence", "costs"):
+        elif name in ("evidence.measurements", "costs"):
             # Without the commands, as in the content hash.
             yield name, [{k: v for k, v in each.items() if k != "command"} for each in entry]
         else:

@@ -69,9 +69,10 @@ def _taken(target: Path, path: Path, timeout: float) -> tuple[int | None, Lock]:
     try:
         handle = _acquire(path, time.monotonic() + timeout)
         if isinstance(handle, dict):
+            how = f"has been writing it for {timeout:g} s" if timeout else "is writing it"
             raise HeadwiseError(
-                f"cannot write {shown}: process {shorten(handle.get('pid'))} on {shorten(handle.get('host'))} "
-                f"has been writing it for {timeout:g} s; wait for it or end it"
+                f"cannot write {shown}: process {shorten(handle.get('pid'))} on {shorten(handle.get('host'))} {how}; "
+                "wait for it or end it"
             )
         return handle, Lock(handle)
     except OSError as error:

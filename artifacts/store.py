@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
-from artifacts.costs import check_costs
+from artifacts.arrays import check_arrays, needed
 from artifacts.errors import ArtifactError, one_line, shorten
 from artifacts.files import check_writable, open_regular
 from artifacts.hashing import content_sha256
@@ -24,7 +24,6 @@ from artifacts.patterns import pattern_name
 from artifacts.schema import SCHEMA_VERSION, Artifact
 from artifacts.sidecar import check, read_arrays, to_bytes
 from artifacts.signing import Key, check_signature
-from artifacts.static import check_static, has_static
 from artifacts.validation import to_artifact
 
 if TYPE_CHECKING:
@@ -32,7 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BYTES", "load", "load_arrays", "load_pair", "pattern_name", "save", "update"]
 
-_HEADER = "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
+# Editors that know the YAML language server complete and check by the schema, where it lies beside the file.
+SCHEMA_FILE = f"headwise-v{SCHEMA_VERSION}.schema.json"
+_HEADER = (
+    f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
+    "# Written by headwise; `python -m artifacts show FILE` prints it, `set` changes it. A change by hand breaks the "
+    "hash.\n"
+)
 # Each is another pair that was replaced between the two reads.
 _ATTEMPTS = 100
 _LONGEST_LINE = 800
@@ -48,8 +53,8 @@ def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, 
         The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
 
     Raises:
-        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern
-            or cost table is missing or not as it has to be, or there is more than an artifact may hold.
+        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static
+            pattern, cost table or front is missing or not as it has to be, or there is more than an artifact may hold.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
@@ -96,7 +101,7 @@ def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Ke
 
     Args:
         path: the YAML file.
-        check_sidecar: also hash the sidecar, and look at the arrays of static patterns; without it the sidecar need
+        check_sidecar: also hash the sidecar, and look at the arrays that patterns need; without it the sidecar need
             not be there.
         verify: a public key, by its file or as the bytes of one: what its holder did not sign is refused, before
             anything else in the file is looked at. None asks for no signature.
@@ -141,8 +146,7 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
             sidecar = {"file": sidecar_name(path, digest), "sha256": digest}
         fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
         checked = to_artifact(fields)
-        check_static(checked.patterns, arrays)
-        check_costs(checked.costs, arrays)
+        check_arrays(checked, arrays)
         fields["content_sha256"] = content_sha256(fields)
         text = _to_yaml(fields)
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
@@ -155,24 +159,22 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
 
 
 def _load_pair(path: Path, verify: Key | None, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]:
-    """The artifact with its sidecar checked; with its arrays where they are asked for or static patterns need them."""
+    """The artifact with its sidecar checked; with its arrays where they are asked for or patterns need them."""
     data = read_yaml(path)
     artifact = _parse(path, data, verify)
     for _ in range(_ATTEMPTS):
         if artifact.sidecar is None:
             with _naming(path):
-                check_static(artifact.patterns, None)
-                check_costs(artifact.costs, None)
+                check_arrays(artifact, None)
             return artifact, {}
         file = path.with_name(artifact.sidecar.file)
         try:
             with _naming(path):
-                if not (arrays or has_static(artifact.patterns.values())):
+                if not (arrays or any(needed(artifact))):
                     check(file, artifact.sidecar)
                     return artifact, {}
                 found = read_arrays(file, artifact.sidecar)
-                check_static(artifact.patterns, found)
-                check_costs(artifact.costs, found)
+                check_arrays(artifact, found)
                 return artifact, found
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.

@@ -1,8 +1,9 @@
 """YAML as artifacts use it: JSON's values in YAML's layout, and nothing that makes two readers disagree.
 
 Refused are aliases and anchors (a small file could unfold into a huge one), tags, directives, keys given twice (YAML
-readers silently keep the last), several documents in one file, deep nesting and more values than any artifact has.
-Plain scalars follow YAML 1.2's JSON schema, so `no` and 2025-01-31 are text and 1e-5 is a number.
+readers silently keep the last), several documents in one file, deep nesting, more values than any artifact has, and
+plain scalars that YAML 1.1, YAML 1.2 and the readers in use take for different things: `no`, `1:30`, `0x1F`, `1_000`,
+`1e5`, `2025-01-31`, `<<`. So whatever reads an artifact reads the values that Headwise reads.
 """
 
 from __future__ import annotations
@@ -25,15 +26,26 @@ MAX_TEXT = 65_536
 # Parsing in C is about ten times as fast; PyYAML's wheels have it, some builds from source do not.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-# A number that takes more is no number that a schema wants.
-_LONGEST_NUMBER = 400
 # The C library takes a time square in the number of directives, before its first event. YAML knows five line breaks.
 _DIRECTIVE = re.compile(
     rb"%(?:(?<=\A%)|(?<=[\n\r]%)|(?<=\xc2\x85%)|(?<=\xe2\x80\xa8%)|(?<=\xe2\x80\xa9%)|(?<=\xef\xbb\xbf%))"
 )
 
-_INT = re.compile(r"-?(0|[1-9][0-9]{0,39})")
-_FLOAT = re.compile(r"-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+_INT = re.compile(r"-?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+][0-9]+)?")
+# What some reader takes for a truth value, null, a merge, a number or a time, and another for something else.
+_UNCLEAR = re.compile(
+    r"""
+    y|n|yes|no|on|off|true|false|null | <<|= | [-+]?\.(nan|inf)
+    | [-+]?0[xob][0-9a-f_]+
+    | [-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*(\.[0-9_]*)?)(e[-+]?[0-9_]+)?
+    | [-+]?[0-9][0-9_]*(:[0-9][0-9_]*)+(\.[0-9_]*)?
+    | [0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([t\ \t].*)?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+# Larger whole numbers are rounded by readers that have only floats.
+_LARGEST = 2**53
 _WORDS = {
     "": None,
     "~": None,
@@ -86,13 +98,13 @@ def _build(data: bytes) -> Any:
                 _refuse_marks(event)
             text = event.value
             if key is _NO_KEY and type(container) is dict:
-                if text in container or len(text) > MAX_TEXT:
-                    _refuse(event, _wrong_key(text))
+                if text in container or len(text) > MAX_TEXT or not (event.style or is_text(text)):
+                    _refuse(event, _wrong_key(text, text in container))
                 key = text
                 continue
             value = text if event.style else known.get(text, _NO_KEY)
             if value is _NO_KEY:
-                value = known[text] = _plain(text)
+                value = known[text] = _plain(event)
             if len(text) > MAX_TEXT:
                 _refuse(event, _too_long(text))
         elif kind in _STARTS:
@@ -126,16 +138,28 @@ def _build(data: bytes) -> Any:
     return root[0]
 
 
-def _plain(text: str) -> Any:
-    if len(text) > _LONGEST_NUMBER:
-        return text
+def is_text(plain: str) -> bool:
+    """Whether every reader takes a plain scalar, one without quotes, for text."""
+    return plain not in _WORDS and not _UNCLEAR.fullmatch(plain)
+
+
+def _plain(event: Any) -> Any:
+    text = event.value
     if _INT.fullmatch(text):
+        if len(text) > 17 or abs(int(text)) > _LARGEST:
+            _refuse(event, f"{shorten(text)} is beyond 2^53, and readers round it: a text needs quotes")
         return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else text
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _UNCLEAR.fullmatch(text):
+        _refuse(event, f"readers disagree about {shorten(text)}: quote a text; numbers are written 12, 0.5 or 1.0e-05")
+    return text
 
 
-def _wrong_key(text: str) -> str:
-    return _too_long(text) if len(text) > MAX_TEXT else f"the key {shorten(text)} is given twice: remove one"
+def _wrong_key(text: str, twice: bool) -> str:
+    if len(text) > MAX_TEXT:
+        return _too_long(text)
+    return f"the key {shorten(text)} is given twice: remove one" if twice else f"the key {shorten(text)} needs quotes"
 
 
 def _too_long(text: str) -> str:
@@ -166,18 +190,18 @@ def _refuse(event: Any, why: str) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes also what only YAML 1.2 reads as a number, such as 1e5, and writes no aliases."""
+    """Quotes all that is not text to every reader, and writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         # In the other styles YAML folds line breaks, among them three that Python does not write as such.
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+        style = None if is_text(data) else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style if data.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{_FLOAT.pattern})$"), list("-0123456789"))
 
 
 def dump(fields: Mapping[str, Any]) -> str:

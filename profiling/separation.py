@@ -2,7 +2,7 @@
 
 Dense attention, an artifact, A-shape and vertical-slash for all heads at one density, all with the same dense tail, and
 oracle top-k: a task earns its place where A-shape is clearly worse than dense and oracle is not. Every context under
-every method is one line of a journal beside the output: a killed run goes on where it was.
+every method is a unit of a ledger beside the output: a killed run goes on where it was.
 
 python -m profiling.separation --model smollm2 --config cfg.yaml --length 4096 --out separation.json
 """
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from profiling.evaluation.methods import Methods, dense_kernel
 from profiling.evaluation.separation import Row, Unit, earns, records_of, rows_of, text_table
 from profiling.evaluation.times import machine
 from profiling.inside.oracle import oracle
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.kinds import KINDS
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
@@ -102,21 +103,21 @@ def run(config: Separation) -> dict[str, Any]:
         "device": config.device,
         "version": version("headwise"),
     }
-    journal = Journal.open(config.out.with_suffix(".journal.jsonl"), settings, fresh=config.fresh)
-    methods = Methods(loaded, artifact, arrays, density=config.density, memory=journal)
     densities: dict[str, float | None] = {}
     units: dict[str, dict[str, list[Unit]]] = {task: {} for task in config.tasks}
-    for name in METHODS:
-        made = dense_kernel(methods.artifact) if name == "dense" else methods.make(name, config.length)
-        densities[name] = made.density
-        _measure(loaded, made.apply(loaded.model), name, prompts, journal, units)
     judged = f"oracle {config.density:g}"
-    worse = [task for task in config.tasks if earns(units[task], "a_shape", None)]
-    for density in sorted(config.oracles, key=lambda each: each != config.density):
-        name = f"oracle {density:g}"
-        densities[name] = density
-        some = {task: prompts[task] for task in worse}
-        _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, some, journal, units)
+    with Ledger(config.out, "separation", settings=settings, fresh=config.fresh) as ledger:
+        methods = Methods(loaded, artifact, arrays, density=config.density, ledger=ledger)
+        for name in METHODS:
+            made = dense_kernel(methods.artifact) if name == "dense" else methods.make(name, config.length)
+            densities[name] = made.density
+            _measure(loaded, made.apply(loaded.model), name, prompts, ledger, units)
+        worse = [task for task in config.tasks if earns(units[task], "a_shape", None)]
+        for density in sorted(config.oracles, key=lambda each: each != config.density):
+            name = f"oracle {density:g}"
+            densities[name] = density
+            some = {task: prompts[task] for task in worse}
+            _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, some, ledger, units)
     rows = [row for task in config.tasks for row in rows_of(task, units[task])]
     record = {
         "command": config.command,
@@ -128,6 +129,7 @@ def run(config: Separation) -> dict[str, Any]:
         "earn_their_place": [task for task in worse if earns(units[task], "a_shape", judged)],
     }
     atomic_write(config.out, (json.dumps(record, indent=1) + "\n").encode())
+    ledger.remove()
     return record
 
 
@@ -149,17 +151,16 @@ def _measure(
     applied: AbstractContextManager[object],
     name: str,
     prompts: dict[str, list[Prompt]],
-    journal: Journal,
+    ledger: Ledger,
     units: dict[str, dict[str, list[Unit]]],
 ) -> None:
-    """Every context under a method that the journal lacks; the units of all of them, by task."""
+    """Every context under a method that the ledger lacks; the units of all of them, by task."""
     groups = [(task, [own[at] for at in group]) for task, own in prompts.items() for group in by_context(own)]
     with applied:
         for task, group in tqdm(groups, desc=name, disable=None, leave=False):
-            key = f"{name}/{task}/{digest(group)[:16]}"
-            if key not in journal:
-                journal.add(key, records_of(loaded.model, loaded.tokenizer, group))
-            units[task].setdefault(name, []).extend(Unit(**record) for record in journal[key])
+            unit = ledger.unit(f"{name}/{task}/{digest(group)[:16]}")
+            found = ledger.once(unit, partial(records_of, loaded.model, loaded.tokenizer, group))
+            units[task].setdefault(name, []).extend(Unit(**record) for record in found)
 
 
 def parser() -> ArgumentParser:
@@ -167,7 +168,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="python -m profiling.separation", description=__doc__)
     p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
     p.add_argument("--config", required=True, type=Path, help="a searched artifact of that model")
-    p.add_argument("--out", required=True, type=Path, help="JSON file; its journal is beside it")
+    p.add_argument("--out", required=True, type=Path, help="JSON file; a ledger stands beside it until it is written")
     p.add_argument("--length", type=int, default=Separation.length, help="tokens of a prompt (default 4096)")
     p.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"(default: {' '.join(TASKS)})")
     p.add_argument("--density", type=float, default=Separation.density, help="of A-shape and vertical-slash (0.2)")
@@ -176,7 +177,7 @@ def parser() -> ArgumentParser:
     p.add_argument("--prompts", type=int, default=Separation.prompts, help="of tasks with one answer each (8)")
     p.add_argument("--windows", type=int, default=Separation.windows, help="of a text (6)")
     p.add_argument("--seed", type=int, default=Separation.seed)
-    p.add_argument("--fresh", action="store_true", help="discard the journal")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     return p

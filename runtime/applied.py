@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch import nn
 
@@ -72,6 +73,12 @@ class Applied:
             raise HeadwiseError("this artifact is no longer applied: its handle was undone")
         return self._model
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
     def detach(self) -> None:
         """Give the model its former attention back, nested configurations too; later calls do nothing."""
         if self._model is None:
@@ -120,7 +127,7 @@ def attach(
         backend=backend,
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
         # The reference is slower than dense attention.
-        dense_kernels=dense_kernels and backend != "reference" and not _wants_eager(model),
+        dense_by="auto" if dense_kernels and backend != "reference" and not _wants_eager(model) else "model",
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
         watch=_watch(min_recall) if watch or min_recall is not None else None,
@@ -128,6 +135,18 @@ def attach(
     layers = _plan(artifact, arrays, modules, shards, settings)
     register()
     return Applied(model, layers, settings)
+
+
+def attach_dense(model: nn.Module, *, by: str) -> Applied:
+    """Serve every layer densely. See runtime.apply_dense."""
+    if by not in (known := ("auto", "kernel", "model")):
+        raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
+    modules = attention_layers(model)
+    model = _servable(model, modules)
+    dense = "eager" if text_config(model)._attn_implementation == "eager" else "sdpa"
+    settings = Settings(dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by)
+    register()
+    return Applied(model, {module: Layer(settings, number, None) for number, module in modules.items()}, settings)
 
 
 def _watch(min_recall: float | None) -> Watch:

@@ -15,17 +15,17 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from runtime.attention_tiles import tape_of
 from runtime.calls import Call
-from runtime.dense import attend_densely
 from runtime.every_key import attend_to_every_key
 from runtime.faults import fault, message
 from runtime.masks import PrefillMask, headwise_mask, starts_of
 from runtime.offload import on_device
+from runtime.own import attend_densely
 from runtime.policies.kept import attend_kept
 from runtime.policies.standin import NewTokens
 from runtime.reasons import no_kernel, special, why_dense
 from runtime.sparse import attend_sparsely
 from runtime.state import Layer, layer_of
-from runtime.without_mask import attend_without_mask
+from runtime.without_mask import attend_by_kernel
 
 ATTENTION_NAME = "headwise"
 _Served = TypeVar("_Served")
@@ -80,13 +80,18 @@ def headwise_attention(
             layer.count("sparse")
             return served, None
         why = served
-    few = call.query.shape[2] <= MAX_QUERIES
-    by_kernel = _attempt(layer, lambda: attend_to_every_key(call) if few else attend_without_mask(call))
-    if isinstance(by_kernel, Tensor):
-        slides = layer.plan is None and isinstance(call.mask, PrefillMask) and call.mask.tokens.window is not None
-        layer.count("decode by kernel" if few else "window by kernel" if slides else why)
-        return by_kernel, None
-    why = by_kernel or why
+    if call.query.shape[2] <= MAX_QUERIES:
+        step = _attempt(layer, lambda: attend_to_every_key(call))
+        if isinstance(step, Tensor):
+            layer.count("decode by kernel")
+            return step, None
+        why = step or why
+    else:
+        dense = _attempt(layer, lambda: attend_by_kernel(call))
+        if isinstance(dense, tuple):
+            layer.count(dense[1] or why)
+            return dense[0], None
+        why = dense or why
     layer.count(why)
     return attend_densely(call)
 

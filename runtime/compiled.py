@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from runtime.calls import Call
-from runtime.dense import attend_densely
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask
+from runtime.own import attend_densely
 from runtime.policies.standin import NewTokens
 from runtime.reasons import special
 from runtime.state import layer_of, module_of

@@ -45,11 +45,30 @@ def load(
     artifact, arrays = artifacts.load_pair(path, verify=verify)
     try:
         artifact = artifacts.at_target(
-            artifact, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
+            artifact, arrays, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
         )
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
     return Headwise(artifact, arrays)
+
+
+def apply_dense(model: nn.Module, *, by: str = "kernel") -> Applied:
+    """Serve every attention layer of a transformers model densely, without an artifact: the baseline of a sparse one.
+
+    Args:
+        model: a transformers model.
+        by: "kernel": Headwise's kernel over every key, wherever it can serve; "auto": the faster of it and what the
+            model had; "model": what it had.
+
+    Returns:
+        A context manager; leaving it, or its detach(), restores the model. Its settings.calls count what served.
+
+    Raises:
+        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is unknown.
+    """
+    from runtime.applied import attach_dense
+
+    return attach_dense(model, by=by)
 
 
 def memory_report(cache: Cache) -> MemoryReport:
@@ -95,9 +114,11 @@ class Headwise:
             watch: keep density, estimated recall and times of each layer and head: see Handle.stats.
             min_recall: a head whose recall, estimated from the last queries, is lower than this is served densely, for
                 this sequence and call; implies `watch`. None leaves it.
-            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa. Layers that
-                slide compute their window and no mask ("window by kernel" in stats()); on the CPU decode attends to
-                every key, in half precision and on 256 keys or more ("decode by kernel").
+            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa; that is measured
+                once for a machine, dtype, head dim and class of lengths (runtime.dense). Prefills on 1,024 keys or
+                more ("dense by kernel" in stats()); layers that slide compute their window and no mask ("window by
+                kernel"); on the CPU decode attends to every key, in half precision and on 256 keys or more ("decode by
+                kernel").
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.

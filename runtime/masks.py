@@ -212,7 +212,9 @@ def _causal_mask(
         return None
     slides = rule.window is not None and k_len > rule.window
     large = settings.low_memory and q_len * k_len >= LARGE
-    if q_len < MIN_QUERIES or not (large or (settings.dense_kernels if slides else k_len >= settings.dense_below)):
+    ours = settings.kernel_from is not None and q_len > MAX_QUERIES and k_len >= settings.kernel_from
+    wanted = large or (settings.dense_kernels if slides else k_len >= settings.dense_below)
+    if not (ours or (wanted and q_len >= MIN_QUERIES)):
         mask: Tensor | None = dense(**given)
         kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
         tells = (kernel and not slides) or (settings.decode is not None and rule.window is None)

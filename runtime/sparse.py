@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernels.ragged import Ragged
 from runtime.calls import Call
-from runtime.dense import attend_densely, causal_mask
 from runtime.head_groups import by_kv_heads
 from runtime.masks import MIN_QUERIES, Layout, PrefillMask
+from runtime.own import attend_densely, causal_mask
 from runtime.sinks import attend_with_sinks
 from runtime.state import Layer
 

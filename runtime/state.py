@@ -15,6 +15,7 @@ from torch import nn
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
 from runtime.decode import OmniKV, Role
+from runtime.dense import LEAST
 
 if TYPE_CHECKING:
     from runtime.watch import Watch
@@ -54,7 +55,7 @@ class Settings:
     """One application of an artifact to a model, shared by its layers.
 
     `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
-    `dense_kernels`: what stays dense by our kernels where those are faster: decode over every key, layers that slide.
+    `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel" ours, "model" `dense`.
     `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask. `watch` serves sparse prefills
     and keeps what it sees; None where nobody asked.
     """
@@ -65,12 +66,22 @@ class Settings:
     backend: str
     decode: OmniKV | None = None
     evicts: bool = False
-    dense_kernels: bool = True
+    dense_by: str = "auto"
     low_memory: bool = False
     watch: Watch | None = None
     calls: Calls = field(default_factory=Calls)
     said: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def dense_kernels(self) -> bool:
+        """Whether our kernels may serve what stays dense: decode over every key, layers that slide, other prefills."""
+        return self.dense_by != "model"
+
+    @property
+    def kernel_from(self) -> int | None:
+        """Keys from which on our kernel may serve a dense prefill that sees all of them; None where it never does."""
+        return {"auto": LEAST, "kernel": 0}.get(self.dense_by)
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """A call cannot be served sparsely: raise if strict, otherwise say so the first time, whatever the detail."""

@@ -10,31 +10,35 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from profiling.inside.capture import LayerInputs, capture
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
+from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
+from runtime.layers import attention_layers
 from search.rules import Found, Rule
 
 Head = tuple[int, int]
 """A layer and a query head of it."""
+# When heads are scored again: as they pass by while drift is measured, or in passes of their own after it.
+_BESIDE, _AFTER = "again beside", "again after"
 
 
 class Again:
-    """Scores heads on prompts, each once, and keeps that in the journal: while others look at them, or for itself."""
+    """Scores heads on prompts, each once, and keeps that in the ledger: while others look at them, or for itself."""
 
-    def __init__(self, loaded: LoadedModel, rule: Rule, prompts: Sequence[Prompt], journal: Journal) -> None:
+    def __init__(self, loaded: LoadedModel, rule: Rule, prompts: Sequence[Prompt], ledger: Ledger) -> None:
         """Search on this model and these prompts by the rule of an artifact's search, from search.rules.rule_of."""
-        self._loaded, self._rule, self._prompts, self._journal = loaded, rule, prompts, journal
+        self._loaded, self._rule, self._prompts, self._ledger = loaded, rule, prompts, ledger
         self._scores: dict[tuple[int, int, int], Any] = {}
-        for key in journal:
-            if key.startswith("again."):
-                self._keep(key)
+        for sample in range(len(prompts)):
+            for layer in attention_layers(loaded.model):
+                for when in (_BESIDE, _AFTER):
+                    self._keep(sample, layer, ledger.get(ledger.unit(f"{when} {sample}.{layer}")))
 
-    def score(self, sample: int, inputs: LayerInputs, heads: Iterable[int]) -> None:
-        """Score these heads of a layer on a prompt that is passing by.
+    def score(self, sample: int, inputs: LayerInputs, heads: Iterable[int], when: str = _BESIDE) -> None:
+        """Score these heads of a layer on a prompt that is passing by; for each `when` once at most.
 
         Left out are those that are scored already, and those that were not on the first prompt, which settles sizes.
         """
@@ -43,10 +47,10 @@ class Again:
             return
         first = [self._scores[0, inputs.layer, head] for head in missing] if sample else None
         scores = self._rule.score(of_heads(inputs, missing), inputs.layer, missing, first)
-        # In one line: the last bits of a score depend on which heads were scored together.
-        key = f"again.{sample}.{inputs.layer}.{missing[0]}"
-        self._journal.add(key, {str(head): score for head, score in zip(missing, scores, strict=True)})
-        self._keep(key)
+        # As one unit: the last bits of a score depend on which heads were scored together.
+        unit = self._ledger.unit(f"{when} {sample}.{inputs.layer}")
+        found = {str(head): score for head, score in zip(missing, scores, strict=True)}
+        self._keep(sample, inputs.layer, self._ledger.put(unit, found))
 
     def finish(self, heads: Sequence[Head]) -> dict[Head, Found]:
         """Score what is still missing of these heads, with a pass over each prompt that it takes, and choose.
@@ -61,13 +65,13 @@ class Again:
                 if (sample, layer, head) not in self._scores:
                     missing.setdefault(sample, {}).setdefault(layer, []).append(head)
         total = sum(len(layers) for layers in missing.values())
-        with tqdm(total=total, desc="searching again", unit="layer", disable=None) as progress:
+        with phase("searching again", total, "layers") as shown:
             for sample, layers in missing.items():
 
                 def visit(inputs: LayerInputs, sample: int = sample, layers: Mapping[int, list[int]] = layers) -> None:
                     if inputs.layer in layers:
-                        self.score(sample, inputs, layers[inputs.layer])
-                        progress.update()
+                        self.score(sample, inputs, layers[inputs.layer], _AFTER)
+                        shown.update()
 
                 ids = torch.tensor([self._prompts[sample].input_ids], device=self._loaded.model.device)
                 capture(self._loaded.model, ids, visit)
@@ -80,9 +84,8 @@ class Again:
         settled = not sample or (0, layer, head) in self._scores
         return settled and (sample, layer, head) not in self._scores
 
-    def _keep(self, key: str) -> None:
-        _, sample, layer, _ = key.split(".")
-        self._scores |= {(int(sample), int(layer), int(head)): score for head, score in self._journal[key].items()}
+    def _keep(self, sample: int, layer: int, found: dict[str, Any] | None) -> None:
+        self._scores |= {(sample, layer, int(head)): score for head, score in (found or {}).items()}
 
 
 def of_heads(inputs: LayerInputs, heads: Sequence[int]) -> LayerInputs:

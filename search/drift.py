@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from artifacts import Artifact, HeadwiseError
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import Fidelity, layer_fidelity
-from profiling.journal import Journal
+from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
+from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
@@ -56,7 +56,7 @@ def measure_drift(
     artifact: Artifact,
     arrays: Mapping[str, Array],
     prompts: Sequence[Prompt],
-    journal: Journal,
+    ledger: Ledger,
     *,
     backend: str = "auto",
     look: Look | None = None,
@@ -67,7 +67,8 @@ def measure_drift(
         loaded: the model that they may be served to; the artifact was searched on one of the same shape.
         artifact, arrays: with `chosen.error`, what the search measured.
         prompts: those of the search, so that what differs is the model.
-        journal: keeps each layer as it is finished; those that it has are not measured again.
+        ledger: keeps each layer as it is finished; those that it has are not measured again. Its settings are all that
+            the layers depend on.
         backend: as for kernels.attention.sparse_attention.
         look: is shown each layer as it is measured, and the drift of its heads on the prompts so far.
 
@@ -76,10 +77,14 @@ def measure_drift(
     """
     patterns, before = kernel_patterns(artifact, arrays), np.asarray(arrays["chosen.error"])
     served = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
-    with tqdm(total=len(served) * len(prompts), desc="drift", unit="layer", disable=None) as progress:
+
+    def unit(sample: int, layer: int) -> Unit:
+        return ledger.unit(f"drift {sample}.{layer}")
+
+    with phase("drift", len(served) * len(prompts), "layers") as shown:
         for sample, prompt in enumerate(prompts):
-            left = [layer for layer in served if f"drift.{sample}.{layer}" not in journal]
-            progress.update(len(served) - len(left))
+            left = [layer for layer in served if unit(sample, layer) not in ledger]
+            shown.skip(len(served) - len(left))
 
             def visit(inputs: LayerInputs, sample: int = sample, left: Sequence[int] = left) -> None:
                 if inputs.layer not in left:
@@ -95,20 +100,21 @@ def measure_drift(
                 values = {name: getattr(found, name).tolist() for name in _MEASURES}
                 # A layer is finished when it has been looked at.
                 if look is not None:
-                    former = [journal[f"drift.{one}.{inputs.layer}"]["error"] for one in range(sample)]
+                    former = [ledger.get(unit(one, inputs.layer))["error"] for one in range(sample)]
                     error = np.mean([*former, found.error], axis=0)
                     look(sample, inputs, _grown(error, before[inputs.layer]))
-                journal.add(f"drift.{sample}.{inputs.layer}", values)
-                progress.update()
+                ledger.put(unit(sample, inputs.layer), values)
+                shown.update()
 
             if left:
                 capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
     tables = {name: np.full_like(before, np.nan) for name in _MEASURES}
     for layer in served:
-        if f"drift.0.{layer}" not in journal:
+        found = [ledger.get(unit(sample, layer)) for sample in range(len(prompts))]
+        if found[0] is None:
             raise HeadwiseError(f"layer {layer} has patterns in the artifact, but no attention in {loaded.name}")
         for name, table in tables.items():
-            table[layer] = np.mean([journal[f"drift.{sample}.{layer}"][name] for sample in range(len(prompts))], axis=0)
+            table[layer] = np.mean([values[name] for values in found], axis=0)
     return Drift(before=before, here=Fidelity(**tables))
 
 

@@ -16,16 +16,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
+from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import TASKS
-from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure
+from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
 from search.filter_layers import (
@@ -66,6 +67,7 @@ class FilterSearch:
     selector: str = "last"
     window: int = 16
     prefill_ratio: float | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,31 +103,45 @@ class Found:
 
 
 def run(config: FilterSearch) -> tuple[Artifact, Found]:
-    """Measure, choose, compare, and write the artifact; nothing is written where an error is raised.
+    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that it finished.
 
     Raises:
-        HeadwiseError: anything that the user has to put right.
+        HeadwiseError: anything that the user has to put right; nothing is written then.
     """
     check_writable(config.out)
     artifact = load(config.config)
     former = None if config.profile is None else load_profile(config.profile)
     loaded = load_model(config.model, dtype=config.measured.dtype, device=config.measured.device)
     check(artifact.model, loaded.model)
-    if former is None:
-        former = measure(config.measured, loaded)
-    elif former.about["weights_sha256"] != artifact.model.weights_sha256:
+    if former is not None and former.about["weights_sha256"] != artifact.model.weights_sha256:
         raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
-    choice = choose(config, former)
-    again = replace(config.measured, seed=config.measured.seed + _OTHER_SEED, top_k=former.about["top_k"])
-    found = compare(choice, former, measure(again, loaded))
+    measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
+    with Ledger(config.out, "filters", settings=_settings(measured, artifact), fresh=config.fresh) as ledger:
+        if former is None:
+            former = measure(measured, loaded, ledger)
+        choice = choose(config, former)
+        again = replace(config.measured, seed=config.measured.seed + _OTHER_SEED, top_k=former.about["top_k"])
+        found = compare(choice, former, measure(again, loaded, ledger))
+        written = _write(config, artifact, found)
+        ledger.remove()
+    return written, found
 
+
+def _settings(measured: SimilarityConfig, artifact: Artifact) -> dict[str, Any]:
+    """What all that is measured depends on; the rules are not among it, so that others reuse what is measured."""
+    names = ("length", "steps", "seed", "dtype", "device")
+    model = {"model": artifact.model.name, "weights": artifact.model.weights_sha256}
+    return {**model, **{name: getattr(measured, name) for name in names}}
+
+
+def _write(config: FilterSearch, artifact: Artifact, found: Found) -> Artifact:
     def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
         # Measuring took a while, and other commands write into the same file.
         if now.model != artifact.model:
             raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
         return with_filters(now, config, found), _arrays(arrays, found)
 
-    return update(config.config, change, out=config.out), found
+    return update(config.config, change, out=config.out)
 
 
 def choose(config: FilterSearch, profile: Profile) -> Choice:
@@ -255,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
 
@@ -314,6 +331,7 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         selector=options.selector,
         window=options.window,
         prefill_ratio=options.prefill_ratio,
+        fresh=options.fresh,
     )
 
 

@@ -6,20 +6,19 @@ run through the kernels that will serve, and the one nearest to dense attention'
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
 from profiling.inside.capture import LayerInputs, capture
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
+from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.choose import mean_scores
@@ -98,34 +97,28 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
         samples=config.samples,
         sha256=digest(prompts),
     )
-    journal = Journal.open(
-        config.out.with_suffix(".resume.jsonl"),
-        _settings(config, model, calibration, families, target),
-        fresh=config.fresh,
-    )
-    if finished := sum(not key.endswith(".done") for key in journal):
-        print(f"going on with {journal.path}: {finished} layers are finished", file=sys.stderr)
-    progress = tqdm(total=model.num_layers * len(prompts), desc="layers", unit="layer", disable=None)
-    with progress:
-        for sample, prompt in enumerate(prompts):
-            _score_prompt(config, loaded, prompt, sample, families, target, journal, progress)
-    findings = [_finding(journal, layer, len(prompts)) for layer in range(model.num_layers)]
-    if not any(finding.heads for finding in findings):
-        raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
-    artifact = build_artifact(
-        config,
-        model,
-        calibration,
-        families,
-        findings,
-        target_density=target / target_tiles("1", config.length, 0),
-        kernel_backend=backend,
-    )
-    if config.picture:
-        from profiling.pattern_map import draw_pattern_map
+    settings = _settings(config, model, calibration, families, target)
+    with Ledger(config.out, "heads", settings=settings, fresh=config.fresh) as ledger:
+        with phase("layers", model.num_layers * len(prompts), "layers") as shown:
+            for sample, prompt in enumerate(prompts):
+                _score_prompt(config, loaded, prompt, sample, families, target, ledger, shown)
+        findings = [_finding(ledger, layer, len(prompts)) for layer in range(model.num_layers)]
+        if not any(finding.heads for finding in findings):
+            raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
+        artifact = build_artifact(
+            config,
+            model,
+            calibration,
+            families,
+            findings,
+            target_density=target / target_tiles("1", config.length, 0),
+            kernel_backend=backend,
+        )
+        if config.picture:
+            from profiling.pattern_map import draw_pattern_map
 
-        draw_pattern_map(config.out, config.out.with_suffix(""))
-    journal.remove()
+            draw_pattern_map(config.out, config.out.with_suffix(""))
+        ledger.remove()
     return artifact
 
 
@@ -188,40 +181,44 @@ def _score_prompt(
     sample: int,
     families: Sequence[Family],
     target: int,
-    journal: Journal,
-    progress: tqdm[Any],
+    ledger: Ledger,
+    shown: Phase,
 ) -> None:
-    """One forward pass over a prompt; each layer that the journal lacks is scored as the pass comes by."""
+    """One forward pass over a prompt; each layer that the ledger lacks is scored as the pass comes by."""
 
     def visit(inputs: LayerInputs) -> None:
-        progress.update()
-        key = f"{sample}.{inputs.layer}"
-        if key in journal:
+        unit = ledger.unit(f"layer {sample}.{inputs.layer}")
+        if unit in ledger:
+            shown.skip()
             return
         if inputs.sliding_window is not None:
-            journal.add(key, {"slides": inputs.sliding_window})
+            ledger.put(unit, {"slides": inputs.sliding_window})
+            shown.update()
             return
         if inputs.sinks is not None:
             raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no kernel serves yet")
         settled = None
         if sample:
-            first = journal[f"0.{inputs.layer}"]["heads"]
+            first = ledger.get(ledger.unit(f"layer 0.{inputs.layer}"))["heads"]
             settled = [[score["sizes"] for score in head] for head in first]
         scores = score_layer(inputs, families, target, _dense_tail(config), settled, backend=config.backend)
-        journal.add(key, {"heads": [[asdict(score) for score in head] for head in scores]})
+        ledger.put(unit, {"heads": [[asdict(score) for score in head] for head in scores]})
+        shown.update()
 
-    if f"{sample}.done" in journal:
-        progress.update(progress.total // config.samples)
+    # No pass over a prompt whose layers are all finished.
+    through = ledger.unit(f"prompt {sample}")
+    if through in ledger:
+        shown.skip(shown.total // config.samples)
         return
     ids = torch.tensor([prompt.input_ids], device=loaded.model.device)
     capture(loaded.model, ids, visit)
-    journal.add(f"{sample}.done", True)
+    ledger.put(through, True)
 
 
-def _finding(journal: Journal, layer: int, samples: int) -> Finding:
+def _finding(ledger: Ledger, layer: int, samples: int) -> Finding:
     """A layer's scores averaged over the prompts; none for a layer that slides or has no attention."""
-    if f"0.{layer}" not in journal or "slides" in journal[f"0.{layer}"]:
+    records = [ledger.get(ledger.unit(f"layer {sample}.{layer}")) for sample in range(samples)]
+    if records[0] is None or "slides" in records[0]:
         return Finding(layer=layer, heads=())
-    records = [journal[f"{sample}.{layer}"] for sample in range(samples)]
     parsed = [[[Score(**score) for score in head] for head in record["heads"]] for record in records]
     return Finding(layer=layer, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))

@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +29,15 @@ from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_section
+from profiling.ledger import Ledger
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import TASKS, Prompt, make_prompts
-from profiling.quality.divergence import Divergence, divergences
+from profiling.progress import phase
+from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts
+from profiling.quality.divergence import Divergence, divergence
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, window_of
-from search.allocate import allocate
+from search.model.hulls import spend
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -62,6 +64,7 @@ class KVSearch:
     seed: int = 0
     dtype: str = "bfloat16"
     device: str = "cpu"
+    fresh: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,10 +83,10 @@ class Found:
 
 
 def run(config: KVSearch) -> tuple[Artifact, Found]:
-    """Measure, choose, compare, and write the artifact; nothing is written where an error is raised.
+    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that it finished.
 
     Raises:
-        HeadwiseError: anything that the user has to put right.
+        HeadwiseError: anything that the user has to put right; nothing is written then.
     """
     check_writable(config.out)
     artifact = load(config.config)
@@ -92,21 +95,33 @@ def run(config: KVSearch) -> tuple[Artifact, Found]:
     # What cannot be written is refused before anything is measured.
     with_cache(artifact, _everywhere(loaded, H2O()))
     share = config.share if config.share is not None else _share_of_bytes(config, loaded)
-    curves = measure(loaded, _prompts(config, loaded, config.seed))
-    even = even_section(curves, share, config.normalised)
-    section, used = choose(curves, share, config.normalised)
-    held_out = _prompts(config, loaded, config.seed + _OTHER_SEED)
-    searched, evenly = compare(loaded, [section, even], held_out, config.forced)
-    found = Found(section=section, share=used, searched=searched, even=evenly, curves=curves)
-    section = found.section if found.better else even
+    with Ledger(config.out, "kv", settings=_settings(config, artifact), fresh=config.fresh) as ledger:
+        curves = measure(loaded, _prompts(config, loaded, config.seed), ledger=ledger)
+        even = even_section(curves, share, config.normalised)
+        section, used = choose(curves, share, config.normalised)
+        held_out = _prompts(config, loaded, config.seed + _OTHER_SEED)
+        searched, evenly = compare(loaded, [section, even], held_out, config.forced, ledger)
+        found = Found(section=section, share=used, searched=searched, even=evenly, curves=curves)
+        written = _write(config, artifact, found, found.section if found.better else even)
+        ledger.remove()
+    return written, found
 
+
+def _settings(config: KVSearch, artifact: Artifact) -> dict[str, Any]:
+    """What all that is measured depends on; the total is not among it, so that another one reuses the curves."""
+    names = ("length", "seed", "dtype", "device")
+    model = {"model": artifact.model.name, "weights": artifact.model.weights_sha256}
+    return {**model, **{name: getattr(config, name) for name in names}}
+
+
+def _write(config: KVSearch, artifact: Artifact, found: Found, section: KVCache) -> Artifact:
     def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
         # Measuring took a while, and other commands write into the same file.
         if now.model != artifact.model:
             raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_cache(now, section), {**arrays, **_arrays(curves)}
+        return with_cache(now, section), {**arrays, **_arrays(found.curves)}
 
-    return update(config.config, change, out=config.out), found
+    return update(config.config, change, out=config.out)
 
 
 def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple[KVCache, float]:
@@ -121,7 +136,7 @@ def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple
     costs = costs.reshape(-1, len(sizes))
     if share < sizes[0]:
         raise HeadwiseError(f"a share of {share:.4f} is below the least that was measured, {sizes[0]:.4f}")
-    at = allocate(costs, sizes, share * len(costs))
+    at = spend(costs, sizes, share * len(costs)).entries
     names = [_name(sizes[place]) for place in at]
     policies: dict[str, Policy] = {_name(size): _policy(size, normalised) for size in sizes if _name(size) in names}
     heads = curves.error.shape[1]
@@ -155,18 +170,28 @@ def _name(share: float) -> str:
 
 
 def compare(
-    loaded: LoadedModel, sections: list[KVCache], prompts: list[Prompt], forced: int
+    loaded: LoadedModel, sections: list[KVCache], prompts: list[Prompt], forced: int, ledger: Ledger
 ) -> tuple[Divergence, Divergence]:
     """How far decode under each section is from decode with a full cache."""
     full = partial(with_section(loaded, None).new_cache, loaded.model)
     found = []
-    for section in sections:
-        headwise = with_section(loaded, section)
-        with headwise.apply(loaded.model, check_weights=False):
-            # The full cache under the same attention, so that only what is dropped differs.
-            kept = partial(headwise.new_cache, loaded.model)
-            found += divergences(loaded.model, full, [kept], prompts, forced)
+    with phase("held-out prompts", len(sections) * len(prompts), "prompts") as shown:
+        for section in sections:
+            headwise, parts = with_section(loaded, section), []
+            with headwise.apply(loaded.model, check_weights=False):
+                # The full cache under the same attention, so that only what is dropped differs.
+                kept = partial(headwise.new_cache, loaded.model)
+                for prompt in prompts:
+                    depends = {"section": section.model_dump(mode="json"), "prompt": digest([prompt]), "forced": forced}
+                    measured = partial(_measured, loaded, full, kept, prompt, forced)
+                    parts.append(Divergence(**ledger.once(ledger.unit("divergence", depends), measured)))
+                    shown.update()
+            found.append(Divergence.joined(parts))
     return found[0], found[1]
+
+
+def _measured(loaded: LoadedModel, full: Any, kept: Any, prompt: Prompt, forced: int) -> dict[str, Any]:
+    return asdict(divergence(loaded.model, full, kept, prompt, forced))
 
 
 def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
@@ -258,6 +283,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=KVSearch.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
 
@@ -292,6 +318,7 @@ def config_from(options: argparse.Namespace) -> KVSearch:
         seed=options.seed,
         dtype=options.dtype,
         device=options.device,
+        fresh=options.fresh,
     )
 
 

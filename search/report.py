@@ -25,7 +25,7 @@ def print_report(artifact: Artifact, out: Path) -> None:
     print(f"recall   {summary.recall:.4f}{beside}")
     print(f"density  {summary.density:.4f}  (budget {search.budget}: {search.target_density:.4f})")
     print(f"error    {summary.error:.4f}  (relative L2 of a head's output)")
-    for measured in artifact.evidence if search.allocation == "model" else ():
+    for measured in artifact.evidence.measurements if search.allocation == "model" else ():
         print(
             f"{measured.name}: {measured.value:.4g} {measured.unit} ({measured.baseline_name}: {measured.baseline:.4g})"
         )

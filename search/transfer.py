@@ -16,7 +16,7 @@ from artifacts import Artifact, HeadwiseError, ModelInfo, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from profiling.inside.capture import LayerInputs
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
@@ -89,26 +89,22 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     _check_shape(artifact.model, model)
     prompts = _prompts(config, artifact, loaded)
-    path = config.out.with_suffix(".resume.jsonl")
-    journal = Journal.open(path, _settings(config, artifact, model), fresh=config.fresh)
-    if len(journal):
-        finished = sum(key.startswith("drift.") for key in journal)
-        print(f"going on with {path}: {finished} layers are finished", file=sys.stderr)
-    again = Again(loaded, rule, prompts, journal)
+    with Ledger(config.out, "transfer", settings=_settings(config, artifact, model), fresh=config.fresh) as ledger:
+        again = Again(loaded, rule, prompts, ledger)
 
-    def look(sample: int, inputs: LayerInputs, drift: np.ndarray) -> None:
-        # Most heads that have moved show it on the first prompt, and then a pass serves both.
-        again.score(sample, inputs, np.flatnonzero(drift > config.max_drift).tolist())
+        def look(sample: int, inputs: LayerInputs, drift: np.ndarray) -> None:
+            # Most heads that have moved show it on the first prompt, and then a pass serves both.
+            again.score(sample, inputs, np.flatnonzero(drift > config.max_drift).tolist())
 
-    drift = measure_drift(loaded, artifact, arrays, prompts, journal, backend=config.backend, look=look)
-    moved = drift.moved(config.max_drift)
-    found = again.finish([(int(layer), int(head)) for layer, head in np.argwhere(moved)])
-    written = write_transferred(config, artifact, arrays, model, drift, found)
-    if config.picture:
-        from profiling.pattern_map import draw_pattern_map
+        drift = measure_drift(loaded, artifact, arrays, prompts, ledger, backend=config.backend, look=look)
+        moved = drift.moved(config.max_drift)
+        found = again.finish([(int(layer), int(head)) for layer, head in np.argwhere(moved)])
+        written = write_transferred(config, artifact, arrays, model, drift, found)
+        if config.picture:
+            from profiling.pattern_map import draw_pattern_map
 
-        draw_pattern_map(config.out, config.out.with_suffix(""))
-    journal.remove()
+            draw_pattern_map(config.out, config.out.with_suffix(""))
+        ledger.remove()
     return written, artifact, drift, moved
 
 

@@ -89,7 +89,7 @@ def run(config: Config) -> Outcome:
         return Outcome(text=json.dumps(whole) + "\n")
     lines = [f"wrote {config.out}", *(f"  {section:<9} {file or 'none'}" for section, file in origin.items())]
     if saved.evidence:
-        lines.append(f"  evidence  {len(saved.evidence)} measured on the parts: measure the whole again")
+        lines.append(f"  evidence  {len(saved.evidence.measurements)} measured on the parts: measure the whole again")
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.imported import Imported
+from artifacts.fields import Imported
 from artifacts.interop.files import MOST, parse_json, parse_text, read_bytes
 from artifacts.interop.head_import import Conversion
 from artifacts.interop.report import Notes, Report

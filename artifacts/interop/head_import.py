@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from artifacts.density import mean_density
 from artifacts.errors import ArtifactError, one_line
-from artifacts.imported import Imported
+from artifacts.fields import Imported
 from artifacts.interop.files import read_bytes
 from artifacts.interop.head_config import FEW_COLUMNS, LEFT_OUT, MORE_COLUMNS, NAMES, Entry, read, scores_of, to_pattern
 from artifacts.interop.report import Notes, Report

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 _KERNELS = Path(__file__).parents[1]
-SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "patterns", "scored"))
+SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "gradient", "patterns", "scored"))
 HEADERS = tuple(_KERNELS / "native" / name for name in ("vectors.h", "engines.h"))
 _FLAGS = (
     "-std=c++20",

@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from artifacts import Artifact, Dense, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
+from artifacts import (
+    Artifact,
+    Dense,
+    Evidence,
+    HeadwiseError,
+    KVCache,
+    Pattern,
+    Prefill,
+    Static,
+    Streaming,
+    pattern_name,
+)
 from artifacts.density import density
 from artifacts.errors import shorten
 from artifacts.hashing import canonical_json
@@ -31,6 +42,7 @@ from profiling.evaluation.method_table import (
     TAIL,
     method_names,
 )
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers, text_config
@@ -78,7 +90,7 @@ class Method:
 
 
 class Methods:
-    """Makes methods; `memory` (a journal, or a dict) keeps what took a pass over a prompt to find."""
+    """Makes methods; a ledger keeps what took a pass over a prompt to find."""
 
     def __init__(
         self,
@@ -88,20 +100,21 @@ class Methods:
         *,
         share: float = 0.2,
         density: float | None = None,
-        memory: Any = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """share: of the prompt's keys and values that the caches of CACHES keep.
 
         density: what sizes are fitted to; None for the artifact's own.
         """
-        self._loaded, self._arrays, self._share, self._density = loaded, dict(arrays or {}), share, density
+        self._loaded, self.arrays, self._share, self._density = loaded, dict(arrays or {}), share, density
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
-        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": ()})
-        self._memory = {} if memory is None else memory
+        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
+        self._ledger = ledger
+        self._found: dict[str, Any] = {}
         self._meters: dict[int, Meter] = {}
         entries = {
-            name: hashlib.sha256(self._arrays[name].tobytes()).hexdigest()
+            name: hashlib.sha256(self.arrays[name].tobytes()).hexdigest()
             for pattern in artifact.patterns.values()
             if isinstance(pattern, Static)
             for name in pattern.arrays
@@ -132,7 +145,7 @@ class Methods:
         if kind == "headwise":
             artifact, sizes = _with_tail(self._patterns_of(), tail), f"{len(self.artifact.patterns)} patterns"
             density = self._remember(f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail))
-            make, identity = partial(Headwise, artifact, self._arrays), _identity(artifact)
+            make, identity = partial(Headwise, artifact, self.arrays), _identity(artifact)
         elif kind == "headwise_static":
             make, sizes = partial(self._frozen, length, tail), "frozen"
             density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
@@ -206,7 +219,7 @@ class Methods:
                 density = sum(min(at + 1, seen) for at in range(length)) / (length * (length + 1) / 2)
         return Method(
             name=name,
-            make=partial(Headwise, artifact, self._arrays),
+            make=partial(Headwise, artifact, self.arrays),
             density=density,
             kept=kept,
             identity=_identity(artifact),
@@ -228,18 +241,14 @@ class Methods:
     def _meter(self, length: int) -> Meter:
         if length not in self._meters:
             # One length at a time: estimates of a long prompt are not small.
-            self._meters = {length: Meter(self._loaded, self._patterns_of(), self._arrays, length)}
+            self._meters = {length: Meter(self._loaded, self._patterns_of(), self.arrays, length)}
         return self._meters[length]
 
     def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:
         key = self._key(what, length)
-        if key not in self._memory:
-            value = find()
-            if hasattr(self._memory, "add"):
-                self._memory.add(key, value)
-            else:
-                self._memory[key] = value
-        return self._memory[key]
+        if key not in self._found:
+            self._found[key] = find() if self._ledger is None else self._ledger.once(self._ledger.unit(key), find)
+        return self._found[key]
 
     def _key(self, what: str, length: int) -> str:
         return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"

@@ -34,7 +34,7 @@ VERSION = 2
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """What the method, which has to be applied to the model, makes of a prompt: plain data for a journal."""
+    """What the method, which has to be applied to the model, makes of a prompt: plain data for a ledger."""
     return next(trials(model, tokenizer, [prompt], method))[1]
 
 

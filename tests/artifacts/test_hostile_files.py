@@ -130,12 +130,12 @@ def test_sizes_that_no_model_has_break_no_verb(tmp_path, every_kind, where, caps
     artifact, arrays = every_kind
     fields = artifact.model_dump(mode="json")
     if where == "lengths":
-        fields["model"]["max_positions"] = 10**39
-        fields["search"]["calibration"]["lengths"] = [10**39]
+        fields["model"]["max_positions"] = 2**31 - 1
+        fields["search"]["calibration"]["lengths"] = [2**31 - 1]
     else:
         for pattern in fields["patterns"].values():
             pattern.update(
-                {name: 10**39 for name in ("sink", "window", "vertical", "slash", "blocks") if name in pattern}
+                {name: 2**31 - 1 for name in ("sink", "window", "vertical", "slash", "blocks") if name in pattern}
             )
     for name in ("odd", "same"):
         save(to_artifact(fields), tmp_path / f"{name}.yaml", arrays)

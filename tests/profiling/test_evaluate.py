@@ -91,7 +91,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
     assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
-    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence
+    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     entry = next(each for each in evidence if each.name == "score: passkey")
     assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
     assert any(each.name == "prefill" and each.unit == "s" for each in evidence)

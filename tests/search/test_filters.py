@@ -12,6 +12,7 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from profiling import similarity
+from profiling.similarities import layer_similarity
 from runtime import load
 from search import filters
 from search import head_budget as heads
@@ -68,6 +69,35 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     printed = capsys.readouterr().out
     assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random, mean" in printed
     artifacts.load(found)
+
+
+def test_a_killed_run_goes_on_and_finds_the_same(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filters.main([*command, "--out", str(tmp_path / "whole.yaml")])
+    decoded: list[int] = []
+    decode = layer_similarity._decode
+
+    def dies_at_the_third(*given: Any) -> Any:
+        if len(decoded) == 2:
+            raise KeyboardInterrupt
+        decoded.append(1)
+        return decode(*given)
+
+    monkeypatch.setattr(layer_similarity, "_decode", dies_at_the_third)
+    cut = [*command, "--out", str(tmp_path / "cut.yaml")]
+    with pytest.raises(KeyboardInterrupt):
+        filters.main(cut)
+    assert not (tmp_path / "cut.yaml").exists()
+    with pytest.raises(HeadwiseError, match=r"its steps is 3, not 4; .*--fresh"):
+        filters.main([*cut, "--steps", "4"])
+    # Two tasks, calibration and held-out: four prompts, two of which are finished.
+    monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
+    filters.main(cut)
+    assert len(decoded) == 4 and "2 units are finished" in capsys.readouterr().err
+    whole, found = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == found.content_sha256
+    assert not list(tmp_path.glob("*.ledger"))
 
 
 def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], found: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
+from profiling.caches import budget_curves
 from profiling.caches.budget_curves import BudgetCurves
 from profiling.models.loading import load_model
 from runtime import load, memory_report
@@ -49,6 +51,43 @@ def test_writes_budgets_that_the_runtime_keeps(
         loaded.model(ids, past_key_values=cache)
         kept = [layer.mean_kept for layer in memory_report(cache).layers]
     assert 0.15 <= np.mean(kept) / 800 <= 0.26
+
+
+def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
+    tiny_model: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ["--samples", "2", "--forced", "4"]
+    kv.main(_command(tiny_model, config, tmp_path / "whole.yaml", *two, "--target-share", "0.25"))
+    walked: list[int] = []
+    compared: list[int] = []
+    walk, divergence = budget_curves._of_prompt, kv.divergence
+
+    def walks(*given: Any) -> Any:
+        walked.append(1)
+        return walk(*given)
+
+    def compares(*given: Any) -> Any:
+        if len(compared) == 3:
+            raise KeyboardInterrupt
+        compared.append(1)
+        return divergence(*given)
+
+    monkeypatch.setattr(budget_curves, "_of_prompt", walks)
+    monkeypatch.setattr(kv, "divergence", compares)
+    cut = _command(tiny_model, config, tmp_path / "cut.yaml", *two)
+    with pytest.raises(KeyboardInterrupt):
+        kv.main([*cut, "--target-share", "0.5"])
+    assert len(walked) == 2 and not (tmp_path / "cut.yaml").exists()
+    with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; .*--fresh"):
+        kv.main([*cut, "--target-share", "0.25", "--seed", "1"])
+    compared.clear()
+    monkeypatch.setattr(kv, "divergence", divergence)
+    kv.main([*cut, "--target-share", "0.25"])
+    assert len(walked) == 2, "the curves do not depend on the total"
+    assert "going on with" in capsys.readouterr().err
+    whole, found = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == found.content_sha256
+    assert not list(tmp_path.glob("*.ledger"))
 
 
 def test_a_file_is_changed_in_place_and_other_sections_stay(tiny_model: Path, config: Path, tmp_path: Path) -> None:

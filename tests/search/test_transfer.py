@@ -22,7 +22,7 @@ import artifacts
 from artifacts import HeadwiseError
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import fidelity
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import digest, make_prompts
 from runtime import load
@@ -277,7 +277,7 @@ def test_heads_alone_are_what_they_are_in_the_layer(finetune: Path) -> None:
 def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.yaml", tmp_path / "cut.yaml"
     run(options(source, finetune, whole))
-    resume = cut.with_suffix(".resume.jsonl")
+    resume = tmp_path / "cut.yaml.transfer.ledger"
     command = [
         sys.executable,
         "-m",
@@ -291,14 +291,13 @@ def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> N
     ]
     child = subprocess.Popen([*command, "--no-picture"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for _ in range(1200):
-        if resume.exists() and len(resume.read_bytes().splitlines()) >= 3:
+        if len(list(resume.glob("*.unit"))) >= 2:
             break
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not cut.exists() and resume.exists()
-    done = len(resume.read_bytes().splitlines())
-    assert done >= 3
+    assert len(list(resume.glob("*.unit"))) >= 2
     result = subprocess.run([*command, "--no-picture"], capture_output=True, text=True, check=True)
     assert f"going on with {resume}: " in result.stderr
     assert not resume.exists()
@@ -336,11 +335,11 @@ def _never(*args: Any) -> None:
     raise AssertionError("a pass over a prompt that is finished")
 
 
-def test_what_is_in_the_journal_is_not_measured_again(
+def test_what_is_in_the_ledger_is_not_measured_again(
     source: Path, finetune: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "new.yaml"
-    monkeypatch.setattr(Journal, "remove", lambda self: None)
+    monkeypatch.setattr(Ledger, "remove", lambda self: None)
     first = run(options(source, finetune, out))[0]
 
     monkeypatch.setattr("search.drift.capture", _never)

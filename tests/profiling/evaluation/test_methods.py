@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from profiling.evaluation.frozen import frozen
 from profiling.evaluation.matching import SIZES, Meter
 from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from search.head_budget import HeadSearch, run
 from tests.search.conftest import save_tiny
@@ -108,22 +111,22 @@ def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[Load
 
 
 def test_what_was_found_is_remembered(
-    searched: tuple[LoadedModel, artifacts.Artifact], monkeypatch: pytest.MonkeyPatch
+    searched: tuple[LoadedModel, artifacts.Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, artifact = searched
-    memory: dict[str, object] = {}
+    ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
     names = ("headwise", "headwise_static", "vertical", "strided")
-    first = [Methods(loaded, artifact, memory=memory).make(name, LENGTH) for name in names]
+    first = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
 
     def refuse(*_: object) -> None:
         raise AssertionError("a second pass over the prompt")
 
     monkeypatch.setattr("profiling.evaluation.methods.Meter", refuse)
-    again = [Methods(loaded, artifact, memory=memory).make(name, LENGTH) for name in names]
+    again = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
     assert [(m.identity, m.density, m.sizes) for m in first] == [(m.identity, m.density, m.sizes) for m in again]
     other = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 200})})
     with pytest.raises(AssertionError, match="second pass"):
-        Methods(loaded, other, memory=memory).make("a_shape", LENGTH)
+        Methods(loaded, other, ledger=ledger).make("a_shape", LENGTH)
 
 
 @pytest.mark.parametrize(
