@@ -185,6 +185,13 @@ def make_prompts(
     return [replace(prompt, task=task.name) for prompt in prompts]
 
 
+def per_context(task: str | Task) -> int:
+    """How many prompts of a task share a context: so many are a whole one, and cost little more than one of them."""
+    task = parse_task(task) if isinstance(task, str) else task
+    known = {parameter.name for parameter in KINDS[task.kind].parameters}
+    return int(dict(task.parameters).get("questions", 8)) if "questions" in known else 1
+
+
 def digest(prompts: Sequence[Prompt]) -> str:
     """sha256 over the ids, the answers and where these are asked for, in hexadecimal."""
     content = [[list(p.input_ids), p.answer, *([p.turn, p.scored] if p.turn or p.scored else [])] for p in prompts]

@@ -18,7 +18,8 @@ from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900
