@@ -72,12 +72,10 @@ def run(config: Gate) -> Verdict:
         )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     check(artifact.model, loaded.model)
-    return losses_of(config, artifact, arrays, loaded, length)
+    return verdict(config, artifact, arrays, loaded, length)
 
 
-def losses_of(
-    config: Gate, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int
-) -> Verdict:
+def verdict(config: Gate, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int) -> Verdict:
     """The same of an artifact and a model that are loaded."""
     tasks = config.tasks or DEFAULT_TASKS
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
