@@ -16,7 +16,7 @@ from math import ceil, inf
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig
 from search.decode.filter_layers import Rules
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, help="their length in tokens")
     p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
     p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt")
-    p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
+    p.add_argument("--seed", type=natural, default=SimilarityConfig.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")

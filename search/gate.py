@@ -12,10 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
+from profiling.prompts.prompt import DEFAULT_TASKS
 from search.common.check import Gate, run
 from search.common.limits import add_limits, limits_of
-from search.model.config import DEFAULT_TASKS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tasks", nargs="+", help=f"default: {' '.join(DEFAULT_TASKS)}")
     p.add_argument("--length", type=int, help="tokens of a prompt (default: what was searched)")
     p.add_argument("--samples", type=int, default=1, help="prompts of each task (default 1)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     return p

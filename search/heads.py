@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
-from profiling.prompts.prompt import TASKS
+from artifacts.command_line import ArgumentParser, natural, run_command
+from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from search.common.limits import add_limits, limits_of
 from search.common.report import report
-from search.model.config import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
 from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
 from search.published.config import HeadSearch
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         default="scaled",
         help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
     )
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.memory_use.sizes import bytes_of
 from profiling.prompts.prompt import TASKS
 from search.decode.kv_search import KVSearch, report, run
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         default=KVSearch.normalised,
         help="divide scores by how many queries could see a token (default), or keep H2O's sums",
     )
-    p.add_argument("--seed", type=int, default=KVSearch.seed)
+    p.add_argument("--seed", type=natural, default=KVSearch.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")

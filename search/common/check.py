@@ -15,12 +15,11 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import SETS, Seen, held_out
-from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
-from search.model.config import DEFAULT_TASKS
 from search.model.gate import Limits, TaskLoss, by_task
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from artifacts import HeadwiseError
+from profiling.prompts.prompt import DEFAULT_TASKS
 from search.model.costs import Unit
 from search.model.gate import Limits
 
-DEFAULT_TASKS = ("passkey", "kv_retrieval", "prose")
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 4
 # Dense tails that are compared where none is asked for, in tokens.

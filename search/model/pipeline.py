@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +25,7 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import SETS, Seen, held_out
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
 from profiling.quality.sequences import Losses, Reference, TokenSequence, check_logits, sequences
 from profiling.ranks import Ranks, ranks
 from profiling.speed.cost_table import Cost, CostTable
@@ -381,8 +380,10 @@ def _calibration(config: ModelSearch, loaded: LoadedModel, length: int) -> list[
         if name in names:
             raise HeadwiseError(f"--calibration has two tasks {name}: give their files different names")
         names.add(name)
-        found += make_prompts(task, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed)
-    return [replace(prompt, task=prompt.task or "prompts") for prompt in found]
+        # Whole contexts, with all questions that share one.
+        count = config.samples * per_context(task)
+        found += make_prompts(task, loaded.tokenizer, length=length, samples=count, seed=config.seed)
+    return found
 
 
 def _held_out(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, number: int) -> list[Prompt]:
