@@ -325,7 +325,7 @@ _KINDS = (
     ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
-# What is calibrated, gated and evaluated on by default: docs/results.md has the table that they were chosen by. Questions
-# of a later turn share a context: 16 of them cost little more than one, and show a loss of one in five.
+# What is calibrated, gated and evaluated on by default: docs/results.md has the table that they were chosen by.
+# Questions of a later turn share a context: 16 of them cost little more than one, and show a loss of one in five.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
 TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"

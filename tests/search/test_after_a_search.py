@@ -62,7 +62,7 @@ def test_times_are_quoted_against_the_better_dense(searched: Path) -> None:
 
 
 def test_every_head_is_explained_by_the_recorded_price(searched: Path) -> None:
-    artifact, arrays = artifacts.load_pair(searched)
+    arrays = artifacts.load_arrays(searched)
     assert len(np.unique(arrays["allocation.price"])) == 1
     for layer in range(3):
         for head in range(6):
