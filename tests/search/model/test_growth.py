@@ -8,9 +8,9 @@ import pytest
 from artifacts import Growth
 from kernels.index import num_tiles
 from kernels.patterns import Pattern
+from search.model.candidates import ladder
 from search.model.curves import Curves
 from search.model.growth import GROWING, fit
-from search.model.candidates import ladder
 
 SHORT, LONG = 4096, 16_384
 LAYERS, HEADS = 2, 3
