@@ -3,6 +3,7 @@
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
+from artifacts import interrupt  # isort: split  # noqa: F401, before all that takes time
 from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError

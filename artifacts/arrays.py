@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from artifacts.costs import columns
 from artifacts.errors import ArtifactError, shorten
@@ -13,35 +13,49 @@ from artifacts.schema import Artifact
 from artifacts.windows import SEEN_WINDOWS
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.sidecar import Array, Entry
+
+# A static pattern for prompts of 2^31 tokens could not use more.
+MAX_POSITIONS = 2**22
 
 
-def check_arrays(artifact: Artifact, arrays: Mapping[str, Array] | None) -> None:
-    """Check the arrays of every section that needs some; None where there is no sidecar.
+def check_arrays(
+    artifact: Artifact, arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None = None
+) -> None:
+    """Check the arrays of every section that needs some.
+
+    Args:
+        artifact: whose sections.
+        arrays: the sidecar's; None where there is none.
+        entries: their dtypes and shapes, which are enough for those that nothing here looks into; None asks the arrays.
 
     Raises:
         ArtifactError: the first that is missing or not as it has to be.
     """
-    check_static(artifact.patterns, arrays)
+    check_static(artifact.patterns, arrays, entries)
     for number in range(len(artifact.costs)):
-        if fault := _cost_fault(number, arrays or {}):
+        if fault := _cost_fault(number, entries or arrays or {}):
             raise ArtifactError(f"costs[{number}]: {fault}")
-    if fault := _front_fault(artifact, arrays or {}):
+    if fault := _front_fault(artifact, arrays or {}, entries):
         raise ArtifactError(f"prefill.front: {fault}")
-    if fault := _windows_fault(artifact, arrays or {}):
+    if fault := _windows_fault(artifact, entries or arrays or {}):
         raise ArtifactError(f"search.calibration.seen_windows: {fault}")
 
 
-def check_static(patterns: Mapping[str, AnyPattern], arrays: Mapping[str, Array] | None) -> None:
+def check_static(
+    patterns: Mapping[str, AnyPattern], arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None = None
+) -> None:
     """Check that the arrays of every static pattern are there, and that they are lists of positions.
 
     Raises:
         ArtifactError: the first that is missing or is not one row of ascending int32 positions from 0 on.
     """
+    looked_at = set[str]()
     for name, pattern in patterns.items():
-        if isinstance(pattern, Static):
+        if isinstance(pattern, Static) and pattern.indices not in looked_at:
+            looked_at.add(pattern.indices)
             for array in pattern.arrays:
-                if fault := _static_fault(array, arrays):
+                if fault := _static_fault(array, arrays, entries):
                     raise ArtifactError(f"patterns.{name}: {fault}")
 
 
@@ -54,15 +68,18 @@ def needed(artifact: Artifact) -> Iterator[str]:
         yield FRONT_ROWS
 
 
-def _static_fault(name: str, arrays: Mapping[str, Array] | None) -> str | None:
+def _static_fault(name: str, arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None) -> str | None:
     if arrays is None:
         return f"the array {name} must be in the sidecar, and there is none"
     if name not in arrays:
         near = sorted(other for other in arrays if other.startswith("static."))[:3]
         return f"the sidecar has no array {name}; of static patterns it has: {', '.join(near) or 'none'}"
+    entry = (entries or arrays)[name]
+    if entry.dtype != "int32" or len(entry.shape) != 1:
+        return f"{name} must be one row of int32, got {entry.dtype} of shape {entry.shape}"
+    if entry.size > MAX_POSITIONS:
+        return f"{name} has {entry.size} positions, a static pattern may have {MAX_POSITIONS}"
     array = arrays[name]
-    if array.dtype != "int32" or array.ndim != 1:
-        return f"{name} must be one row of int32, got {array.dtype} of shape {array.shape}"
     if array.size and array[0] < 0:
         return f"{name} must hold positions from 0 on, got {array[0]}"
     rising = array[1:] > array[:-1]
@@ -72,7 +89,7 @@ def _static_fault(name: str, arrays: Mapping[str, Array] | None) -> str | None:
     return None
 
 
-def _cost_fault(number: int, arrays: Mapping[str, Array]) -> str | None:
+def _cost_fault(number: int, arrays: Mapping[str, Any]) -> str | None:
     table = columns(arrays, number)
     if not table:
         return f"the sidecar has no arrays cost.{number}.*"
@@ -82,15 +99,16 @@ def _cost_fault(number: int, arrays: Mapping[str, Array]) -> str | None:
     return None
 
 
-def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
+def _front_fault(artifact: Artifact, arrays: Mapping[str, Array], entries: Mapping[str, Entry] | None) -> str | None:
     front, model = artifact.prefill.front, artifact.model
     if front is None:
         return None
-    if (table := arrays.get(FRONT_ROWS)) is None:
+    if FRONT_ROWS not in arrays:
         return f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there"
-    shape = (len(front.points), model.num_layers, model.num_heads)
-    if table.dtype != "int16" or table.shape != shape:
-        return f"{FRONT_ROWS} must be int16 of shape {shape}, got {table.dtype} of shape {table.shape}"
+    shape, entry = (len(front.points), model.num_layers, model.num_heads), (entries or arrays)[FRONT_ROWS]
+    if entry.dtype != "int16" or entry.shape != shape:
+        return f"{FRONT_ROWS} must be int16 of shape {shape}, got {entry.dtype} of shape {entry.shape}"
+    table = arrays[FRONT_ROWS]
     alone = [row is None for row in artifact.prefill.layers]
     if ((table < 0) != [[[left] for left in alone]]).any():
         return f"{FRONT_ROWS} must leave alone (-1) the layers that prefill.layers leaves alone, and no others"
@@ -104,7 +122,7 @@ def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
     return None
 
 
-def _windows_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
+def _windows_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
     count = 0 if artifact.search is None else artifact.search.calibration.seen_windows
     table = arrays.get(SEEN_WINDOWS)
     if table is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from artifacts.fields import Record, Text
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
+T = TypeVar("T")
 Names = Annotated[tuple[Text, ...], Field(min_length=1)]
 
 
@@ -27,7 +28,7 @@ class DeviceCosts(Record):
     dtypes: Names = Field(description="what the numbers in the column `dtype` stand for")
 
 
-def columns(arrays: Mapping[str, Array], number: int) -> dict[str, Array]:
+def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
     """The columns of the table with that number, by name; empty where there are none."""
     begins = f"cost.{number}."
     return {name.removeprefix(begins): array for name, array in arrays.items() if name.startswith(begins)}

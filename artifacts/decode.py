@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from artifacts.fields import MOST, Budget, Count, Positive, Record, Share, Text
+from artifacts.fields import MOST, Budget, Count, Imported, Positive, Record, Share, Text
 
 
 def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,3 +75,6 @@ class Decode(Record):
     """What serves decode."""
 
     omnikv: OmniKV = Field(description="OmniKV's filter layers; `python -m search.filters` writes it")
+    imported: Imported | None = Field(
+        default=None, description="where the section comes from, if it was taken over from another tool's file"
+    )

@@ -23,7 +23,12 @@ def canonical_json(value: Any) -> bytes:
 
 
 def content_sha256(artifact: Mapping[str, Any]) -> str:
-    """Hash of an artifact's fields as plain JSON data, whose keys are all text; 64 hex digits.
+    """Hash of an artifact's content; 64 hex digits."""
+    return hashlib.sha256(canonical_json(content_of(artifact))).hexdigest()
+
+
+def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an artifact's fields, as plain JSON data, its hash is over.
 
     Left out is what differs between two runs that found the same: content_sha256 itself, created_at,
     search.command, the command of each measurement and cost table, and sidecar.file, which is a place and not a
@@ -36,7 +41,7 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
     if isinstance(evidence, Mapping):
         content["evidence"] = {**evidence, "measurements": _without_commands(evidence.get("measurements"))}
     content["costs"] = _without_commands(content.get("costs"))
-    return hashlib.sha256(canonical_json(content)).hexdigest()
+    return content
 
 
 def _text(value: Any) -> str:

@@ -8,8 +8,10 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from artifacts import page_search
+from artifacts.errors import number, plural
 from artifacts.evidence import Evidence, PromptSet
-from artifacts.page_layout import labelled, number, plural, table
+from artifacts.front import FRONT_ROWS
+from artifacts.page_layout import labelled, table
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ LEFT_ALONE = "."
 _MAP_HEADS = 48
 _MAP_WRAP = 32
 _MEANS = ("recall", "error", "density")
+ARRAYS = (*(f"chosen.{name}" for name in _MEANS), "imported.score", FRONT_ROWS)
+"""The arrays that a page is made of."""
 
 
 def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from artifacts.errors import number, plural
 from artifacts.front import served_point
-from artifacts.page_layout import number, plural, table
+from artifacts.page_layout import table
 from artifacts.schema import Artifact, SearchInfo
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from artifacts.patterns import KindName, Pattern
 from artifacts.windows import MAX_WINDOWS
 
 SCHEMA_VERSION = 1
+MAX_EDITS = 256
 
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
@@ -99,6 +100,11 @@ class ModelInfo(Record):
         description="the rotary embedding's parameters, as the configuration has them"
     )
     max_positions: Count = Field(description="the longest prompt that the configuration allows, in tokens")
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The hashes that are open, so that any model of the shape passes for this one."""
+        return tuple(name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None)
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
@@ -223,6 +229,15 @@ class Sidecar(Record):
     sha256: Sha256 = Field(description="of its bytes")
 
 
+class Edit(Record):
+    """A field that a person set to another value: `python -m artifacts set`."""
+
+    field: Text = Field(description="its path, such as `prefill.dense_below`")
+    before: Text = Field(description="what it was, as JSON, of long values the beginning")
+    after: Text = Field(description="what it became")
+    over: Sha256 = Field(description="`content_sha256` of the artifact that was changed")
+
+
 class Artifact(Record):
     """What was found for a model: a pattern for every searched head, how it was found, what was measured with it.
 
@@ -247,6 +262,9 @@ class Artifact(Record):
     evidence: Evidence = Field(default=Evidence(), description="what was measured, and on which prompts")
     costs: tuple[DeviceCosts, ...] = Field(
         default=(), description="devices whose measured cost tables lie in the sidecar"
+    )
+    edits: Annotated[tuple[Edit, ...], Field(max_length=MAX_EDITS)] = Field(
+        default=(), description="what was set by hand, the first change first; `search` and `evidence` are of before"
     )
     sidecar: Sidecar | None = Field(default=None, description="the file with the arrays")
     content_sha256: SavedSha256 = Field(default="", description="hash of the content, see [Hashes](#hashes)")

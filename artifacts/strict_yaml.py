@@ -8,8 +8,10 @@ plain scalars that YAML 1.1, YAML 1.2 and the readers in use take for different 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import yaml
@@ -56,6 +58,8 @@ _WORDS = {
     ".inf": float("inf"),
     "-.inf": float("-inf"),
 }
+# What needs no quotes, whatever stands around it.
+_PLAIN = re.compile(r"(?!\.\.\.)[A-Za-z0-9_./+=()~^$;]([A-Za-z0-9_./+=()~^$;@%-]| (?! |$))*")
 _NO_KEY = object()
 _STARTS = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _ENDS = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
@@ -189,29 +193,68 @@ def _refuse(event: Any, why: str) -> None:
     raise ArtifactError(f"line {event.start_mark.line + 1}: {why}")
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes all that is not text to every reader, and writes no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        # In the other styles YAML folds line breaks, among them three that Python does not write as such.
-        style = None if is_text(data) else "'"
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style if data.isprintable() else '"')
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-
-
 def dump(fields: Mapping[str, Any]) -> str:
-    """YAML for JSON data, keys in the given order; mappings and lists of scalars alone take one line each."""
-    text: str = yaml.dump(
-        dict(fields),
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=float("inf"),
-        default_flow_style=None,
-    )
-    return text
+    """YAML for JSON data, keys in the given order; mappings and lists of scalars alone take one line each.
+
+    Raises:
+        ArtifactError: nested deeper than can be read.
+    """
+    return "".join(f"{line}\n" for line in _lines(fields, 1))
+
+
+def _lines(value: Any, depth: int) -> Iterator[str]:
+    """A container in block style, line by line; what it holds is in flow style where it holds scalars alone."""
+    if depth > MAX_DEPTH:
+        raise ArtifactError(f"nested more than {MAX_DEPTH} deep")
+    if not value:
+        yield "{}" if isinstance(value, Mapping) else "[]"
+        return
+    for key, entry in value.items() if isinstance(value, Mapping) else ((None, each) for each in value):
+        lead = "-" if key is None else f"{_quoted(key)}:"
+        simple = _flow(entry)
+        if simple is not None:
+            yield f"{lead} {simple}"
+            continue
+        below = _lines(entry, depth + 1)
+        if key is None:
+            yield f"- {next(below)}"
+        else:
+            yield lead
+        indent = "  " if key is None or isinstance(entry, Mapping) else ""
+        yield from (f"{indent}{line}" for line in below)
+
+
+def _flow(value: Any) -> str | None:
+    """A scalar, or a container of nothing but scalars, on one line; None for any other."""
+    if not isinstance(value, Mapping | list | tuple):
+        return _scalar(value)
+    entries = value.values() if isinstance(value, Mapping) else value
+    if any(isinstance(entry, Mapping | list | tuple) for entry in entries):
+        return None
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_quoted(key)}: {_scalar(entry)}" for key, entry in value.items()) + "}"
+    return "[" + ", ".join(map(_scalar, value)) + "]"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, float) and isfinite(value):
+        # YAML 1.1 knows no 1e-05.
+        mantissa, e, exponent = repr(value).partition("e")
+        return f"{mantissa}{'' if '.' in mantissa else '.0'}{e}{exponent}"
+    return json.dumps(value)
+
+
+def _quoted(text: str) -> str:
+    """Text as it is where every reader takes it for text, in any style and place; quoted where not."""
+    if _PLAIN.fullmatch(text) and is_text(text):
+        return text
+    if text.isprintable():
+        return "'" + text.replace("'", "''") + "'"
+    return '"' + "".join(c if c.isprintable() and c not in '"\\' else _escaped(c) for c in text) + '"'
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\{character}" if character in '"\\' else f"\\u{code:04X}" if code < 2**16 else f"\\U{code:08X}"

@@ -5,9 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from kernels.breaker import CannotBuildError
 
 # Fastest first. Each is a module of kernels.attention and of kernels.decode, with supports(q, k, v) -> str | None and
 # the op itself. `op` says which of the two is meant.
@@ -16,8 +22,10 @@ BACKENDS = ("triton", "cpu", "reference")
 _MADE_FOR = {"triton": "cuda", "cpu": "cpu"}
 
 _log = logging.getLogger("headwise")
+_Result = TypeVar("_Result")
 
 
+@functools.cache
 def backend(name: str, op: str = "attention") -> ModuleType:
     """The backend's module, imported on first use; ValueError names the known ones."""
     if name not in BACKENDS:
@@ -30,23 +38,62 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str,
     return {name: backend(name, op).supports(q, k, v) for name in BACKENDS}
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> ModuleType:
+def derivative_wanted(*tensors: Tensor) -> str | None:
+    """Why native code and Triton cannot serve these tensors if somebody wants a derivative; None if nobody does."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
+    # Only where a level is open can a tensor have a tangent.
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return "it has no forward-mode derivative"
+    return None
+
+
+def choose(
+    name: str, q: Tensor, k: Tensor, v: Tensor, op: str = "attention", *, sinks: Tensor | None = None
+) -> ModuleType:
     """The module that serves the call: the one asked for, or for "auto" the fastest that can."""
+    unwanted = None if sinks is None else derivative_wanted(sinks)
     if name != "auto":
         module = backend(name, op)
-        if reason := module.supports(q, k, v):
+        if reason := module.supports(q, k, v) or (unwanted if name != "reference" else None):
             raise ValueError(f"backend {name!r} cannot serve this call: {reason}")
         return module
     for candidate in BACKENDS:
         module = backend(candidate, op)
-        reason = module.supports(q, k, v)
+        reason = module.supports(q, k, v) or (unwanted if candidate != "reference" else None)
         if reason is None:
             return module
         if _MADE_FOR[candidate] == q.device.type:
-            _say_once(candidate, reason)
+            say_once(candidate, reason)
     raise AssertionError("the reference serves every call")
 
 
+def serve(
+    name: str,
+    call: Callable[[ModuleType], _Result],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    op: str = "attention",
+    *,
+    sinks: Tensor | None = None,
+) -> _Result:
+    """What `call` makes of the module that `choose` gives, of the next one where that turns out not to build.
+
+    Raises:
+        ValueError: the backend asked for by name cannot serve the call.
+    """
+    while True:
+        module = choose(name, q, k, v, op, sinks=sinks)
+        try:
+            return call(module)
+        except CannotBuildError as error:
+            # The next time around, and in all calls to come, the module says so itself.
+            if name != "auto":
+                raise ValueError(f"backend {name!r} cannot serve this call: {error}") from error
+
+
 @functools.cache
-def _say_once(name: str, reason: str) -> None:
+def say_once(name: str, reason: str) -> None:
+    """One line in the log, however often the same is the case."""
     _log.warning("backend %r not used: %s", name, reason)

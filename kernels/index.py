@@ -21,7 +21,9 @@ All three are ascending and padded at the end with PAD, which lies beyond every 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -65,6 +67,21 @@ class SparseIndex:
     dense_tail: tuple[int, ...] = ()
     window: int | None = None
     ragged: Ragged | None = None
+    # Whether the entries are known to hold to what validate() asks.
+    _valid: bool = field(default=False, init=False, repr=False)
+
+    @classmethod
+    def built(cls, **fields: Any) -> Self:
+        """An index whose entries are right by the way they were made: no call looks at them again."""
+        index = cls(**fields)
+        object.__setattr__(index, "_valid", True)
+        return index
+
+    def changed(self, **fields: Any) -> SparseIndex:
+        """The index with other fields whose entries are as right as its own (dataclasses.replace: looked at anew)."""
+        index = replace(self, **fields)
+        object.__setattr__(index, "_valid", self._valid)
+        return index
 
     @property
     def batch(self) -> int:
@@ -105,8 +122,7 @@ class SparseIndex:
         """The index of sequence s alone, as a batch of one."""
         q_len, k_len = (self.q_len, self.k_len) if self.ragged is None else self.ragged.lengths[s]
         one = slice(s, s + 1)
-        return replace(
-            self,
+        return self.changed(
             q_len=q_len,
             k_len=k_len,
             diagonals=self.diagonals[one],
@@ -179,9 +195,10 @@ class SparseIndex:
         """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no data."""
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
-        if self.dense_tail and (len(self.dense_tail) != self.num_heads or min(self.dense_tail) < 0):
+        check_window(self.window)
+        if self.dense_tail and (
+            len(self.dense_tail) != self.num_heads or not all(is_count(n, 0) for n in self.dense_tail)
+        ):
             raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {self.dense_tail}")
         if self.ragged is not None:
             longest = (max(self.ragged.q_lens), max(self.ragged.k_lens))
@@ -202,8 +219,14 @@ class SparseIndex:
                 raise ValueError(f"{name} must be ({expected}, any width), got {tuple(entries.shape)}")
 
     def validate(self) -> None:
-        """Raise ValueError where an invariant is broken. Reads the data: for tests and for untrusted indices."""
+        """Raise ValueError where an invariant is broken.
+
+        Reads the data, which waits for a GPU. Attention asks for it the first time that it meets an index made by hand;
+        those that patterns build are right by the way they are made.
+        """
         self.check_shapes()
+        if self._valid:
+            return
         for name in ("diagonals", "tiles", "columns"):
             entries: Tensor = getattr(self, name)
             if entries.numel() and int(entries.min()) < 0:
@@ -213,6 +236,7 @@ class SparseIndex:
                 raise ValueError(f"{name} must be strictly ascending up to the padding")
         if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
             raise ValueError("every head must compute diagonal 0: a query always sees itself")
+        object.__setattr__(self, "_valid", True)
 
     def row_masks(self, every: int = 1) -> Iterator[tuple[range, Tensor]]:
         """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out; one sequence.
@@ -267,6 +291,36 @@ def empty_entries(*shape: int, device: torch.device) -> Tensor:
     return torch.empty(*shape, dtype=torch.int32, device=device)
 
 
+@lru_cache(maxsize=64)
+def dense_index(
+    batch: int,
+    num_heads: int,
+    q_len: int,
+    k_len: int,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    ragged: Ragged | None = None,
+) -> SparseIndex:
+    """The index of dense causal attention for `num_heads` heads, made once for each shape; not to be written to.
+
+    With `ragged` the batch is its sequences, and the lengths are the largest of them.
+    """
+    with torch.inference_mode(False):
+        diagonals = torch.arange(num_tiles(k_len), dtype=torch.int32, device=device)
+        index = SparseIndex.built(
+            q_len=q_len,
+            k_len=k_len,
+            diagonals=diagonals.expand(batch, num_heads, -1).contiguous(),
+            tiles=empty_entries(batch, num_heads, 0, 0, device=device),
+            columns=empty_entries(batch, num_heads, 0, device=device),
+            window=window,
+            ragged=ragged,
+        )
+        tiles = empty_entries(batch, num_heads, index.num_rows, 0, device=device)
+    return index.changed(tiles=tiles)
+
+
 def ascending(mask: Tensor, width: int) -> Tensor:
     """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest count), int32."""
     at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
@@ -289,8 +343,7 @@ def cat_heads(parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[
         return torch.cat(padded, dim=1).index_select(1, order)
 
     tails = [n for part in parts for n in part.dense_tail or (0,) * part.num_heads]
-    return replace(
-        first,
+    return _all_valid(parts, first).changed(
         diagonals=joined("diagonals"),
         tiles=joined("tiles"),
         columns=joined("columns"),
@@ -308,8 +361,7 @@ def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
         margins = [(0, width - e.shape[-1]) + ((0, rows - e.shape[2]) if e.dim() == 4 else ()) for e in entries]
         return torch.cat([torch.nn.functional.pad(e, m, value=PAD) for e, m in zip(entries, margins, strict=True)])
 
-    return replace(
-        first,
+    return _all_valid(parts, first).changed(
         q_len=max(ragged.q_lens),
         k_len=max(ragged.k_lens),
         diagonals=joined("diagonals"),
@@ -317,6 +369,24 @@ def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
         columns=joined("columns"),
         ragged=ragged,
     )
+
+
+def _all_valid(parts: Sequence[SparseIndex], first: SparseIndex) -> SparseIndex:
+    """The first part, as one whose entries are known to be right only if all parts' are."""
+    return first if all(part._valid for part in parts) else replace(first)
+
+
+def check_window(window: object) -> None:
+    """Raise ValueError for what is no window: an integer from 1 on, or None."""
+    if window is not None and not is_count(window, -PAD):
+        raise ValueError(f"window must be an integer, got {window!r}")
+    if window is not None and not is_count(window):
+        raise ValueError(f"window must be at least 1, got {window}")
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether a value is an integer and no less than that."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def first_dense(dense_tail: Sequence[int], k_len: int) -> list[int]:
@@ -329,4 +399,4 @@ def with_dense_tail(index: SparseIndex, queries: int) -> SparseIndex:
     if not queries:
         return index
     tails = index.dense_tail or (0,) * index.num_heads
-    return replace(index, dense_tail=tuple(max(n, queries) for n in tails))
+    return index.changed(dense_tail=tuple(max(n, queries) for n in tails))

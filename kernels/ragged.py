@@ -30,11 +30,23 @@ class Ragged:
     def __post_init__(self) -> None:
         if len({len(part) for part in self._columns}) != 1 or not self.rows:
             raise ValueError("rows, q_starts, q_lens, k_starts and k_lens must have one entry for each sequence")
+        for number in (number for part in self._columns for number in part):
+            if not isinstance(number, int):
+                raise ValueError(f"rows, starts and lengths must be integers, got {number!r}")
         for s, (row, q_start, q_len, k_start, k_len) in enumerate(zip(*self._columns, strict=True)):
             if not 0 < q_len <= k_len:
                 raise ValueError(f"sequence {s}: q_len must be between 1 and k_len={k_len}, got {q_len}")
             if min(row, q_start, k_start) < 0:
                 raise ValueError(f"sequence {s}: starts must not be negative, got {(row, q_start, k_start)}")
+        # Keys may be shared, queries may not: two sequences would write to one place.
+        ends: dict[int, tuple[int, int]] = {}
+        for row, q_start, s in sorted(zip(self.rows, self.q_starts, range(len(self)), strict=True)):
+            end, before = ends.get(row, (0, 0))
+            if q_start < end:
+                raise ValueError(
+                    f"sequences {before} and {s} overlap: row {q_start} of batch element {row} is a query of both"
+                )
+            ends[row] = (q_start + self.q_lens[s], s)
 
     @classmethod
     def left_padded(cls, lengths: Sequence[int], q_len: int, k_len: int) -> Self:

@@ -20,7 +20,6 @@ from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.evaluation.measure import (
-    DEFAULT_TASKS,
     DEPTHS,
     OUTPUT,
     Evaluation,
@@ -35,10 +34,21 @@ from profiling.evaluation.page import page
 from profiling.evaluation.record import as_json, attached, record_of, table
 from profiling.evaluation.times import Speed, measure
 from profiling.models.loading import load_model
-from profiling.prompts.prompt import TASKS
+from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from runtime.fingerprint import check
 
-DEFAULT_METHODS = ("dense", "headwise", "headwise_static", "vertical_slash", "a_shape", "dilated", "strided")
+DEFAULT_METHODS = (
+    "dense",
+    "headwise",
+    "headwise-tail",
+    "headwise_static",
+    "vertical_slash",
+    "vertical_slash-tail",
+    "a_shape",
+    "a_shape-tail",
+    "dilated",
+    "strided",
+)
 _QUICK_METHODS, _QUICK_TASKS, _QUICK_LENGTH = (
     ("dense", "headwise", "headwise_static", "a_shape"),
     ("needle", "passkey"),

@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
-from artifacts.hashing import canonical_json
-from artifacts.lock import locked
+from artifacts.pair import locked
 from profiling.ranks import Ranks
 from profiling.values import from_bytes, to_bytes
 
@@ -72,7 +71,7 @@ class Ledger:
         self.folder = out.with_name(f"{out.name}.{command}.ledger")
         self._ranks = ranks or Ranks()
         # In their order: of several that differ the first is named.
-        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {}), allow_nan=False))
+        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
         self._versions = {"format": _FORMAT, "headwise": version("headwise"), "torch": version("torch")}
         with ExitStack() as stack:
             if self._ranks.is_first:
@@ -102,7 +101,7 @@ class Ledger:
     def unit(self, name: str, depends: Mapping[str, Any] | None = None) -> Unit:
         """A unit of that name, which depends on these values (JSON) besides the ledger's settings and the versions."""
         content = [name, dict(depends or {}), self._settings, self._versions]
-        return Unit(name=name, key=hashlib.sha256(canonical_json(content)).hexdigest())
+        return Unit(name=name, key=hashlib.sha256(_canonical(content)).hexdigest())
 
     def get(self, unit: Unit) -> Any:
         """The value of a finished unit, else None: also where its file is damaged."""
@@ -198,11 +197,20 @@ class Ledger:
         except (OSError, ValueError):
             found = None
         if isinstance(found, dict) and len(self):
-            if changed := [key for key in {**self._settings, **found} if self._settings.get(key) != found.get(key)]:
+            settings = self._settings
+            changed = [
+                key for key in {**settings, **found} if _canonical(settings.get(key)) != _canonical(found.get(key))
+            ]
+            if changed:
                 raise HeadwiseError(
                     f"{self.folder} belongs to another run: its {changed[0]} is {shorten(found.get(changed[0]))}, not "
-                    f"{shorten(self._settings.get(changed[0]))}; repeat that command to finish it, or pass --fresh to "
+                    f"{shorten(settings.get(changed[0]))}; repeat that command to finish it, or pass --fresh to "
                     "discard it"
                 )
             print(f"going on with {self.folder}: {len(self)} units are finished", file=sys.stderr)
         atomic_write(file, json.dumps(self._settings, indent=1).encode() + b"\n")
+
+
+def _canonical(value: Any) -> bytes:
+    """JSON in one form only. Unlike an artifact's it may hold infinity: a limit that is none."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -32,8 +32,7 @@ from profiling.evaluation.times import machine
 from profiling.inside.oracle import oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
 from profiling.quality.contexts import by_context
 from runtime.fingerprint import check
 
@@ -136,13 +135,11 @@ def run(config: Separation) -> dict[str, Any]:
 def _prompts(config: Separation, loaded: LoadedModel, name: str) -> list[Prompt]:
     """As many prompts of a task as there are to be: whole contexts, where several share one."""
     task = parse_task(name)
-    kind = KINDS[task.kind]
-    shared = [parameter.name for parameter in kind.parameters].count("questions")
-    questions = int(dict(task.parameters).get("questions", 8)) if shared else 1
+    questions = per_context(task)
     how: dict[str, Any] = {"length": config.length, "seed": config.seed}
     first = make_prompts(task, loaded.tokenizer, samples=1, **how)[0]
     count = config.windows if first.answer is None else config.prompts
-    count = config.contexts * questions if shared or first.scored else count
+    count = config.contexts * questions if questions > 1 or first.scored else count
     return make_prompts(task, loaded.tokenizer, samples=count, **how)
 
 

@@ -95,7 +95,7 @@ def every_key(
     backend: str = "auto",
 ) -> Tensor:
     """Headwise's kernel over every key, or a window's: (B, H, Q, E); see kernels.attention.sparse_attention."""
-    index = _plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window, ragged=ragged)
+    index = dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window, ragged=ragged)
     return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=backend)
 
 
@@ -166,8 +166,8 @@ def _look_up(
         with torch.no_grad():
             found = _measure(q, k, v)
     except Exception as error:
-        # A kernel that fails to build or to run serves nothing; the next process tries again.
-        _log.info("dense attention by sdpa: the kernel fails here with %s", type(error).__name__)
+        # A kernel that is not there, or fails to build or to run, serves nothing; the next process tries again.
+        _log.info("dense attention by sdpa: the kernel cannot be measured here (%s: %s)", type(error).__name__, error)
         return Measured(by="sdpa", right=False, kernel_s=0.0, sdpa_s=0.0)
     _log.info(
         "dense attention of %s, head dim %d, %d queries and %d keys: by %s (kernel %.1f ms, sdpa %.1f ms)",
@@ -178,9 +178,8 @@ def _look_up(
 
 
 def _measure(q: Tensor, k: Tensor, v: Tensor) -> Measured:
-    reasons = dispatch.why_not(q, k, v)
-    if all(reason for name, reason in reasons.items() if name != "reference"):
-        return Measured(by="sdpa", right=False, kernel_s=0.0, sdpa_s=0.0)
+    if all(reason for name, reason in dispatch.why_not(q, k, v).items() if name != "reference"):
+        raise RuntimeError("no fast kernel")
     agrees = all(_agrees(q[:, :, -300:], k[:, :, -320:], v[:, :, -320:], window) for window in (None, 70))
     runs = {"kernel": lambda: every_key(q, k, v), "sdpa": lambda: _sdpa(q, k, v, None, None)}
     seconds = dict.fromkeys(runs, float("inf"))
@@ -223,7 +222,8 @@ def _wait(device: torch.device) -> None:
 
 
 @lru_cache
-def _plan(heads: int, kv_heads: int) -> LayerPlan:
+def dense_plan(heads: int, kv_heads: int) -> LayerPlan:
+    """The plan of every key for all query heads."""
     return LayerPlan([Dense()] * heads, kv_heads)
 
 

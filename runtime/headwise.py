@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     from artifacts.sidecar import Array
     from runtime.applied import Applied
-    from runtime.caches import CacheBytes, MemoryReport
+    from runtime.caches.make import CacheBytes, MemoryReport
+
+_log = logging.getLogger("headwise")
 
 
 def load(
@@ -42,7 +45,7 @@ def load(
         HeadwiseError: several targets, one that no point meets (the line says what they offer), or no front to choose
             from; `verify` is no public key.
     """
-    artifact, arrays = artifacts.load_pair(path, verify=verify)
+    artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
     try:
         artifact = artifacts.at_target(
             artifact, arrays, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
@@ -71,14 +74,32 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Applied:
     return attach_dense(model, by=by)
 
 
+def warm_up(model: nn.Module, lengths: Sequence[int]) -> dict[int, float]:
+    """Serve a prompt of each length and two tokens after it, so that kernels are compiled and dense attention measured.
+
+    Args:
+        model: a model that an artifact is applied to (`apply`, `apply_dense`); nobody else may be using it yet.
+        lengths: tokens of the prompts that are to be expected: one below dense_below and the longest, as a rule.
+
+    Returns:
+        Seconds that each took, compiling and measuring included. stats() counts none of it.
+
+    Raises:
+        HeadwiseError: nothing is applied to the model; a length is no number of tokens that it can take.
+    """
+    from runtime import warm
+
+    return warm.warm_up(model, lengths)
+
+
 def memory_report(cache: Cache) -> MemoryReport:
     """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and bytes in all.
 
     Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
     """
-    from runtime import caches
+    from runtime.caches import make
 
-    return caches.memory_report(cache)
+    return make.memory_report(cache)
 
 
 class Headwise:
@@ -100,6 +121,7 @@ class Headwise:
         watch: bool = False,
         min_recall: float | None = None,
         dense_kernels: bool = True,
+        check_fingerprint: bool = False,
     ) -> Handle:
         """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
 
@@ -119,6 +141,8 @@ class Headwise:
                 more ("dense by kernel" in stats()); layers that slide compute their window and no mask ("window by
                 kernel"); on the CPU decode attends to every key, in half precision and on 256 keys or more ("decode by
                 kernel").
+            check_fingerprint: refuse an artifact that does not say which model it is for, as an import does not; it
+                is applied with a warning otherwise, to any model of its shape.
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
@@ -129,6 +153,14 @@ class Headwise:
         """
         from runtime.applied import attach
 
+        if unknown := self.artifact.model.unknown:
+            name = one_line(self.artifact.model.name)
+            said = (
+                f"the artifact for {name} has no fingerprint ({', '.join(unknown)} open): any model of its shape passes"
+            )
+            if check_fingerprint:
+                raise HeadwiseError(f"{said}; python -m profiling.fidelity --update fills it in")
+            _log.warning("%s", said)
         applied = attach(
             self.artifact,
             self.arrays,
@@ -160,7 +192,7 @@ class Headwise:
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers; offload is unknown.
         """
-        from runtime.caches import make_cache
+        from runtime.caches.make import make_cache
 
         return make_cache(self.artifact, model, offload)
 
@@ -180,9 +212,15 @@ class Handle:
         """An empty cache for one generation: see Headwise.new_cache."""
         return self._headwise.new_cache(self._applied.model, offload=offload)
 
+    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
+        """See runtime.warm_up; with the caches that new_cache() makes."""
+        from runtime import warm
+
+        return warm.warm_up(self._applied.model, lengths, self.new_cache)
+
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
-        from runtime.caches import cache_bytes
+        from runtime.caches.make import cache_bytes
 
         return cache_bytes(cache)
 

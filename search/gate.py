@@ -18,19 +18,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, HeadwiseError, load_pair
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, natural, run_command
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import SETS, Seen, held_out
-from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
 from search.model.gate import MAX_KL, MAX_LOST, MAX_NLL, MAX_PERPLEXITY, Limits, TaskLoss, by_task
-from search.model.pipeline import DEFAULT_TASKS
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -154,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tasks", nargs="+", help=f"default: {' '.join(DEFAULT_TASKS)}")
     p.add_argument("--length", type=int, help="tokens of a prompt (default: what was searched)")
     p.add_argument("--samples", type=int, default=1, help="prompts of each task (default 1)")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     return p

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
-from profiling.prompts.prompt import TASKS
+from artifacts.command_line import ArgumentParser, natural, run_command
+from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
+from search.common.report import print_report
 from search.gate import add_limits, limits_of
-from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_heads
-from search.model.pipeline import DEFAULT_BUDGET, DEFAULT_TASKS, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
-from search.report import print_report
+from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_heads
 
 # What only one of the two searches knows, by option.
 _OF_MODEL = (
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         default="scaled",
         help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
     )
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from artifacts.commands import Outcome
+from artifacts.commands import Outcome, arg, out_arg
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.schema import SCHEMA_VERSION, Artifact
@@ -37,17 +36,9 @@ _TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "objec
 class Config:
     """Whether as Markdown, and where to; the schema is JSON with and without as_json."""
 
-    markdown: bool = False
-    as_json: bool = False
-    out: Path | None = None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print tables of the fields for people")
-    form.add_argument("--json", dest="as_json", action="store_true", help="print the schema on one line, for programs")
-    parser.add_argument("--out", metavar="PATH", type=Path, help=f"write a file; in a folder it is {SCHEMA_FILE}")
+    markdown: bool = arg("--markdown", action="store_true", default=False, help="print tables of the fields")
+    as_json: bool = arg("--json", action="store_true", default=False, help="the schema on one line, for programs")
+    out: Path | None = out_arg(f"write a file; in a folder it is {SCHEMA_FILE}", default=None)
 
 
 def run(config: Config) -> Outcome:

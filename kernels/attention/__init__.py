@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import Literal, overload
 
 from torch import Tensor
@@ -28,6 +29,7 @@ def sparse_attention(
     softcap: float | None = ...,
     return_lse: Literal[False] = ...,
     block_table: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     out: Tensor | None = ...,
     backend: str = ...,
 ) -> Tensor: ...
@@ -44,6 +46,7 @@ def sparse_attention(
     softcap: float | None = ...,
     return_lse: Literal[True],
     block_table: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     out: Tensor | None = ...,
     backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -59,6 +62,7 @@ def sparse_attention(
     softcap: float | None = None,
     return_lse: bool = False,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -71,9 +75,10 @@ def sparse_attention(
         index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
         scale: factor on the logits; D ** -0.5 if None.
         softcap: logits become softcap * tanh(logits / softcap).
-        return_lse: also return the natural log-sum-exp of each query's computed logits.
+        return_lse: also return the natural log-sum-exp of each query's computed logits, its sink's included.
         block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i * page size and on. A
             serving engine's cache is read where it lies.
+        sinks: (H,) a learned logit of each query head that takes its share of every softmax and has no value (gpt-oss).
         out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
@@ -81,20 +86,23 @@ def sparse_attention(
         (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E); with return_lse also (B, H, Q) fp32.
         Rows of q that belong to no sequence of a ragged index get zeros and a log-sum-exp of -inf.
 
-    Non-finite inputs: NaN in a query or a key makes NaN of exactly the outputs that depend on it. A value must be
-    finite wherever it stands: a zero weight times NaN is NaN, so it may reach queries that do not see its key.
+    Non-finite inputs: NaN or infinity in a query, a key or a value reaches exactly the outputs that depend on it.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together; a scale or soft-cap that is
-            not positive and finite; a named backend that cannot serve the call.
+        ValueError: shapes, dtypes, layouts or devices that do not go together; an index whose entries are not as
+            SparseIndex.validate wants them; a scale or soft-cap that is not positive and finite; a named backend that
+            cannot serve the call.
     """
-    check(q, k, v, index, block_table, out)
+    check(q, k, v, index, block_table, out, sinks)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")
-    module = dispatch.choose(backend, q, k, v)
-    attended, lse = module.sparse_attention(
-        q, k, v, index, scale=scale, softcap=softcap, block_table=block_table, out=out
-    )
+    how = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks, "out": out}
+
+    def call(module: ModuleType) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = module.sparse_attention(q, k, v, index, **how)
+        return found
+
+    attended, lse = dispatch.serve(backend, call, q, k, v, sinks=sinks)
     return (attended, lse) if return_lse else attended

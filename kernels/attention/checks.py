@@ -5,13 +5,30 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.index import SparseIndex
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, block_table: Tensor | None, out: Tensor | None) -> None:
-    """Raise ValueError, in one line with the values, where the arguments do not go together. Reads no data."""
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    block_table: Tensor | None,
+    out: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raise ValueError, in one line with the values, where the arguments do not go together.
+
+    Reads no data but that of an index made by hand, once (SparseIndex.validate).
+    """
+    check_dense(q=q, k=k, v=v)
+    check_dense(**{name: x for name, x in (("block_table", block_table), ("out", out)) if x is not None})
+    if not isinstance(index, SparseIndex):
+        raise ValueError(f"index must be a SparseIndex, got {type(index).__name__}")
+    check_dense(diagonals=index.diagonals, tiles=index.tiles, columns=index.columns)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
     if k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
@@ -20,7 +37,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, block_table: Tens
         raise ValueError(f"head dims must be positive, got {q.shape[-1]} and {v.shape[-1]}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    tensors = [x for x in (q, k, v, index.diagonals, block_table, out) if x is not None]
+    tensors = [x for x in (q, k, v, index.diagonals, block_table, out, sinks) if x is not None]
     if len(devices := {x.device for x in tensors}) > 1:
         raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
     num_kv_heads = k.shape[1 if block_table is None else 2]
@@ -29,6 +46,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, block_table: Tens
     if index.num_heads != q.shape[1]:
         raise ValueError(f"index is for {index.num_heads} heads, q has {q.shape[1]}")
     index.check_shapes()
+    check_sinks(sinks, q.shape[1])
     _check_lengths(q, k, index, paged=block_table is not None)
     if block_table is not None:
         _check_pages(k, v, index, block_table)
@@ -37,6 +55,37 @@ def check(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, block_table: Tens
         raise ValueError(
             f"out must be {q.dtype} {shape} with its last dimension contiguous, got {out.dtype} {tuple(out.shape)}"
         )
+    if out is not None and _overlaps(out):
+        raise ValueError(f"out must have a place of its own for each element, got strides {out.stride()} for {shape}")
+    index.validate()
+
+
+def check_dense(**given: object) -> None:
+    """Raise ValueError for what is no tensor, or one that is not laid out by strides (sparse, mkldnn ...)."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}")
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Raise ValueError for sinks that are not one logit a query head."""
+    if sinks is None:
+        return
+    check_dense(sinks=sinks)
+    if tuple(sinks.shape) != (num_heads,) or not sinks.is_floating_point():
+        raise ValueError(f"sinks must be floating ({num_heads},), got {sinks.dtype} {tuple(sinks.shape)}")
+
+
+def _overlaps(out: Tensor) -> bool:
+    """Whether two elements may share a place; views cut out of a larger tensor do not."""
+    reach = 0
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _check_lengths(q: Tensor, k: Tensor, index: SparseIndex, *, paged: bool) -> None:
@@ -56,12 +105,7 @@ def _check_lengths(q: Tensor, k: Tensor, index: SparseIndex, *, paged: bool) -> 
 
 def _check_pages(k: Tensor, v: Tensor, index: SparseIndex, table: Tensor) -> None:
     needed = -(-index.k_len // k.shape[1]) if k.shape[1] else 0
-    if (
-        table.dim() != 2
-        or str(table.dtype) != "torch.int32"
-        or table.shape[0] != index.batch
-        or table.shape[1] < needed
-    ):
+    if table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != index.batch or table.shape[1] < needed:
         raise ValueError(
             f"the block table must be int32 ({index.batch}, at least {needed}), got {table.dtype} {tuple(table.shape)}"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.dispatch import derivative_wanted
 from kernels.index import SparseIndex
 from kernels.native import build
 from kernels.ragged import Ragged
@@ -21,9 +22,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
-    return build.load()
+    return derivative_wanted(q, k, v) or build.load()
 
 
 def engines(dtype: torch.dtype) -> list[str]:
@@ -43,6 +42,7 @@ def sparse_attention(
     scale: float,
     softcap: float | None,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -66,6 +66,6 @@ def sparse_attention(
     fastest, *_ = engines(q.dtype)
     torch.ops.headwise.sparse_attention(
         *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0, pages),
-        *(scale, softcap or 0.0, engine or fastest, out, lse),
+        *(None if sinks is None else sinks.float().contiguous(), scale, softcap or 0.0, engine or fastest, out, lse),
     )
     return out, lse

@@ -6,8 +6,6 @@ queries, N key tiles.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -67,8 +65,8 @@ def _uniform(
 ) -> Tensor:
     q_len = min(last, index.q_len)
     rows = num_rows(q_len, index.k_len)
-    kept = replace(index, q_len=q_len, tiles=index.tiles[:, :, index.num_rows - rows :], dense_tail=())
-    everything = replace(kept, dense_tail=(q_len,) * index.num_heads)
+    kept = index.changed(q_len=q_len, tiles=index.tiles[:, :, index.num_rows - rows :], dense_tail=())
+    everything = kept.changed(dense_tail=(q_len,) * index.num_heads)
     masses = [
         sparse_attention(q[:, :, -q_len:], k, v, each, scale=scale, softcap=softcap, return_lse=True, backend=backend)[
             1
@@ -85,4 +83,4 @@ def dense_where(index: SparseIndex, heads: Tensor) -> SparseIndex:
     n, width = num_tiles(index.k_len), index.diagonals.shape[-1]
     every = torch.arange(max(n, width), dtype=torch.int32, device=heads.device)
     own = torch.nn.functional.pad(index.diagonals, (0, max(n, width) - width), value=PAD)
-    return replace(index, diagonals=torch.where(heads[..., None], every, own))
+    return index.changed(diagonals=torch.where(heads[..., None], every, own))

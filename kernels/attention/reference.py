@@ -26,6 +26,7 @@ def sparse_attention(
     scale: float,
     softcap: float | None,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q) fp32."""
@@ -55,12 +56,20 @@ def sparse_attention(
                 head,
                 scale,
                 softcap,
+                None if sinks is None else sinks[head].float(),
             )
     return out, lse
 
 
 def _one_head(
-    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, head: int, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    head: int,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(Q, D), (K, D), (K, E) -> (Q, E), (Q,): one head of one sequence."""
     k_len, offset = index.k_len, index.k_len - index.q_len
@@ -80,6 +89,19 @@ def _one_head(
             logits = softcap * torch.tanh(logits / softcap)
         outside = (distance < 0) | (distance >= (index.window or k_len))
         logits = logits.masked_fill(outside, float("-inf"))
+        if sink is not None:
+            # One more key, which has no value.
+            logits = torch.cat([logits, sink.expand(len(logits), 1)], dim=-1)
         lses.append(logits.logsumexp(-1))
-        outs.append(logits.softmax(-1) @ v[keys])
+        outs.append(_weighted(logits.softmax(-1)[:, : len(keys)], v[keys], ~outside))
     return torch.cat(outs), torch.cat(lses)
+
+
+def _weighted(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """weights (Q, n) times values (n, E), nothing of those that a query does not see (Q, n)."""
+    finite = values.isfinite().all(-1)
+    out = weights @ values.where(finite[:, None], 0)
+    # A weight of zero times NaN is NaN.
+    for key in (~finite).nonzero().flatten().tolist():
+        out = out + (weights[:, key, None] * values[key]).where(seen[:, key, None], 0)
+    return out

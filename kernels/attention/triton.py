@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import Launch, architecture, choose, serves, split, unavailable
+from kernels.breaker import building, failure
+from kernels.dispatch import derivative_wanted
 from kernels.index import PAD, TILE, SparseIndex, ascending, num_tiles
 from kernels.ragged import Ragged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_DIM = 256
+_MAX_DIM = 512
 _LOG2E = 1.4426950408889634
 
 
@@ -31,8 +33,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
+    if reason := derivative_wanted(q, k, v) or failure(*_build(q, v)):
+        return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
         return f"float32 with head dim {widest} does not fit the shared memory of {target}"
     return None
@@ -47,13 +49,21 @@ def sparse_attention(
     scale: float,
     softcap: float | None,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention; `launch` takes another build than the table's."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    call = prepare(q, k, v, index, scale=scale, softcap=softcap, block_table=block_table, out=out, launch=launch)
-    return _run(call, q.device)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
+    call = prepare(q, k, v, index, **how, out=out, launch=launch)
+    with building(*_build(q, v)):
+        return _run(call, q.device)
+
+
+def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
+    """What a build that fails is remembered by."""
+    return "attention", str(q.device), q.dtype, q.shape[-1], v.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,7 @@ def prepare(
     scale: float,
     softcap: float | None,
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     launch: Launch | None = None,
     target: str | None = None,
@@ -104,6 +115,7 @@ def prepare(
         "dense_tail": _tail_table(index.dense_tail, q.device) if any(index.dense_tail) else walk,
         "pages": walk if block_table is None else block_table.contiguous(),
         "places": walk if ragged is None else ragged.table(q.device),
+        "sinks": lse if sinks is None else sinks.float().contiguous(),
         **_factors(scale, softcap),
     }  # fmt: skip
     for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order), ("out", out, (0, 1, 2))):
@@ -118,7 +130,7 @@ def prepare(
         "search_steps": tiles.shape[-1].bit_length(),
     }  # fmt: skip
     # A product of fp32 without the matrix units holds whole operands in registers.
-    widest = 128 if q.dtype == torch.float32 and launch.precision == "ieee" else _MAX_DIM
+    widest = 128 if q.dtype == torch.float32 and launch.precision == "ieee" else 256
     constants = {
         **dict(zip(("D", "D0", "D1"), (dim, *split(dim, widest)), strict=True)),
         **dict(zip(("E", "E0", "E1"), (v_dim, *split(v_dim, widest)), strict=True)),
@@ -127,6 +139,7 @@ def prepare(
         "HAS_COLUMNS": columns.shape[-1] > 0, "DENSE_TAIL": any(index.dense_tail), "WINDOW": window is not None,
         "RAGGED": ragged is not None, "PAGE": 0 if block_table is None else k.shape[1],
         "ROWS": launch.rows, "KEYS": launch.keys, "PARTS": TILE // launch.keys, "STAGES": launch.stages,
+        "SINKS": sinks is not None,
     }  # fmt: skip
     blocks = -(-index.num_rows // launch.rows)
     grid = (index.batch * num_heads * blocks,)

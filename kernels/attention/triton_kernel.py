@@ -19,8 +19,9 @@ import triton.language as tl
 
 TILE = tl.constexpr(64)
 # Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
-LOWEST = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-3.4028234e38)
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -37,6 +38,16 @@ def load_rows(base, rows, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
     else:
         loaded = tl.load(pointers)
     return loaded
+
+
+@triton.jit
+def with_sink(log_sum, sink):
+    """The log-sum-exp, as a power of two, with a sink's logit in it, and the share of attention that is left."""
+    sink = sink * LOG2E
+    highest = tl.maximum(tl.maximum(log_sum, sink), LOWEST)
+    rest = tl.exp2(log_sum - highest)
+    whole = rest + tl.exp2(sink - highest)
+    return highest + tl.log2(whole), rest / whole
 
 
 @triton.jit
@@ -85,15 +96,47 @@ def _run_rows(k, v, first, pages, k_page, k_row, v_page, v_row, PAGE: tl.constex
 
 
 @triton.jit
+def load_some(base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
+    """Elements first ... first + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL, where not present."""
+    at = first + tl.arange(0, WIDTH)
+    there = (at < DIM)[None, :]
+    if TAIL:
+        there = there & present[:, None]
+    return tl.load(base + rows[:, None] + at[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def finite_values(v):
+    """Zeros in place of what is not finite."""
+    return tl.where((v == v) & (tl.abs(v) != float("inf")), v, 0.0)
+
+
+@triton.jit
+def bad_values(p, v, live, PRECISION: tl.constexpr, MASK: tl.constexpr):
+    """NaN or infinity for each query of p (M, S) and column of v (S, E) that sees such a value, else 0."""
+    seen = tl.full(p.shape, 1.0, p.dtype)
+    if MASK:
+        seen = tl.where(live, seen, 0.0)
+    positive = (v == float("inf")).to(tl.float32)
+    negative = (v == float("-inf")).to(tl.float32)
+    # One infinity, or several alike, are that infinity; with its opposite or a NaN they are NaN.
+    count = tl.dot(seen, ((v != v).to(tl.float32) + positive + negative).to(p.dtype), input_precision=PRECISION)
+    balance = tl.dot(seen, (positive - negative).to(p.dtype), input_precision=PRECISION)
+    infinite = tl.where(balance == count, float("inf"), tl.where(balance == -count, float("-inf"), float("nan")))
+    return tl.where(count == 0, 0.0, infinite)
+
+
+@triton.jit
 def _attend(
-    q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
+    q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap, e_first,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr, SAFE: tl.constexpr,
 ):  # fmt: skip
     """One step of online softmax over S keys, in powers of two (FlashAttention-2, Algorithm 1).
 
     `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts to it, which logits
-    count, and is looked at if MASK.
+    count, and is looked at if MASK. If SAFE, values that are not finite stay away from queries that do not see them,
+    and acc0 is of the E0 columns from `e_first` on.
     """
     k0 = load_rows(k, k_rows, present, 0, D0, D, TAIL)
     logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -107,17 +150,24 @@ def _attend(
         factor = 1.0
     if MASK:
         logits = tl.where(live, logits, float("-inf"))
-    # The factor waits until here, where it is half of a multiply-add.
-    highest = tl.maximum(top, tl.max(logits, 1) * factor)
-    p = tl.exp2(logits * factor - highest[:, None])
-    rescale = tl.exp2(top - highest)
+    # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the maximum rounded,
+    # and above 2^31 the rounding alone overflows.
+    highest = tl.maximum(top, tl.max(logits, 1))
+    p = tl.exp2((logits - highest[:, None]) * factor)
+    rescale = tl.exp2((top - highest) * factor)
     total = total * rescale + tl.sum(p, 1)
-    v0 = load_rows(v, v_rows, present, 0, E0, E, TAIL)
-    p = p.to(v0.dtype)
-    acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=PRECISION)
-    if E1 > 0:
-        v1 = load_rows(v, v_rows, present, E0, E1, E, TAIL)
-        acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=PRECISION)
+    if SAFE:
+        v0 = load_some(v, v_rows, present, e_first, E0, E, TAIL)
+        p = p.to(v0.dtype)
+        acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, PRECISION, MASK)
+        acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=PRECISION)
+    else:
+        v0 = load_rows(v, v_rows, present, 0, E0, E, TAIL)
+        p = p.to(v0.dtype)
+        acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=PRECISION)
+        if E1 > 0:
+            v1 = load_rows(v, v_rows, present, E0, E1, E, TAIL)
+            acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=PRECISION)
     return acc0, acc1, highest, total
 
 
@@ -145,12 +195,13 @@ def _spread(flags, KEYS: tl.constexpr):
 
 @triton.jit
 def _attend_columns(
-    q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
+    q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
     columns, first, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
     pages, k_page, k_row, v_page, v_row,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SEARCH: tl.constexpr,
+    SAFE: tl.constexpr,
 ):  # fmt: skip
     """Gathers the columns first ... count, KEYS a step (PIT's gather); SEARCH seeks them in the row's listed tiles.
 
@@ -175,8 +226,8 @@ def _attend_columns(
         # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
         k_rows, v_rows = _key_rows(column, lane < KEYS, pages, k_page, k_row, v_page, v_row, PAGE)
         acc0, acc1, top, total = _attend(
-            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
-            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, True,
+            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap, e_first,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, True, SAFE,
         )  # fmt: skip
     return acc0, acc1, top, total
 
@@ -220,15 +271,105 @@ def _step(
     return tile * TILE + step % PARTS * KEYS, wants
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads", "num_kv_heads", "q_len", "k_len", "first_row", "num_rows", "window",
-        "walk_width", "table_width", "tiles_width", "columns_width", "pages_width", "search_steps",
-    ]
-)  # fmt: skip
-def sparse_attention_kernel(
+@triton.jit
+def _every_step(
+    q0, q1, k, v, scale, softcap, e_first,
+    walk, walked, held, tiles, listed, columns, first_column, column_count, pages,
+    at, half, floor, position, asked, k_len, dense, dense_last, search_steps, k_batch, k_row, v_batch, v_row,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    SAFE: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised output, maximum and sum of one program: columns, then walked and listed tiles, then its own."""
+    acc0 = tl.zeros([ROWS * TILE, E0], tl.float32)
+    acc1 = acc0
+    if E1 > 0:
+        acc1 = tl.zeros([ROWS * TILE, E1], tl.float32)
+    top = tl.full([ROWS * TILE], LOWEST, tl.float32)
+    total = tl.zeros([ROWS * TILE], tl.float32)
+
+    if HAS_COLUMNS:
+        count = column_count
+        if HAS_TILES:  # noqa: SIM102 (known at compile time; the next is not)
+            # Only heads with listed tiles pay for the search; the others of the layer take the loop below.
+            if listed > 0:
+                acc0, acc1, top, total = _attend_columns(
+                    q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+                    columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
+                    pages, k_batch, k_row, v_batch, v_row,
+                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, True, SAFE,
+                )  # fmt: skip
+                count = 0
+        acc0, acc1, top, total = _attend_columns(
+            q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+            columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
+            pages, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, False, SAFE,
+        )  # fmt: skip
+
+    if HAS_WALK or HAS_TILES or DENSE_TAIL:
+        # Each step is looked up one step early, so that the addresses of its keys wait for no load; a page is not.
+        first, wants = _step(
+            0, walk, walked, tiles, listed, held, at, dense, dense_last,
+            ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
+        )  # fmt: skip
+        PICKS: tl.constexpr = ROWS == 2 or (HAS_WALK and HAS_TILES)
+        for step in tl.range(0, (walked + listed) * PARTS, num_stages=STAGES if PAGE == 0 else STAGES + 2):
+            live = (((wants >> half) & 1) == 1)[:, None]
+            if WINDOW:
+                seen = (first + tl.arange(0, KEYS))[None, :] > floor[:, None]
+                live = live & seen if PICKS else seen
+            k_run, v_run, k_rows, v_rows = _run_rows(k, v, first, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS)
+            first, wants = _step(
+                step + 1, walk, walked, tiles, listed, held, at, dense, dense_last,
+                ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
+            )  # fmt: skip
+            acc0, acc1, top, total = _attend(
+                q0, q1, k_run, v_run, k_rows, v_rows, asked, live, acc0, acc1, top, total, scale, softcap, e_first,
+                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, WINDOW or PICKS, SAFE,
+            )  # fmt: skip
+
+    # The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in.
+    for part in tl.range(0, ROWS * PARTS, num_stages=1):
+        key = at * TILE + part * KEYS + tl.arange(0, KEYS)
+        present = key < k_len
+        live = key[None, :] <= position[:, None]
+        if WINDOW:
+            live = live & (key[None, :] > floor[:, None])
+        if ROWS == 2:
+            # Does the second query tile want the first one's own?
+            wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
+            live = live & ((half == 0) | (part >= PARTS) | wanted)[:, None]
+        k_rows, v_rows = _key_rows(key, present, pages, k_batch, k_row, v_batch, v_row, PAGE)
+        acc0, acc1, top, total = _attend(
+            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap, e_first,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, True, True, SAFE,
+        )  # fmt: skip
+    return acc0, acc1, top, total
+
+
+@triton.jit
+def _sums(top, total, asked, scale, sinks, head, SOFTCAP: tl.constexpr, SINKS: tl.constexpr):
+    """The log-sum-exp of each query as a power of two, and what its output is multiplied by in the end."""
+    total = tl.where(asked, total, 1.0)
+    factor = scale
+    if SOFTCAP:
+        factor = 1.0
+    log_sum = top * factor + tl.log2(total)
+    share = 1.0 / total
+    if SINKS:
+        log_sum, left = with_sink(log_sum, tl.load(sinks + head))
+        share = share * left
+    return log_sum, share
+
+
+@triton.jit
+def _program(
+    pid,
     q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail, pages, places,
-    scale, softcap,
+    sinks, scale, softcap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
     num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
     walk_width, table_width, tiles_width, columns_width, pages_width, search_steps,
@@ -236,26 +377,15 @@ def sparse_attention_kernel(
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr,
+    SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Sparse attention of one program: ROWS query tiles of one head (MInference 1.0, Algorithm 5, for every pattern).
-
-    walk (B, H, walk_width) int32: ROWS = 1: the diagonals; ROWS = 2: 4 * e + wants, where the key tile e before the
-    first query tile is wanted by the first query tile (wants & 1) and the second (wants & 2); ascending, e > 0.
-    walk_counts (B, H, N + 1) int32: how many entries of walk a program has whose first query tile is at that key tile.
-    held (B, H, N + 1) uint8: whether the head has that diagonal.
-    column_counts (B, H, N + 1) int32: how many columns lie before the unbroken run of diagonals up to that query tile.
-    column_starts (B, H, N + 1) int32 if WINDOW: how many columns lie before all tiles that it can see.
-    dense_tail (H) int32 if DENSE_TAIL: how many of the last queries see every key.
-    pages (B, pages_width) int32 if PAGE > 0; k_batch and v_batch are then the strides of a page.
-    places (B, 5) int32 if RAGGED: batch row, first query, queries, first key and keys of each sequence; B is then the
-    number of sequences, and num_rows, q_len of q and the widths of all tables are those of the longest.
-    """
+    """One program of sparse_attention_kernel; 1 if its output holds NaN, which SAFE then replaces."""
     tl.static_assert(ROWS == 1 or not HAS_TILES)
     # The query heads of one KV head run side by side and read its keys while the L2 cache has them; long rows start
     # first, so that the last programs to finish are short ones.
     group = num_heads // num_kv_heads
     blocks = (num_rows + ROWS - 1) // ROWS
-    pid = tl.program_id(0)
     kv = pid // (blocks * group)
     rest = pid % (blocks * group)
     sequence = (kv // num_kv_heads).to(tl.int64)
@@ -276,8 +406,6 @@ def sparse_attention_kernel(
         k_len = tl.load(places + 4)
         first_row = (k_len - q_len) // TILE
         blocks = ((k_len + TILE - 1) // TILE - first_row + ROWS - 1) // ROWS
-        if rest // group >= blocks:
-            return
     row = (blocks - 1 - rest // group) * ROWS
     at = first_row + row
 
@@ -318,13 +446,6 @@ def sparse_attention_kernel(
     q1 = q0
     if D1 > 0:
         q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
-    acc0 = tl.zeros([ROWS * TILE, E0], tl.float32)
-    acc1 = acc0
-    if E1 > 0:
-        acc1 = tl.zeros([ROWS * TILE, E1], tl.float32)
-    top = tl.full([ROWS * TILE], LOWEST, tl.float32)
-    total = tl.zeros([ROWS * TILE], tl.float32)
-
     listed = 0
     if HAS_TILES:
         tiles += (heads_before * num_rows + row) * tiles_width
@@ -340,88 +461,130 @@ def sparse_attention_kernel(
         if DENSE_TAIL:
             listed = tl.where(dense != 0, 0, listed)
 
+    walked = 0
+    if HAS_WALK:
+        walked = tl.load(walk_counts + heads_before * table_width + at)
+    if DENSE_TAIL:
+        walked = tl.where(dense_last != 0, reach, walked)
+    first_column = 0
+    column_count = 0
     if HAS_COLUMNS:
         columns += heads_before * columns_width
-        first_column = 0
-        count = tl.load(column_counts + heads_before * table_width + at + ROWS - 1)
+        column_count = tl.load(column_counts + heads_before * table_width + at + ROWS - 1)
         if WINDOW:
             first_column = tl.load(column_starts + heads_before * table_width + at)
         if DENSE_TAIL:
-            count = tl.where(dense != 0, 0, count)
-        if HAS_TILES:  # noqa: SIM102 (known at compile time; the next is not)
-            # Only heads with listed tiles pay for the search; the others of the layer take the loop below.
-            if listed > 0:
-                acc0, acc1, top, total = _attend_columns(
-                    q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
-                    columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
-                    pages, k_batch, k_row, v_batch, v_row,
-                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, True,
-                )  # fmt: skip
-                count = 0
-        acc0, acc1, top, total = _attend_columns(
-            q0, q1, k, v, acc0, acc1, top, total, scale, softcap,
-            columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
-            pages, k_batch, k_row, v_batch, v_row,
-            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, False,
-        )  # fmt: skip
+            column_count = tl.where(dense != 0, 0, column_count)
 
-    if HAS_WALK or HAS_TILES or DENSE_TAIL:
-        walked = 0
-        if HAS_WALK:
-            walked = tl.load(walk_counts + heads_before * table_width + at)
-        if DENSE_TAIL:
-            walked = tl.where(dense_last != 0, reach, walked)
-        # Each step is looked up one step early, so that the addresses of its keys wait for no load; a page is not.
-        first, wants = _step(
-            0, walk, walked, tiles, listed, held, at, dense, dense_last,
-            ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
-        )  # fmt: skip
-        PICKS: tl.constexpr = ROWS == 2 or (HAS_WALK and HAS_TILES)
-        for step in tl.range(0, (walked + listed) * PARTS, num_stages=STAGES if PAGE == 0 else STAGES + 2):
-            live = (((wants >> half) & 1) == 1)[:, None]
-            if WINDOW:
-                seen = (first + tl.arange(0, KEYS))[None, :] > floor[:, None]
-                live = live & seen if PICKS else seen
-            k_run, v_run, k_rows, v_rows = _run_rows(k, v, first, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS)
-            first, wants = _step(
-                step + 1, walk, walked, tiles, listed, held, at, dense, dense_last,
-                ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
+    spoilt = 0
+    if SAFE:
+        if RAGGED:
+            out += tl.load(places + 1).to(tl.int64) * out_row
+        out += batch * out_batch + head * out_head
+        out_rows = query.to(tl.int64) * out_row
+        # A few keys and a few columns at a time, so as to take no more registers than the fast way does.
+        for e_first in range(0, E, 16):
+            acc, _, top, total = _every_step(
+                q0, q1, k, v, scale, softcap, e_first,
+                walk, walked, held, tiles, listed, columns, first_column, column_count, pages,
+                at, half, floor, position, asked, k_len, dense, dense_last, search_steps,
+                k_batch, k_row, v_batch, v_row,
+                D, D0, D1, E, 16, 0, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW,
+                PAGE, ROWS, 16, TILE // 16, 1, True,
             )  # fmt: skip
-            acc0, acc1, top, total = _attend(
-                q0, q1, k_run, v_run, k_rows, v_rows, asked, live, acc0, acc1, top, total, scale, softcap,
-                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, WINDOW or PICKS,
-            )  # fmt: skip
-
-    # The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in.
-    for part in tl.range(0, ROWS * PARTS, num_stages=1):
-        key = at * TILE + part * KEYS + tl.arange(0, KEYS)
-        present = key < k_len
-        live = key[None, :] <= position[:, None]
-        if WINDOW:
-            live = live & (key[None, :] > floor[:, None])
-        if ROWS == 2:
-            # Does the second query tile want the first one's own?
-            wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
-            live = live & ((half == 0) | (part >= PARTS) | wanted)[:, None]
-        k_rows, v_rows = _key_rows(key, present, pages, k_batch, k_row, v_batch, v_row, PAGE)
-        acc0, acc1, top, total = _attend(
-            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap,
-            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, True, True,
+            _, share = _sums(top, total, asked, scale, sinks, head, SOFTCAP, SINKS)
+            e = e_first + tl.arange(0, 16)
+            there = asked[:, None] & (e < E)[None, :]
+            tl.store(out + out_rows[:, None] + e[None, :], (acc * share[:, None]).to(out.dtype.element_ty), mask=there)
+    else:
+        acc0, acc1, top, total = _every_step(
+            q0, q1, k, v, scale, softcap, 0,
+            walk, walked, held, tiles, listed, columns, first_column, column_count, pages,
+            at, half, floor, position, asked, k_len, dense, dense_last, search_steps, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW,
+            PAGE, ROWS, KEYS, PARTS, STAGES, False,
         )  # fmt: skip
+        if RAGGED:
+            # Read again: what a load has given takes registers for as long as it is kept.
+            batch = tl.load(places, volatile=True).to(tl.int64)
+            q_start = tl.load(places + 1, volatile=True).to(tl.int64)
+            q_len = tl.load(places + 2, volatile=True)
+            query = position - (tl.load(places + 4, volatile=True) - q_len)
+            asked = (query >= 0) & (query < q_len)
+            out += q_start * out_row
+            lse += q_start
+        log_sum, share = _sums(top, total, asked, scale, sinks, head, SOFTCAP, SINKS)
+        out += batch * out_batch + head * out_head
+        out_rows = query.to(tl.int64) * out_row
+        _store(out, out_rows, asked, acc0 * share[:, None], 0, E0, E)
+        if E1 > 0:
+            _store(out, out_rows, asked, acc1 * share[:, None], E0, E1, E)
+        tl.store(lse + (batch * num_heads + head) * lse_len + query, log_sum * LN2, mask=asked)
+        spoilt = tl.max(tl.max((acc0 != acc0).to(tl.int32), 1), 0)
+        if E1 > 0:
+            spoilt = tl.maximum(spoilt, tl.max(tl.max((acc1 != acc1).to(tl.int32), 1), 0))
+    return spoilt
 
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "num_kv_heads", "q_len", "k_len", "first_row", "num_rows", "window",
+        "walk_width", "table_width", "tiles_width", "columns_width", "pages_width", "search_steps",
+    ]
+)  # fmt: skip
+def sparse_attention_kernel(
+    q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail, pages, places,
+    sinks, scale, softcap,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
+    walk_width, table_width, tiles_width, columns_width, pages_width, search_steps,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Sparse attention of one program: ROWS query tiles of one head (MInference 1.0, Algorithm 5, for every pattern).
+
+    walk (B, H, walk_width) int32: ROWS = 1: the diagonals; ROWS = 2: 4 * e + wants, where the key tile e before the
+    first query tile is wanted by the first query tile (wants & 1) and the second (wants & 2); ascending, e > 0.
+    walk_counts (B, H, N + 1) int32: how many entries of walk a program has whose first query tile is at that key tile.
+    held (B, H, N + 1) uint8: whether the head has that diagonal.
+    column_counts (B, H, N + 1) int32: how many columns lie before the unbroken run of diagonals up to that query tile.
+    column_starts (B, H, N + 1) int32 if WINDOW: how many columns lie before all tiles that it can see.
+    dense_tail (H) int32 if DENSE_TAIL: how many of the last queries see every key.
+    pages (B, pages_width) int32 if PAGE > 0; k_batch and v_batch are then the strides of a page.
+    places (B, 5) int32 if RAGGED: batch row, first query, queries, first key and keys of each sequence; B is then the
+    number of sequences, and num_rows, q_len of q and the widths of all tables are those of the longest.
+    sinks (H) fp32 if SINKS: a logit of each head that takes a share and has no value.
+    """
+    pid = tl.program_id(0)
     if RAGGED:
-        # Read again: what a load has given takes registers for as long as it is kept.
-        batch = tl.load(places, volatile=True).to(tl.int64)
-        q_start = tl.load(places + 1, volatile=True).to(tl.int64)
-        q_len = tl.load(places + 2, volatile=True)
-        query = position - (tl.load(places + 4, volatile=True) - q_len)
-        asked = (query >= 0) & (query < q_len)
-        out += q_start * out_row
-        lse += q_start
-    total = tl.where(asked, total, 1.0)
-    out += batch * out_batch + head * out_head
-    out_rows = query.to(tl.int64) * out_row
-    _store(out, out_rows, asked, acc0 / total[:, None], 0, E0, E)
-    if E1 > 0:
-        _store(out, out_rows, asked, acc1 / total[:, None], E0, E1, E)
-    tl.store(lse + (batch * num_heads + head) * lse_len + query, (top + tl.log2(total)) * LN2, mask=asked)
+        group = num_heads // num_kv_heads
+        rows = (num_rows + ROWS - 1) // ROWS * group
+        mine = places + (pid // rows // num_kv_heads).to(tl.int64) * 5
+        seen = tl.load(mine + 4)
+        have = (seen + TILE - 1) // TILE - (seen - tl.load(mine + 2)) // TILE
+        if pid % rows // group >= (have + ROWS - 1) // ROWS:
+            return
+    spoilt = _program(
+        pid, q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail,
+        pages, places, sinks, scale, softcap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
+        v_row, out_batch, out_head, out_row, num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
+        walk_width, table_width, tiles_width, columns_width, pages_width, search_steps, D, D0, D1, E, E0, E1,
+        SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW, RAGGED, PAGE, ROWS, KEYS, PARTS,
+        STAGES, SINKS, False,
+    )  # fmt: skip
+    # A zero weight times a value that is NaN or infinite is NaN. Such values are rare, so nobody looks for them until
+    # they show; then everything is done again with care.
+    if spoilt != 0:
+        # In truth the same number: whatever follows from it is worked out anew, and held in no register until then.
+        pid += spoilt - 1
+        _program(
+            pid, q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts,
+            dense_tail, pages, places, sinks, scale, softcap, q_batch, q_head, q_row, k_batch, k_head, k_row,
+            v_batch, v_head, v_row, out_batch, out_head, out_row, num_heads, num_kv_heads, q_len, k_len, first_row,
+            num_rows, window, walk_width, table_width, tiles_width, columns_width, pages_width, search_steps, D, D0,
+            D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW, RAGGED, PAGE,
+            ROWS, KEYS, PARTS, STAGES, SINKS, True,
+        )  # fmt: skip

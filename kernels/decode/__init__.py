@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chos
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -19,7 +20,7 @@ class Decoded(NamedTuple):
     """What a call of decode_attention gives.
 
     out: (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E).
-    lse: (B, H, Q) fp32, the natural log-sum-exp of each query's logits.
+    lse: (B, H, Q) fp32, the natural log-sum-exp of each query's logits, its sink's included.
     scores: (B, G, C), or (B, G, K) without tokens, fp32; None if not asked for.
     """
 
@@ -41,12 +42,14 @@ def decode_attention(
     softcap: float | None = None,
     scores: Literal["none", "sum", "max"] = "none",
     block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Decoded:
     """Causal attention of each sequence's last queries over its keys, split over keys (Flash-Decoding; Dao et al.).
 
     Query i of sequence b stands at row ends[b] - Q + i of its keys and sees the rows up to there. One that sees no row
-    gets zeros, a log-sum-exp of -inf, and adds nothing to the scores. No tensor is read on the host.
+    gets zeros, a log-sum-exp of -inf (or its sink's logit), and adds nothing to the scores. No tensor is read on the
+    host.
 
     Args:
         q: (B, H, Q, D) queries, at most MAX_QUERIES.
@@ -63,6 +66,8 @@ def decode_attention(
             accumulates); "max" the largest of them (what OmniKV chooses by); rows that nobody sees get 0.
         block_table: (B, n) int32: the page that holds rows i * page size and on; K is then n * page size. Entries from
             a sequence's end on are not read.
+        sinks: (H,) a learned logit of each query head that takes its share of every softmax and has no value (gpt-oss).
+            The log-sum-exp counts it, and so do the scores' probabilities.
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
     Raises:
@@ -70,20 +75,25 @@ def decode_attention(
             backend that cannot serve the call. On the CPU also tokens that do not ascend, and starts, ends or pages
             that lie outside the cache.
     """
-    check(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table)
-    module = dispatch.choose(backend, q, k, v, op="decode")
-    return Decoded(
-        *module.decode_attention(
-            q,
-            k,
-            v,
-            tokens=tokens,
-            starts=starts,
-            ends=ends,
-            window=window,
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-            softcap=softcap,
-            scores=scores,
-            block_table=block_table,
+    check(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
+    how = q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+    def call(module: ModuleType) -> Decoded:
+        return Decoded(
+            *module.decode_attention(
+                q,
+                k,
+                v,
+                tokens=tokens,
+                starts=starts,
+                ends=ends,
+                window=window,
+                scale=how,
+                softcap=softcap,
+                scores=scores,
+                block_table=block_table,
+                sinks=sinks,
+            )
         )
-    )
+
+    return dispatch.serve(backend, call, q, k, v, op="decode", sinks=sinks)

@@ -10,6 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.attention.checks import check_dense, check_sinks
+from kernels.index import check_window
+
 # More queries than this are a prefill: sparse_attention shares the reading of keys among them better.
 MAX_QUERIES = 16
 
@@ -26,9 +29,14 @@ def check(
     softcap: float | None,
     scores: str,
     block_table: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """Raise ValueError, in one line with the values, where the arguments do not go together. Reads no data."""
+    check_dense(q=q, k=k, v=v)
+    optional = {"tokens": tokens, "starts": starts, "ends": ends, "block_table": block_table}
+    check_dense(**{name: x for name, x in optional.items() if x is not None})
     _check_tensors(q, k, v, paged=block_table is not None)
+    check_sinks(sinks, q.shape[1])
     batch, num_kv_heads = q.shape[0], k.shape[1 if block_table is None else 2]
     if tokens is not None and (
         tokens.dtype != torch.int32
@@ -44,11 +52,10 @@ def check(
             raise ValueError(f"{name} must be int32 ({batch},), got {bounds.dtype} {tuple(bounds.shape)}")
     if block_table is not None:
         _check_pages(k, v, block_table, batch)
-    tensors = [x for x in (q, k, v, tokens, starts, ends, block_table) if x is not None]
+    tensors = [x for x in (q, k, v, tokens, starts, ends, block_table, sinks) if x is not None]
     if len(devices := {x.device for x in tensors}) > 1:
         raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+    check_window(window)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")

@@ -226,16 +226,17 @@ void blocks_of_rows(int rows, Go go) {
   if (rows - r == 1) go(r, std::integral_constant<int, 1>());
 }
 
-// Logits to unnormalised probabilities; their maximum as a power of two and their sum. `kept` gets them in fp32.
+// Scores to unnormalised probabilities; their maximum and their sum. `kept` gets them in fp32.
 template <class Engine>
-void softmax(const float* s, typename Engine::elem* p, float* kept, int n, float factor, float& top, float& total) {
+void softmax(const float* s, typename Engine::elem* p, float* kept, int n, const Exp2<Engine::TERMS>& exp2, float& top,
+             float& total) {
   vf m = splat(NEG_INF);
   for (int j = 0; j < n; j += LANES) m = larger(load(s + j), m);
-  top = maximum(m) * factor;
+  top = maximum(m);
   const vf shift = splat(top == NEG_INF ? 0.0f : top);
   vf added = {};
   for (int j = 0; j < n; j += LANES) {
-    const vf e = exp2<Engine::TERMS>(load(s + j) * factor - shift);
+    const vf e = exp2(load(s + j) - shift);
     added += e;
     Engine::keep(p + j, e);
     if (kept) store(kept + j, e);
@@ -267,7 +268,7 @@ struct Lists {
 
 struct Call {
   const at::Tensor &q, &k, &v;
-  const std::optional<at::Tensor>&tokens, &starts, &ends, &block_table;
+  const std::optional<at::Tensor>&tokens, &starts, &ends, &block_table, &sinks;
   int64_t window;
   Softmax how;
   bool sum, max;
@@ -295,6 +296,10 @@ struct Run {
   const Cache<T> ks{call.k, paged}, vs{call.v, paged};
   const Lists tokens{call.tokens}, table{call.block_table};
   const float factor = call.how.factor();
+  const Exp2<Engine::TERMS> exp2{factor};
+  const float* const sinks = call.sinks ? call.sinks->template const_data_ptr<float>() : nullptr;
+  // In place of a row of V that must not be multiplied: a zero weight times NaN is NaN.
+  const std::vector<T> nothing = std::vector<T>(width, T(0));
 
   std::vector<Head> heads;
   // Keys of a split, splits of all heads, and of the one with the most.
@@ -395,7 +400,7 @@ struct Run {
     }
     // What is read beyond counts for nothing.
     std::fill(k_rows + n, k_rows + whole, k_rows[n - 1]);
-    std::fill(v_rows + n, v_rows + whole + AHEAD, v_rows[n - 1]);
+    std::fill(v_rows + n, v_rows + whole + AHEAD, nothing.data());
   }
 
   void task(int64_t split, Scratch& w) {
@@ -410,7 +415,7 @@ struct Run {
       return;
     }
     rows_of(head, first, n, whole, w.rows);
-    const T *const *k_rows = w.rows, *const *v_rows = w.rows + whole;
+    const T *const *k_rows = w.rows, **const v_rows = w.rows + whole;
     for (int r = 0; r < R; ++r) {
       elem* to = w.q.get() + r * inner;
       copy(qs.at(head.b, head.g * (R / Q) + r / Q, r % Q), D, to);
@@ -421,24 +426,46 @@ struct Run {
         qk<Engine, count.value>(w.q.get() + r * inner, inner, k_rows + j, D, w.s.get() + r * SPLIT + j);
       });
     }
+    // Places from the first on that each query sees, and those that all of them see.
+    std::vector<std::pair<int, int>> seen_by(Q);
+    int all_from = 0, all_to = n;
     for (int i = 0; i < Q; ++i) {
       const int64_t at = head.end - Q + i;
       const Range seen = places(head.b, head.g, range(INT64_MIN / 2, at + 1, at));
       const int from = std::clamp<int64_t>(seen.first - first, 0, n), to = std::clamp<int64_t>(seen.last - first, 0, n);
+      seen_by[i] = {from, to};
+      all_from = std::max(all_from, from), all_to = std::min(all_to, to);
       for (int r = i; r < R; r += Q) {
         float* s = w.s.get() + r * SPLIT;
         if (call.how.softcap > 0) cap(s, whole, call.how);
         std::fill(s, s + from, NEG_INF);
         std::fill(s + to, s + whole, NEG_INF);
         float* keep = kept ? kept.get() + (split * R + r) * share : nullptr;
-        softmax<Engine>(s, w.p.get() + r * SPLIT, keep, whole, factor, tops_[r], totals_[r]);
+        softmax<Engine>(s, w.p.get() + r * SPLIT, keep, whole, exp2, tops_[r], totals_[r]);
       }
     }
+    for (int j = 0; j < n; ++j)
+      if ((j < all_from || j >= all_to) && !finite(v_rows[j], E)) {
+        add_bad(j, v_rows[j], seen_by, w.s.get(), tops_, o);
+        v_rows[j] = nothing.data();
+      }
     for (int j = 0; j < whole; j += PV_KEYS) {
       const int some = std::min(PV_KEYS, whole - j);
       blocks_of_rows(R, [&](int r, auto count) {
         pv<Engine, count.value>(w.p.get() + r * SPLIT + j, v_rows + j, some, E, o + r * width, width);
       });
+    }
+  }
+
+  // Adds a value that is not finite to the output of the queries that see it, and of no other.
+  void add_bad(int j, const T* value, const std::vector<std::pair<int, int>>& seen_by, const float* s,
+               const float* tops_, float* o) const {
+    for (int r = 0; r < R; ++r) {
+      if (j < seen_by[r % Q].first || j >= seen_by[r % Q].second) continue;
+      const float weight = std::exp2((s[r * SPLIT + j] - tops_[r]) * factor);
+      for (int e = 0; e < width; ++e)
+        if (const int column = Engine::columns(e / 4 * 4) + e % 4; column < E)
+          o[r * width + e] += weight * cast<float>(value[column]);
     }
   }
 
@@ -451,14 +478,21 @@ struct Run {
       for (int64_t i = 0; i < n; ++i) highest = std::max(highest, tops[first + i * R]);
       const float shift = highest == NEG_INF ? 0.0f : highest;
       for (int64_t i = 0; i < n; ++i) {
-        w.weights[i] = std::exp2(tops[first + i * R] - shift);
+        w.weights[i] = std::exp2((tops[first + i * R] - shift) * factor);
         total += w.weights[i] * totals[first + i * R];
       }
-      // No key seen: no division by zero, and zeros from here on.
-      const float inverted = total == 0 ? 0.0f : 1 / total;
-      top[at * R + r] = shift, inverse[at * R + r] = inverted;
       const int64_t h = head.g * (R / Q) + r / Q, i_q = r % Q;
-      call.lse.mutable_data_ptr<float>()[(head.b * H + h) * Q + i_q] = (highest + std::log2(total)) / LOG2E;
+      // No key seen: no division by zero, and zeros from here on.
+      float inverted = total == 0 ? 0.0f : 1 / total;
+      float lse = total == 0 ? NEG_INF : highest * call.how.to_logit() + std::log(total);
+      if (sinks && total == 0) {
+        lse = sinks[h];
+      } else if (sinks) {
+        const WithSink with(sinks[h], lse);
+        inverted *= with.share, lse = with.lse;
+      }
+      top[at * R + r] = shift, inverse[at * R + r] = inverted;
+      call.lse.mutable_data_ptr<float>()[(head.b * H + h) * Q + i_q] = lse;
       for (int e = 0; e < width; e += LANES) {
         vf o = {};
         for (int64_t i = 0; i < n; ++i) o += load(partial.get() + (first + i * R) * width + e) * w.weights[i];
@@ -477,7 +511,7 @@ struct Run {
       const int64_t head = heads[at].b * G + heads[at].g;
       float* scores = call.scores.mutable_data_ptr<float>() + head * call.scores.size(-1) + heads[at].first + place;
       for (int r = 0; r < R; ++r) {
-        const float weight = std::exp2(tops[split * R + r] - top[at * R + r]) * inverse[at * R + r];
+        const float weight = std::exp2((tops[split * R + r] - top[at * R + r]) * factor) * inverse[at * R + r];
         const float* p = kept.get() + (split * R + r) * share;
         if (call.sum)
           for (int j = 0; j < n; ++j) scores[j] += p[j] * weight;
@@ -519,8 +553,8 @@ void run(const Call& call, const std::string& engine) {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> decode_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& tokens,
     const std::optional<at::Tensor>& starts, const std::optional<at::Tensor>& ends,
-    const std::optional<at::Tensor>& block_table, int64_t window, double scale, double softcap, std::string scores,
-    std::string engine) {
+    const std::optional<at::Tensor>& block_table, const std::optional<at::Tensor>& sinks, int64_t window, double scale,
+    double softcap, std::string scores, std::string engine) {
   at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
   at::Tensor lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   const bool paged = block_table.has_value(), sum = scores == "sum", max = scores == "max";
@@ -528,7 +562,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> decode_attention(
   at::Tensor mass = at::zeros({q.size(0), k.size(paged ? 2 : 1), sum || max ? tokens ? tokens->size(-1) : keys : 0},
                               q.options().dtype(at::kFloat));
   const Softmax how{static_cast<float>(scale), static_cast<float>(softcap)};
-  const Call call{q, k, v, tokens, starts, ends, block_table, window, how, sum, max, out, lse, mass};
+  const Call call{q, k, v, tokens, starts, ends, block_table, sinks, window, how, sum, max, out, lse, mass};
   switch (q.scalar_type()) {
     case at::kFloat: run<float>(call, engine); break;
     case at::kHalf: run<at::Half>(call, engine); break;
@@ -552,7 +586,7 @@ std::vector<std::string> decode_engines(at::ScalarType dtype) {
 TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? tokens, Tensor? starts, Tensor? ends, "
-      "Tensor? block_table, int window, float scale, float softcap, str scores, str engine) "
+      "Tensor? block_table, Tensor? sinks, int window, float scale, float softcap, str scores, str engine) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("decode_engines(ScalarType dtype) -> str[]", &decode_engines);
 }

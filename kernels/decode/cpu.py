@@ -41,6 +41,7 @@ def decode_attention(
     softcap: float | None,
     scores: str,
     block_table: Tensor | None,
+    sinks: Tensor | None = None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See kernels.decode.decode_attention; `engine` takes another than the fastest.
@@ -49,7 +50,8 @@ def decode_attention(
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lists = (x if x is None else x.contiguous() for x in (tokens, starts, ends, block_table))
+    logits = None if sinks is None else sinks.float().contiguous()
     out, lse, mass = torch.ops.headwise.decode_attention(
-        q, k, v, *lists, window or 0, scale, softcap or 0.0, scores, engine or engines(q.dtype)[0]
+        q, k, v, *lists, logits, window or 0, scale, softcap or 0.0, scores, engine or engines(q.dtype)[0]
     )
     return out, lse, None if scores == "none" else mass

@@ -27,6 +27,7 @@ def decode_attention(
     softcap: float | None,
     scores: str,
     block_table: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See kernels.decode.decode_attention. Returns out (B, H, Q, E), lse (B, H, Q) and scores (B, G, C or K)."""
     if block_table is not None:
@@ -48,10 +49,23 @@ def decode_attention(
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
     lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float().view(num_kv_heads, -1, 1))
     shares = (logits - lse.where(lse > float("-inf"), 0)[..., None]).exp()
-    out = torch.einsum("bgnqk,bgke->bgnqe", shares, values).to(q.dtype).reshape(batch, num_heads, q_len, -1)
+    out = _weighted(shares, values, seen).to(q.dtype).reshape(batch, num_heads, q_len, -1)
     mass = {"none": None, "sum": shares.sum((2, 3)), "max": shares.amax((2, 3))}[scores]
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse.view(batch, num_heads, q_len), mass
+
+
+def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """(B, G, n, Q, E): shares (B, G, n, Q, C) times values (B, G, C, E), nothing of those that a query does not see."""
+    finite = values.isfinite().all(-1)
+    out = torch.einsum("bgnqk,bgke->bgnqe", shares, values.where(finite[..., None], 0))
+    # A share of zero times NaN is NaN.
+    for b, g, key in (~finite).nonzero().tolist():
+        added = shares[b, g, :, :, key, None] * values[b, g, key]
+        out[b, g] += added.where(seen[b, g, :, key, None], 0)
+    return out
 
 
 def _unpaged(cache: Tensor, block_table: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, unavailable
+from kernels.breaker import building, failure
+from kernels.dispatch import derivative_wanted
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_DIM = 256
+_MAX_DIM = 512
 _LOG2E = 1.4426950408889634
 # A split shorter than this costs more to combine than it saves, and so do more of them than this.
 _FEWEST_KEYS, _MOST_SPLITS = 256, 256
@@ -56,9 +58,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
-    return None
+    return derivative_wanted(q, k, v) or failure(*_build(q, v))
+
+
+def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
+    """What a build that fails is remembered by."""
+    return "decode", str(q.device), q.dtype, q.shape[-1], v.shape[-1]
 
 
 def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
@@ -92,6 +97,7 @@ def decode_attention(
     softcap: float | None,
     scores: str,
     block_table: Tensor | None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See kernels.decode.decode_attention; `splits` takes another number of splits than the device's."""
@@ -108,11 +114,13 @@ def decode_attention(
         softcap=softcap,
         scores=scores,
         block_table=block_table,
+        sinks=sinks,
         splits=splits,
     )
     from kernels.decode import triton_kernel
 
-    with torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext():
+    on_device = torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()
+    with on_device, building(*_build(q, v)):
         for launch in launches:
             kernel = getattr(triton_kernel, launch.kernel)
             kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
@@ -132,6 +140,7 @@ def prepare(
     softcap: float | None,
     scores: str,
     block_table: Tensor | None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
     target: str | None = None,
 ) -> tuple[list[Launch], Tensor, Tensor, Tensor | None]:
@@ -204,7 +213,7 @@ def prepare(
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
     )  # fmt: skip
-    launches = [split, _combine(split, out, lse, block_e)]
+    launches = [split, _combine(split, out, lse, sinks, block_e)]
     if mass is not None:
         common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
         score = Launch(
@@ -218,7 +227,7 @@ def prepare(
     return launches, out, lse, mass
 
 
-def _combine(split: Launch, out: Tensor, lse: Tensor, block_e: int) -> Launch:
+def _combine(split: Launch, out: Tensor, lse: Tensor, sinks: Tensor | None, block_e: int) -> Launch:
     """What puts the results of the split kernel together."""
     names = ("tops", "totals", "partial", "num_kv_heads", "rows", "q_len", "splits")
     return Launch(
@@ -226,9 +235,10 @@ def _combine(split: Launch, out: Tensor, lse: Tensor, block_e: int) -> Launch:
         grid=(lse.numel(),),
         arguments={
             **{name: split.arguments[name] for name in names}, "out": out, "lse": lse,
+            "sinks": lse if sinks is None else sinks.float().contiguous(),
             "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
         },
-        constants={"E": out.shape[-1], "BLOCK_E": block_e, "SPLITS": _COMBINED},
+        constants={"E": out.shape[-1], "BLOCK_E": block_e, "SPLITS": _COMBINED, "SINKS": sinks is not None},
         options={"num_warps": 4},
     )  # fmt: skip
 

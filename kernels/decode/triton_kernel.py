@@ -12,9 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.attention.triton_kernel import bad_values, finite_values, load_some, with_sink
+
 PAD = tl.constexpr(2**31 - 1)
 # Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
-LOWEST = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-3.4028234e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -30,6 +32,70 @@ def _bounds(starts, ends, batch, q_len, k_len, window, STARTS: tl.constexpr, END
     if WINDOW:
         first = tl.maximum(first, end - q_len - window + 1)
     return first, end
+
+
+@triton.jit
+def _keys(
+    queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop, window,
+    k_batch, k_row, v_batch, v_row, e_first,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr, SAFE: tl.constexpr,
+):  # fmt: skip
+    """Unnormalised output, maximum and sum over the places begin ... stop.
+
+    Of the columns from e_first on. SAFE keeps values that are not finite from queries that do not see them.
+    """
+    at_d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    # Two loads give the address of a key that is chosen or paged: they need two stages more to be as far ahead.
+    for start in tl.range(begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2):
+        place = start + tl.arange(0, KEYS)
+        key = place
+        if TOKENS:
+            key = tl.load(tokens + place, mask=place < stop, other=PAD)
+        present = (place < stop) & (key >= first) & (key < end)
+        key = tl.where(present, key, 0)
+        if PAGE == 0:
+            k_rows = key.to(tl.int64) * k_row
+            v_rows = key.to(tl.int64) * v_row
+        else:
+            page = tl.load(pages + key // PAGE, mask=present, other=0).to(tl.int64)
+            slot = (key % PAGE).to(tl.int64)
+            k_rows = page * k_batch + slot * k_row
+            v_rows = page * v_batch + slot * v_row
+        keys = tl.load(
+            k + k_rows[:, None] + at_d[None, :], mask=present[:, None] & (at_d < D)[None, :], other=0.0
+        )  # fmt: skip
+        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        factor = scale
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
+            logits = 1.0 - 2.0 / (tl.exp2(logits * scale) + 1.0)
+            factor = softcap
+        logits = logits * factor
+        live = present[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            live = live & (key[None, :] > position[:, None] - window)
+        logits = tl.where(live, logits, float("-inf"))
+        if KEEP:
+            tl.store(kept[:, None] + place[None, :], logits, mask=alive[:, None] & (place < stop)[None, :])
+        highest = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - highest[:, None])
+        rescale = tl.exp2(top - highest)
+        total = total * rescale + tl.sum(p, 1)
+        top = highest
+        values = load_some(v, v_rows, present, e_first, BLOCK_E, E, True)
+        p = p.to(values.dtype)
+        acc = acc * rescale[:, None]
+        if SAFE:
+            acc += bad_values(p, values, live, PRECISION, True)
+            values = finite_values(values)
+        acc = tl.dot(p, values, acc, input_precision=PRECISION)
+    return acc, top, total
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "splits", "window", "tokens_batch", "tokens_head",
@@ -72,10 +138,6 @@ def split_kernel(
         v += batch * v_batch
     else:
         pages += batch * pages_width
-    acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-
     begin = first
     stop = end
     if TOKENS:
@@ -87,60 +149,37 @@ def split_kernel(
     begin += split * share
     stop = tl.minimum(stop, begin + share)
     kept += (kv * rows + row) * places
-    # Two loads give the address of a key that is chosen or paged: they need two stages more to be as far ahead.
-    for start in tl.range(begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2):
-        place = start + tl.arange(0, KEYS)
-        key = place
-        if TOKENS:
-            key = tl.load(tokens + place, mask=place < stop, other=PAD)
-        present = (place < stop) & (key >= first) & (key < end)
-        key = tl.where(present, key, 0)
-        if PAGE == 0:
-            k_rows = key.to(tl.int64) * k_row
-            v_rows = key.to(tl.int64) * v_row
-        else:
-            page = tl.load(pages + key // PAGE, mask=present, other=0).to(tl.int64)
-            slot = (key % PAGE).to(tl.int64)
-            k_rows = page * k_batch + slot * k_row
-            v_rows = page * v_batch + slot * v_row
-        keys = tl.load(
-            k + k_rows[:, None] + at_d[None, :], mask=present[:, None] & (at_d < D)[None, :], other=0.0
-        )  # fmt: skip
-        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        factor = scale
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
-            logits = 1.0 - 2.0 / (tl.exp2(logits * scale) + 1.0)
-            factor = softcap
-        logits = logits * factor
-        live = present[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            live = live & (key[None, :] > position[:, None] - window)
-        logits = tl.where(live, logits, float("-inf"))
-        if KEEP:
-            tl.store(kept[:, None] + place[None, :], logits, mask=alive[:, None] & (place < stop)[None, :])
-        highest = tl.maximum(top, tl.max(logits, 1))
-        p = tl.exp2(logits - highest[:, None])
-        rescale = tl.exp2(top - highest)
-        total = total * rescale + tl.sum(p, 1)
-        top = highest
-        values = tl.load(
-            v + v_rows[:, None] + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :], other=0.0
-        )  # fmt: skip
-        acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
-
+    acc, top, total = _keys(
+        queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop, window,
+        k_batch, k_row, v_batch, v_row, 0,
+        D, BLOCK_D, E, BLOCK_E, ROWS, KEYS, STAGES, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, KEEP, False,
+    )  # fmt: skip
     to = (kv * splits + split) * rows + row
     tl.store(tops + to, top, mask=alive)
     tl.store(totals + to, total, mask=alive)
     tl.store(partial + to[:, None] * E + at_e[None, :], acc, mask=alive[:, None] & (at_e < E)[None, :])
+    # A zero weight times a value that is NaN or infinite is NaN: where one shows everything is done again with care, a
+    # few columns at a time so as to take no more registers.
+    if tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) != 0:
+        for e_first in range(0, E, 16):
+            again, _, _ = _keys(
+                queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop,
+                window, k_batch, k_row, v_batch, v_row, e_first,
+                D, BLOCK_D, E, 16, ROWS, KEYS, 1, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, False, True,
+            )  # fmt: skip
+            e = e_first + tl.arange(0, 16)
+            tl.store(partial + to[:, None] * E + e[None, :], again, mask=alive[:, None] & (e < E)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "splits"])
 def combine_kernel(
-    tops, totals, partial, out, lse, out_batch, out_head, out_row, num_kv_heads, rows, q_len, splits,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr,
+    tops, totals, partial, out, lse, sinks, out_batch, out_head, out_row, num_kv_heads, rows, q_len, splits,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Puts the splits of one query row together, in their order, SPLITS at a time."""
+    """Puts the splits of one query row together, in their order, SPLITS at a time.
+
+    sinks (H) fp32 if SINKS: a logit of each head that takes a share and has no value.
+    """
     pid = tl.program_id(0).to(tl.int64)
     kv = pid // rows
     row = pid % rows
@@ -168,9 +207,13 @@ def combine_kernel(
     # A query that saw no key: zeros and -inf, which the logarithm gives.
     acc = acc / tl.where(total == 0.0, 1.0, total)
     head = kv % num_kv_heads * (rows // q_len) + row // q_len
+    log_sum = highest + tl.log2(total)
+    if SINKS:
+        log_sum, share = with_sink(log_sum, tl.load(sinks + head))
+        acc = acc * share
     out += kv // num_kv_heads * out_batch + head * out_head + row % q_len * out_row
     tl.store(out + at_e, acc.to(out.dtype.element_ty), mask=at_e < E)
-    tl.store(lse + kv * rows + row, (highest + tl.log2(total)) / LOG2E)
+    tl.store(lse + kv * rows + row, log_sum / LOG2E)
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "window"])

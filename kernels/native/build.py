@@ -1,4 +1,4 @@
-"""Compiles the native kernels for this machine at first use, into one library that stays in the cache folder."""
+"""Loads the native kernels: what a wheel brought, or compiled for this machine at first use and kept in the cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,13 +19,16 @@ from pathlib import Path
 
 import torch
 
+from kernels.native import prebuilt
+
 _KERNELS = Path(__file__).parents[1]
 SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "gradient", "patterns", "scored"))
-HEADERS = tuple(_KERNELS / "native" / name for name in ("vectors.h", "engines.h"))
+HEADERS = tuple(
+    _KERNELS / name for name in ("native/vectors.h", "native/engines.h", "attention/index.h", "attention/panels.h")
+)
 _FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -32,6 +36,7 @@ _FLAGS = (
     # Tuning for AMD splits each fused multiply-add in two: a fifth slower, also there.
     *(("-mtune=generic",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
+_THIS_MACHINE = ("-march=native",)
 _log = logging.getLogger("headwise")
 
 
@@ -42,9 +47,10 @@ _loading = threading.Lock()
 def load() -> str | None:
     """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
 
-    The library is compiled beside its place and renamed into it: an interrupted or a parallel build does no harm. One
-    that is there and does not load (cut off, or of another machine that shares the folder) is compiled again.
-    HEADWISE_CACHE moves the cache folder, CXX names another compiler.
+    A library that the wheel brought for this processor is taken, unless CXX asks for a compiler. Else it is compiled
+    beside its place and renamed into it: an interrupted or a parallel build does no harm. One that is there and does
+    not load (cut off, or of another machine that shares the folder) is compiled again. The folder must be the user's
+    own and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another compiler.
     """
     # Threads that come first together would compile and load two, and torch takes operators of a name only once.
     with _loading:
@@ -52,23 +58,48 @@ def load() -> str | None:
 
 
 def _load() -> str | None:
-    compiler = _compiler()
+    brought = None if os.environ.get("CXX") else prebuilt.find()
+    if brought is not None:
+        if (reason := _why_not_loaded(brought)) is None:
+            return None
+        _log.warning("the CPU kernels of the wheel are not used: %s", reason)
+    compiler = find_compiler()
     if isinstance(compiler, str):
         return compiler
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
+        if (reason := _make_private(library.parent)) is not None:
+            return reason
+        if (reason := _not_ours(library.parent.parent) or _not_ours(library)) is not None:
+            return f"compiled kernels are not taken from there: {reason} (HEADWISE_CACHE moves the cache folder)"
         found = library.exists()
         if not found or _why_not_loaded(library) is not None:
             if found:
                 _log.warning("the compiled CPU kernels do not load: compiling them again")
             _log.info("compiling the CPU kernels, once for this machine")
-            library.parent.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, library)
+            compile_library(compiler, library)
             return _why_not_loaded(library)
     except subprocess.CalledProcessError as error:
         return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
     except (OSError, RuntimeError) as error:
         return f"the compiled library cannot be stored: {error} (HEADWISE_CACHE moves the cache folder)"
+    return None
+
+
+def _make_private(folder: Path) -> str | None:
+    """Make the folder, for its user alone; why nothing is loaded from it, else None.
+
+    Whoever can write there runs code as whoever loads from it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to another user, nothing is loaded from it (HEADWISE_CACHE moves the cache folder)"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to {folder}, nothing is loaded from it: empty it and chmod 700 it"
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
     return None
 
 
@@ -79,6 +110,19 @@ def _why_not_loaded(library: Path) -> str | None:
         torch.ops.load_library(str(library))
     except OSError as error:
         return f"the compiled library cannot be loaded: {error}"
+    return None
+
+
+def _not_ours(path: Path) -> str | None:
+    """Why what lies there may be somebody else's: loading a library runs it."""
+    if os.name != "posix" or not path.exists():
+        return None
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"
+    # In a folder such as /tmp nobody can rename what is another's.
+    if found.st_mode & 0o022 and not (path.is_dir() and found.st_mode & stat.S_ISVTX):
+        return f"others can write to {path} (mode {found.st_mode & 0o777:03o}): chmod go-w it"
     return None
 
 
@@ -98,8 +142,8 @@ def cache_folder() -> Path:
     return Path(root) / "kernels"
 
 
-def _compiler() -> list[str] | str:
-    """The compiler's command, or why there is none."""
+def find_compiler() -> list[str] | str:
+    """The compiler's command (CXX, c++ or g++), or why there is none."""
     if chosen := os.environ.get("CXX"):
         command = shlex.split(chosen)
         return command if command and shutil.which(command[0]) else f"no C++ compiler found: CXX is {chosen!r}"
@@ -112,13 +156,17 @@ def _first_error(message: str) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
 
 
-def _compile(compiler: list[str], library: Path) -> None:
+def compile_library(compiler: list[str], library: Path, machine: tuple[str, ...] = _THIS_MACHINE) -> None:
+    """Compile all sources into one library, for the processors that the flags `machine` name.
+
+    Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be stored.
+    """
     from torch.utils.cpp_extension import include_paths
 
     libraries = Path(torch.__file__).parent / "lib"
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = [*compiler, *_FLAGS, *openmp, abi]
+    command = [*compiler, *machine, *_FLAGS, *openmp, abi]
     includes = [f"-I{path}" for path in include_paths()]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
         objects = [str(Path(folder) / f"{at}.o") for at in range(len(SOURCES))]
@@ -129,6 +177,8 @@ def _compile(compiler: list[str], library: Path) -> None:
             pass
         built = Path(folder) / library.name
         _run([*command, "-shared", *objects, "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
+        # Whatever the umask: one that others could write to would not be loaded.
+        built.chmod(0o755)
         os.replace(built, library)
 
 
@@ -137,11 +187,18 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: list[str]) -> str:
-    """What the library depends on: sources, flags, torch and the instructions of this processor."""
-    processor = platform.machine()
-    if (cpuinfo := Path("/proc/cpuinfo")).exists():
-        flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
-        processor += flags[0] if flags else ""
+    """What the library depends on: sources, flags, compiler, torch and the instructions of this processor."""
+    processor = (platform.machine(), *sorted(prebuilt.processor_flags()))
     texts = (path.read_text() for path in (*SOURCES, *HEADERS))
-    parts = (*texts, *_FLAGS, *compiler, torch.__version__, sys.platform, processor)
+    flags = (*_THIS_MACHINE, *_FLAGS)
+    parts = (*texts, *flags, *compiler, _version(compiler), torch.__version__, sys.platform, *processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _version(compiler: list[str]) -> str:
+    """What the compiler says it is; nothing where it does not say."""
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -16,7 +16,8 @@ constexpr int WALK = 8;
 // A block of a product in registers: rows, vectors.
 constexpr int MR = 4, NV = LANES == 8 ? 2 : 4;
 
-// ---- engines: qk writes C (64 x 64) = A (64 x inner) B; pv adds P (64 x 64 count) V to C (64 x width) ----
+// ---- engines: qk writes C (rows x 64) = A (rows x inner) B; pv adds P (rows x 64 count) V to C (rows x width). Both
+// may compute rows up to the next multiple of 16, which A, P and C must have. ----
 
 struct Float {
   using elem = float;
@@ -69,9 +70,9 @@ template <class Engine>
 struct Blocked : Engine {
   using elem = typename Engine::elem;
 
-  static void qk(const elem* a, int inner, const elem* b, float* c, int ldc) {
+  static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
     for (int col = 0; col < TILE; col += NV * LANES)
-      for (int row = 0; row < TILE; row += MR) {
+      for (int row = 0; row < rows; row += MR) {
         vf acc[MR][NV] = {};
         Engine::template block<NV>(a + row * inner, inner, b + col * Engine::PAIR, TILE, inner, acc);
         for (int i = 0; i < MR; ++i)
@@ -80,8 +81,8 @@ struct Blocked : Engine {
   }
 
   template <int V>
-  static void pv_columns(const elem* p, int ldp, const elem* const* v, int count, int width, float* c) {
-    for (int row = 0; row < TILE; row += MR) {
+  static void pv_columns(const elem* p, int rows, int ldp, const elem* const* v, int count, int width, float* c) {
+    for (int row = 0; row < rows; row += MR) {
       vf acc[MR][V];
       for (int i = 0; i < MR; ++i)
         for (int j = 0; j < V; ++j) acc[i][j] = load(c + (row + i) * width + j * LANES);
@@ -92,19 +93,19 @@ struct Blocked : Engine {
     }
   }
 
-  static void pv(const elem* p, int ldp, const elem* const* v, int count, int width, float* c) {
+  static void pv(const elem* p, int rows, int ldp, const elem* const* v, int count, int width, float* c) {
     const elem* at[WALK];
     for (int col = 0; col < width;) {
       for (int t = 0; t < count; ++t) at[t] = v[t] + col * Engine::PAIR;
       const int left = (width - col) / LANES;
       if (left >= NV) {
-        pv_columns<NV>(p, ldp, at, count, width, c + col);
+        pv_columns<NV>(p, rows, ldp, at, count, width, c + col);
         col += NV * LANES;
       } else if (left >= 2) {
-        pv_columns<2>(p, ldp, at, count, width, c + col);
+        pv_columns<2>(p, rows, ldp, at, count, width, c + col);
         col += 2 * LANES;
       } else {
-        pv_columns<1>(p, ldp, at, count, width, c + col);
+        pv_columns<1>(p, rows, ldp, at, count, width, c + col);
         col += LANES;
       }
     }
@@ -116,17 +117,42 @@ struct Brgemm {
   // AMX multiplies 32 bf16 of the inner dimension at a time.
   static constexpr int PAIR = 2, INNER = 32, TERMS = 4;
 
-  static void qk(const elem* a, int inner, const elem* b, float* c, int ldc) {
-    at::native::cpublas::brgemm(TILE, TILE, inner, inner, TILE, ldc, false, a, b, c, true);
+  // A kernel is made for each number of rows: four of them are enough.
+  static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
+    at::native::cpublas::brgemm(round_up(rows, 16), TILE, inner, inner, TILE, ldc, false, a, b, c, true);
   }
-  static void pv(const elem* p, int ldp, const elem* const* v, int count, int width, float* c) {
+  static void pv(const elem* p, int rows, int ldp, const elem* const* v, int count, int width, float* c) {
     for (int t = 0; t < count; ++t)
-      at::native::cpublas::brgemm(TILE, width, TILE, ldp, width, width, true, p + t * TILE, v[t], c, true);
+      at::native::cpublas::brgemm(round_up(rows, 16), width, TILE, ldp, width, width, true, p + t * TILE, v[t], c, true);
   }
   static void finish() { at::native::cpublas::brgemm_release(true); }
 };
 
 // ---- packing ----
+
+#if defined(__AVX512F__)
+// 16 words of each of 16 rows from byte `at` on, transposed: word w of all rows to to + w * TILE.
+inline void transpose_words(const char* const* rows, int64_t at, int32_t* to) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + at);
+  for (int i = 0; i < 16; i += 2)
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  // a[4 g + w] holds, in its quarter q, word 4 q + w of the rows 4 g ... 4 g + 3.
+  for (int w = 0; w < 4; ++w) {
+    const __m512i low = _mm512_shuffle_i32x4(a[w], a[4 + w], 0x44), high = _mm512_shuffle_i32x4(a[w], a[4 + w], 0xee);
+    const __m512i low2 = _mm512_shuffle_i32x4(a[8 + w], a[12 + w], 0x44);
+    const __m512i high2 = _mm512_shuffle_i32x4(a[8 + w], a[12 + w], 0xee);
+    _mm512_storeu_si512(to + w * TILE, _mm512_shuffle_i32x4(low, low2, 0x88));
+    _mm512_storeu_si512(to + (4 + w) * TILE, _mm512_shuffle_i32x4(low, low2, 0xdd));
+    _mm512_storeu_si512(to + (8 + w) * TILE, _mm512_shuffle_i32x4(high, high2, 0x88));
+    _mm512_storeu_si512(to + (12 + w) * TILE, _mm512_shuffle_i32x4(high, high2, 0xdd));
+  }
+}
+#endif
 
 // Panel of `have` keys, zero up to 64: element (d, j) of K transposed, pairs of d together.
 template <class Engine, class T>
@@ -134,7 +160,17 @@ void pack_k(const T* const* rows, int have, int dim, int inner, typename Engine:
   using elem = typename Engine::elem;
   constexpr int P = Engine::PAIR;
   if (have < TILE || dim < inner) std::fill(to, to + inner * TILE, elem(0));
-  for (int d = 0; d < dim; d += P)
+  int first = 0;
+#if defined(__AVX512F__)
+  // A pair of bf16 is a word, and so is an fp32.
+  if constexpr (std::is_same_v<T, elem> && P * sizeof(elem) == 4)
+    if (have == TILE)
+      for (; first + 16 * P <= dim; first += 16 * P)
+        for (int j = 0; j < TILE; j += 16)
+          transpose_words(reinterpret_cast<const char* const*>(rows + j), first * sizeof(elem),
+                          reinterpret_cast<int32_t*>(to + first * TILE) + j);
+#endif
+  for (int d = first; d < dim; d += P)
     for (int j = 0; j < have; ++j) {
       elem* at = to + d * TILE + j * P;
       at[0] = cast<elem>(rows[j][d]);
@@ -142,12 +178,15 @@ void pack_k(const T* const* rows, int have, int dim, int inner, typename Engine:
     }
 }
 
-// Panel of `have` values, zero up to 64: element (j, e), pairs of j together.
+// Panel of `have` values, zero up to 64: element (j, e), pairs of j together. Values that are not finite are left out, as
+// zeros, and their bit is set in what is returned: a zero weight times NaN is NaN, so each is added where it is seen.
 template <class Engine, class T>
-void pack_v(const T* const* rows, int have, int dim, int width, typename Engine::elem* __restrict to) {
+uint64_t pack_v(const T* const* rows, int have, int dim, int width, typename Engine::elem* __restrict to) {
   using elem = typename Engine::elem;
   constexpr int P = Engine::PAIR;
   if (have < TILE || dim < width) std::fill(to, to + width * TILE, elem(0));
+  uint64_t bad = 0;
+  for (int j = 0; j < have; ++j) bad |= uint64_t(!finite(rows[j], dim)) << j;
   for (int j = 0; j < have; j += P) {
     elem* at = to + j * width;
     if (P == 2 && j + 1 < have) {
@@ -157,6 +196,65 @@ void pack_v(const T* const* rows, int have, int dim, int width, typename Engine:
       for (int e = 0; e < dim; ++e) at[e * P] = cast<elem>(rows[j][e]);
     }
   }
+  for (uint64_t left = bad; left; left &= left - 1) {
+    const int j = __builtin_ctzll(left);
+    elem* at = to + j / P * P * width + j % P;
+    for (int e = 0; e < dim; ++e) at[e * P] = elem(0);
+  }
+  return bad;
+}
+
+// Adds to the output of a query, with their weights, the values that pack_v left out and the query sees.
+template <class T>
+inline void add_bad(uint64_t seen, const T* const* rows, const float* s, float top, float factor, int dim, float* o) {
+  for (; seen; seen &= seen - 1) {
+    const int j = __builtin_ctzll(seen);
+    const float weight = std::exp2((s[j] - top) * factor);
+    for (int e = 0; e < dim; ++e) o[e] += weight * cast<float>(rows[j][e]);
+  }
+}
+
+// One row of scores to unnormalised probabilities; returns their sum, updates the running maximum, gives the factor of
+// what was before. Where KEEP the probabilities also stand in for the scores.
+template <int TERMS, bool KEEP = false, class elem>
+inline float softmax_row(float* s, elem* p, int n, const Exp2<TERMS>& exp2, float factor, float& top, float& rescale) {
+  vf m = splat(NEG_INF);
+  for (int j = 0; j < n; j += LANES) m = larger(load(s + j), m);
+  const float before = top;
+  top = std::max(before, maximum(m));
+  // Before the first visible key the sum is 0 (or NaN, which stays) and needs no factor.
+  rescale = before == NEG_INF ? 1.0f : std::exp2((before - top) * factor);
+  const vf shift = splat(top == NEG_INF ? 0.0f : top);
+  vf total = {};
+  if constexpr (std::is_same_v<elem, float>) {
+    for (int j = 0; j < n; j += LANES) {
+      const vf e = exp2(load(s + j) - shift);
+      total += e;
+      store(p + j, e);
+      if (KEEP) store(s + j, e);
+    }
+  } else {
+#if defined(__AVX512BF16__)
+    vf second = {};
+    for (int j = 0; j < n; j += 2 * LANES) {
+      const vf a = exp2(load(s + j) - shift), b = exp2(load(s + j + LANES) - shift);
+      total += a;
+      second += b;
+      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+      std::memcpy(static_cast<void*>(p + j), &both, 64);
+      if (KEEP) store(s + j, a), store(s + j + LANES, b);
+    }
+    total += second;
+#else
+    for (int j = 0; j < n; j += LANES) {
+      const vf e = exp2(load(s + j) - shift);
+      total += e;
+      for (int i = 0; i < LANES; ++i) p[j + i] = static_cast<elem>(e[i]);
+      if (KEEP) store(s + j, e);
+    }
+#endif
+  }
+  return sum(total);
 }
 
 // The engines that this build and this processor have for a dtype, fastest first.

@@ -6,12 +6,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <type_traits>
+#include <vector>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -46,20 +49,28 @@ inline vf splat(float x) { return vf{} + x; }
 // b where either is NaN.
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-// 2^x for x <= 0, exactly 0 below -126, NaN for NaN. Taylor series of 2^f on [-1/2, 1/2]: relative error 1.2e-7 with
-// 6 terms, 4.2e-5 with 4, where the result is rounded to bf16 (3.9e-3) anyway.
+// 2^(d * factor) for d <= 0 and a factor > 0, exactly 0 below 2^-126, NaN for NaN. Taylor series of 2^f on [-1/2, 1/2]:
+// relative error 1.2e-7 with 6 terms, 4.2e-5 with 4, where the result is rounded to bf16 (3.9e-3) anyway.
+//
+// Of two logits it is their difference that is scaled, never the other way round: a product that is part of a fused
+// multiply-add is exact while the one it is taken from has been rounded, and above 2^31 the rounding alone overflows.
 template <int TERMS>
-inline vf exp2(vf x) {
-  const vf magic = splat(12582912.0f);
-  const vf clamped = larger(splat(-127.0f), x);
-  const vf shifted = clamped + magic;
-  const vf f = clamped - (shifted - magic);
-  vf p = splat(TERMS == 6 ? 1.54035304e-4f : 9.61812911e-3f);
-  if constexpr (TERMS == 6) p = ((p * f + 1.33335581e-3f) * f) + 9.61812911e-3f;
-  p = ((((p * f + 5.55041087e-2f) * f + 2.40226507e-1f) * f + 6.93147181e-1f) * f) + 1.0f;
-  const vf scaled = (vf)((vi)p + ((vi)shifted << 23));
-  return x <= -126.0f ? vf{} : scaled;
-}
+struct Exp2 {
+  vf factor, least, none;
+  explicit Exp2(float by) : factor(splat(by)), least(splat(-127.0f / by)), none(splat(-126.0f / by)) {}
+
+  vf operator()(vf d) const {
+    const vf magic = splat(12582912.0f);
+    const vf clamped = larger(least, d);
+    const vf shifted = clamped * factor + magic;
+    const vf f = clamped * factor - (shifted - magic);
+    vf p = splat(TERMS == 6 ? 1.54035304e-4f : 9.61812911e-3f);
+    if constexpr (TERMS == 6) p = ((p * f + 1.33335581e-3f) * f) + 9.61812911e-3f;
+    p = ((((p * f + 5.55041087e-2f) * f + 2.40226507e-1f) * f + 6.93147181e-1f) * f) + 1.0f;
+    const vf scaled = (vf)((vi)p + ((vi)shifted << 23));
+    return d <= none ? vf{} : scaled;
+  }
+};
 
 #if defined(__AVX512F__)
 inline float sum(vf v) { return _mm512_reduce_add_ps((__m512)v); }
@@ -77,6 +88,24 @@ inline float maximum(vf v) {
 }
 #endif
 
+// Bits [from, to) of a word, clamped to its 64.
+inline uint64_t bits(int64_t from, int64_t to) {
+  from = std::clamp<int64_t>(from, 0, 64), to = std::clamp<int64_t>(to, 0, 64);
+  if (from >= to) return 0;
+  return (to == 64 ? ~uint64_t(0) : (uint64_t(1) << to) - 1) & ~uint64_t(0) << from;
+}
+
+// -inf in those of 64 scores whose bit is not set.
+inline void keep_seen(float* s, uint64_t seen) {
+  if (seen == ~uint64_t(0)) return;
+#if defined(__AVX512F__)
+  for (int j = 0; j < 64; j += LANES) _mm512_mask_storeu_ps(s + j, ~(seen >> j), _mm512_set1_ps(NEG_INF));
+#else
+  for (int j = 0; j < 64; ++j)
+    if (!(seen >> j & 1)) s[j] = NEG_INF;
+#endif
+}
+
 template <class To, class From>
 inline To cast(From x) {
   if constexpr (std::is_same_v<To, From>) return x;
@@ -92,6 +121,24 @@ inline at::BFloat16 cast(float x) {
   return at::BFloat16(bits >> 16, at::BFloat16::from_bits());
 }
 
+// Whether all numbers of a row are finite.
+inline bool finite(const float* row, int dim) {
+  uint32_t bad = 0;
+  for (int e = 0; e < dim; ++e) {
+    uint32_t word;
+    std::memcpy(&word, row + e, sizeof word);
+    bad |= (word & 0x7f800000u) == 0x7f800000u;
+  }
+  return !bad;
+}
+template <class T>
+inline bool finite(const T* row, int dim) {
+  constexpr uint16_t exponent = std::is_same_v<T, at::Half> ? 0x7c00 : 0x7f80;
+  uint16_t bad = 0;
+  for (int e = 0; e < dim; ++e) bad |= static_cast<uint16_t>((row[e].x & exponent) == exponent);
+  return !bad;
+}
+
 inline int round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 template <class To, class From>
@@ -102,10 +149,6 @@ template <class To, class From>
 inline void copy(const From* __restrict from, int64_t n, To* __restrict to) {
   for (int64_t i = 0; i < n; ++i) to[i] = cast<To>(from[i]);
 }
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
 
 constexpr size_t HUGE_PAGE = size_t(2) << 20;
 
@@ -118,15 +161,69 @@ inline void on_huge_pages(void* p, size_t bytes) {
 #endif
 }
 
+// Memory of calls that are over, for the next: a layer's panels are as large as those of the layer before, and pages
+// that the system clears anew for each cost a twelfth of a sparse prefill. No more than MOST bytes wait.
+class Pool {
+ public:
+  static constexpr size_t MOST = size_t(64) << 20;
+
+  // One for all sources of the library, and never destroyed: threads may end later than it would.
+  static Pool& instance() {
+    static Pool* const pool = new Pool;
+    return *pool;
+  }
+  // At least so many bytes; `bytes` becomes how many.
+  void* take(size_t& bytes) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      auto best = waiting_.end();
+      for (auto at = waiting_.begin(); at != waiting_.end(); ++at)
+        if (at->bytes >= bytes && at->bytes <= 2 * bytes && (best == waiting_.end() || at->bytes < best->bytes)) best = at;
+      if (best != waiting_.end()) {
+        const Block block = *best;
+        waiting_.erase(best);
+        total_ -= block.bytes, bytes = block.bytes;
+        return block.data;
+      }
+    }
+    void* const p = std::aligned_alloc(HUGE_PAGE, bytes);
+    if (p) on_huge_pages(p, bytes);
+    return p;
+  }
+  void give_back(void* p, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_.push_back({p, bytes}), total_ += bytes;
+    while (total_ > MOST) {
+      std::free(waiting_.front().data);
+      total_ -= waiting_.front().bytes;
+      waiting_.erase(waiting_.begin());
+    }
+  }
+
+ private:
+  struct Block {
+    void* data;
+    size_t bytes;
+  };
+  std::mutex mutex_;
+  std::vector<Block> waiting_;  // the oldest first
+  size_t total_ = 0;
+};
+
+struct Free {
+  size_t pooled = 0;
+  void operator()(void* p) const { pooled ? Pool::instance().give_back(p, pooled) : std::free(p); }
+};
+
 // Uninitialised memory for many panels.
 template <class elem>
 std::unique_ptr<elem[], Free> allocate(int64_t count) {
   const size_t bytes = count * sizeof(elem), unit = bytes < HUGE_PAGE ? 64 : HUGE_PAGE;
-  const size_t rounded = std::max<size_t>((bytes + unit - 1) / unit, 1) * unit;
-  void* p = std::aligned_alloc(unit, rounded);
+  size_t rounded = std::max<size_t>((bytes + unit - 1) / unit, 1) * unit;
+  const bool pooled = unit == HUGE_PAGE;
+  void* p = pooled ? Pool::instance().take(rounded) : std::aligned_alloc(unit, rounded);
   TORCH_CHECK(p, "not enough memory for ", rounded, " bytes of packed keys or values");
-  on_huge_pages(p, rounded);
-  return std::unique_ptr<elem[], Free>(static_cast<elem*>(p));
+  return std::unique_ptr<elem[], Free>(static_cast<elem*>(p), Free{pooled ? rounded : 0});
 }
 
 template <class T>
@@ -140,16 +237,30 @@ struct Strided {
 
 struct Softmax {
   float scale, softcap;
-  // Factor from what the score buffer holds to powers of two.
-  float factor() const { return (softcap > 0 ? 1.0f : scale) * LOG2E; }
+  // Factor from what the score buffer holds to logits, and to powers of two.
+  float to_logit() const { return softcap > 0 ? 1.0f : scale; }
+  float factor() const { return to_logit() * LOG2E; }
+};
+
+// What a sink's logit makes of attention with this log-sum-exp: the share that is left, and the new log-sum-exp.
+struct WithSink {
+  float share, lse;
+  WithSink(float sink, float before) {
+    // The larger of the two goes first, so that nothing overflows.
+    const float rest = std::exp(-std::fabs(before - sink)), whole = 1.0f + rest;
+    const bool below = before < sink;
+    share = (below ? rest : 1.0f) / whole;
+    lse = (below ? sink : before) + std::log(whole);
+  }
 };
 
 // softcap * tanh(scale * s / softcap), with tanh |x| = (1 - t) / (1 + t) for t = e^(-2 |x|).
 inline void cap(float* s, int n, Softmax how) {
   const float inner = how.scale / how.softcap;
+  const Exp2<6> exp2(2 * LOG2E);
   for (int j = 0; j < n; j += LANES) {
     const vf x = load(s + j) * inner;
-    const vf t = exp2<6>((x < 0 ? x : -x) * (2 * LOG2E));
+    const vf t = exp2(x < 0 ? x : -x);
     const vf y = (1.0f - t) / (1.0f + t) * how.softcap;
     store(s + j, x < 0 ? -y : y);
   }

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.index import SparseIndex, cat_heads, cat_sequences, num_tiles, with_dense_tail
+from kernels.index import TILE, SparseIndex, cat_heads, cat_sequences, dense_index, num_tiles, with_dense_tail
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
@@ -184,11 +184,14 @@ class LayerPlan:
                 queries, keys = q[one, :, q_start : q_start + q_len], k[one, :, k_start : k_start + k_len]
                 parts.append(self.at(k_len)._build(queries, keys, scale, window))
             index = cat_sequences(parts, ragged)
-        return with_dense_tail(replace(index, window=window), self.dense_tail)
+        return with_dense_tail(index.changed(window=window), self.dense_tail)
 
     def _build(self, q: Tensor, k: Tensor, scale: float, window: int | None) -> SparseIndex:
         if not 0 < q.shape[2] <= k.shape[2]:
             raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}")
+        if self.dense_tail and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE:
+            # Every row is one of the tail: there is nothing to choose.
+            return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
         if q.device not in self._places:
             self._places[q.device] = torch.tensor(self._place).to(q.device, non_blocking=True)
         parts = [

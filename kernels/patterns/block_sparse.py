@@ -85,7 +85,7 @@ def select(
             # The chunk may have fewer tiles than the widest pattern takes, and more than the window lets a row see.
             some_width = min(width, best.shape[-1])
             tiles[:, :, some, :some_width] = torch.where(best < PAD, best + seen.start, PAD)[..., :some_width]
-    return SparseIndex(
+    return SparseIndex.built(
         q_len=q_len,
         k_len=k_len,
         diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=device),

@@ -56,7 +56,7 @@ void for_each_row(const Strided<T>& ks, const Group<typename Engine::elem>& grou
         const int64_t first = K - member.last + block * TILE;
         const int64_t rows_here = std::min<int64_t>(TILE, member.last - block * TILE);
         if (key0 > first + rows_here - 1 || key0 + TILE <= first - window + 1) continue;
-        Engine::qk(member.queries.get() + block * TILE * inner, inner, panel.get(), scores.get(), TILE);
+        Engine::qk(member.queries.get() + block * TILE * inner, rows_here, inner, panel.get(), scores.get(), TILE);
         for (int64_t r = 0; r < rows_here; ++r) {
           const int64_t pos = first + r, from = pos - window + 1;
           if (key0 > pos || key0 + TILE <= from) continue;
@@ -78,6 +78,7 @@ void estimate_with(const at::Tensor& q, const at::Tensor& k, at::IntArrayRef hea
   const int64_t h = heads.size(), chunks = (K + CHUNK - 1) / CHUNK;
   const int inner = round_up(D, Engine::INNER);
   const Strided<T> qs(q), ks(k);
+  const Exp2<6> exp2(factor);
 
   std::vector<Group<elem>> groups;
   for (int64_t b = 0; b < B; ++b)
@@ -108,23 +109,23 @@ void estimate_with(const at::Tensor& q, const at::Tensor& k, at::IntArrayRef hea
         vf best = splat(NEG_INF);
         for (int j = 0; j < TILE; j += LANES) best = larger(load(s + j), best);
         const float before = top[at], now = std::max(before, maximum(best));
-        const vf shift = splat(now * factor);
+        const vf shift = splat(now);
         vf part = {};
-        for (int j = 0; j < TILE; j += LANES) part += exp2<6>(load(s + j) * factor - shift);
+        for (int j = 0; j < TILE; j += LANES) part += exp2(load(s + j) - shift);
         total[at] = total[at] * (before == NEG_INF ? 0.0f : std::exp2((before - now) * factor)) + sum(part);
         top[at] = now;
       });
     }
   });
 
-  // Log-sum-exp of each query, in powers of two.
-  std::vector<float> lse(row_start[B * h]);
-  for (size_t row = 0; row < lse.size(); ++row) {
+  // Of each query the largest score, and one over the sum of all powers relative to it.
+  std::vector<float> highest(row_start[B * h]), inverse(highest.size());
+  for (size_t row = 0; row < highest.size(); ++row) {
     const float *t = top.data() + row * chunks, best = *std::max_element(t, t + chunks);
     float all = 0;
     for (int64_t c = 0; c < chunks; ++c)
       if (t[c] != NEG_INF) all += total[row * chunks + c] * std::exp2((t[c] - best) * factor);
-    lse[row] = best * factor + std::log2(all);
+    highest[row] = best, inverse[row] = 1 / all;
   }
 
   // Second pass: columns are a task's own; diagonals cross chunks, so that each chunk keeps its share of them.
@@ -139,8 +140,8 @@ void estimate_with(const at::Tensor& q, const at::Tensor& k, at::IntArrayRef hea
       const int64_t chunk = task % chunks;
       for_each_row<Engine>(ks, groups[task / chunks], K, D, window, chunk,
                            [&](const auto& m, int64_t i, int64_t key0, float* s) {
-        const vf shift = splat(lse[row_start[m.at] + i]);
-        for (int j = 0; j < TILE; j += LANES) store(s + j, exp2<6>(load(s + j) * factor - shift));
+        const vf shift = splat(highest[row_start[m.at] + i]), share = splat(inverse[row_start[m.at] + i]);
+        for (int j = 0; j < TILE; j += LANES) store(s + j, exp2(load(s + j) - shift) * share);
         float* column = columns + m.at * K + key0;
         const int have = std::min<int64_t>(TILE, K - key0);
         if (have == TILE)
@@ -323,7 +324,7 @@ at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::Int
         const int have = std::min<int64_t>(TILE, N - tile0);
         for (int j = 0; j < have; ++j) key_rows[j] = k + (head * N + tile0 + j) * D;
         pack_k<Blocked<Float>>(key_rows, have, D, D, panel.get());
-        Blocked<Float>::qk(asked.get(), D, panel.get(), products.get() + tile0, columns);
+        Blocked<Float>::qk(asked.get(), TILE, D, panel.get(), products.get() + tile0, columns);
       }
       const Choice how{std::max<int64_t>(blocks[head % h], 2), coverage[head % h]};
       for (int64_t r = 0; r < rows; ++r) {

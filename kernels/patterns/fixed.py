@@ -46,7 +46,7 @@ class Fixed(Pattern):
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
             diagonals, columns = cls.entries(patterns, k_len, device)
-            return SparseIndex(
+            return SparseIndex.built(
                 q_len=q_len,
                 k_len=k_len,
                 diagonals=diagonals.expand(batch, -1, -1).contiguous(),

@@ -88,7 +88,7 @@ def select(
         scores.masked_fill_((unit < after) | (unit >= own - near) | (unit < own - seen), float("-inf"))
         best = best_places(scores, [p.units for p in patterns], [None] * heads, forced=0)
         tiles[:, :, some, : best.shape[-1]] = best
-    return SparseIndex(
+    return SparseIndex.built(
         q_len=q_len,
         k_len=k_len,
         diagonals=counted([b + 1 for b in back], [1] * heads, device).expand(batch, -1, -1).contiguous(),

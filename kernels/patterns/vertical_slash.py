@@ -66,7 +66,7 @@ def select(vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *
     offsets = torch.zeros(batch, heads, n + 1, dtype=torch.bool, device=device)
     for rounding in (0, TILE - 1):
         offsets.scatter_(-1, ((distance + rounding) // TILE).clamp_max_(n), True)
-    return SparseIndex(
+    return SparseIndex.built(
         q_len=q_len,
         k_len=k_len,
         diagonals=ascending(offsets[..., :n], min(n, 2 * distance.shape[-1])),

@@ -29,26 +29,6 @@ constexpr float ONE = static_cast<float>(int64_t(1) << 36);
 // Keys of a walk.
 constexpr int LD = TILE * WALK;
 
-// One row of logits to unnormalised probabilities, in place and for the product with V; returns their sum, updates the
-// running maximum, gives the factor of what was before.
-template <int TERMS, class elem>
-float softmax_row(float* s, elem* p, int n, float factor, float& top, float& rescale) {
-  vf m = splat(NEG_INF);
-  for (int j = 0; j < n; j += LANES) m = larger(load(s + j), m);
-  const float before = top;
-  top = std::max(before, maximum(m));
-  rescale = before == NEG_INF ? 1.0f : std::exp2((before - top) * factor);
-  const vf shift = splat(top * factor);
-  vf total = {};
-  for (int j = 0; j < n; j += LANES) {
-    const vf e = exp2<TERMS>(load(s + j) * factor - shift);
-    total += e;
-    store(s + j, e);
-  }
-  copy(s, n, p);
-  return sum(total);
-}
-
 template <class Engine, class T>
 void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax how, at::Tensor& out, at::Tensor& lse,
          at::Tensor& scores) {
@@ -60,7 +40,9 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
   const Strided<T> qs(q), ks(k), vs(v), os(out);
   const int64_t k_size = inner * TILE, v_size = width * TILE;
   const float factor = how.factor();
+  const Exp2<Engine::TERMS> exp2(factor);
 
+  std::vector<uint64_t> bad(B * G * tiles);  // of each panel, a bit for each value that is not finite
   const auto k_panels = allocate<elem>(B * G * tiles * k_size), v_panels = allocate<elem>(B * G * tiles * v_size);
   at::parallel_for(0, B * G * tiles, 8, [&](int64_t from, int64_t to) {
     const T *k_rows[TILE], *v_rows[TILE];
@@ -70,7 +52,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
       for (int j = 0; j < have; ++j)
         k_rows[j] = ks.at(head / G, head % G, first + j), v_rows[j] = vs.at(head / G, head % G, first + j);
       pack_k<Engine>(k_rows, have, D, inner, k_panels.get() + panel * k_size);
-      pack_v<Engine>(v_rows, have, E, width, v_panels.get() + panel * v_size);
+      bad[panel] = pack_v<Engine>(v_rows, have, E, width, v_panels.get() + panel * v_size);
     }
   });
 
@@ -97,27 +79,35 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
       float* const block = w.s.get() + t0 * TILE * TILE;
       const elem* values[WALK];
       for (int t = 0; t < step; ++t) {
-        Engine::qk(w.q.get(), inner, k_at + (t0 + t) * k_size, block + t * TILE, LD);
+        Engine::qk(w.q.get(), TILE, inner, k_at + (t0 + t) * k_size, block + t * TILE, LD);
         values[t] = v_at + (t0 + t) * v_size;
       }
       for (int r = lo; r < hi; ++r) {
         float* s = block + r * LD;
         if (how.softcap > 0) cap(s, n, how);
         if (t0 + step > at) std::fill(s + n - TILE + r + 1, s + n, NEG_INF);
-        float rescale;
-        const float part = softmax_row<Engine::TERMS>(s, w.p.get() + r * LD, n, factor, top[r], rescale);
+        float rescale, *o = w.o.get() + r * width;
+        const float part = softmax_row<Engine::TERMS, true>(s, w.p.get() + r * LD, n, exp2, factor, top[r], rescale);
         total[r] = total[r] * rescale + part;
         w.tops[t0 / WALK * TILE + r] = top[r];
         if (rescale != 1.0f)
-          for (int e = 0; e < width; e += LANES)
-            store(w.o.get() + r * width + e, load(w.o.get() + r * width + e) * rescale);
+          for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
+        for (int t = 0; t < step; ++t) {
+          // The query's own tile is the last, and it sees it up to itself.
+          uint64_t seen = bad[head * tiles + t0 + t] & (t0 + t == at ? bits(0, r + 1) : ~uint64_t(0));
+          for (; seen; seen &= seen - 1) {
+            const int j = __builtin_ctzll(seen);
+            const T* value = vs.at(b, h / group, (t0 + t) * TILE + j);
+            for (int e = 0; e < E; ++e) o[e] += s[t * TILE + j] * cast<float>(value[e]);
+          }
+        }
       }
-      Engine::pv(w.p.get(), LD, values, step, width, w.o.get());
+      Engine::pv(w.p.get(), TILE, LD, values, step, width, w.o.get());
     }
     for (int r = lo; r < hi; ++r) {
       copy(w.o.get() + r * width, E, 1.0f / total[r], const_cast<T*>(os.at(b, h, at * TILE + r - offset)));
       lse.mutable_data_ptr<float>()[(b * H + h) * Q + at * TILE + r - offset] =
-          (top[r] * factor + std::log2(total[r])) / LOG2E;
+          top[r] * how.to_logit() + std::log(total[r]);
     }
     for (int64_t t0 = 0; t0 <= at; t0 += WALK) {
       const int n = std::min<int64_t>(WALK, at + 1 - t0) * TILE;

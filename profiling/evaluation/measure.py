@@ -20,11 +20,10 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, unseen_prompts
 from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
 from profiling.quality.contexts import by_context
 from profiling.quality.trials import VERSION, trials
 
-DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "needle"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from profiling.evaluation.intervals import differs, paired_difference
@@ -68,19 +68,11 @@ def rows_of(task: str, units: Mapping[str, Sequence[Unit]]) -> list[Row]:
         values = {method: _values(some, measure) for method, some in units.items()}
         base = values[DENSE]
         for method, own in values.items() if base else ():
-            row: dict[str, Any] = {"task": task, "method": method, "measure": measure, "count": len(own)}
-            mean = sum(own) / len(own)
-            if method == DENSE:
-                found.append(Row(**row, value=mean))
-                continue
-            gap = paired_difference(own, base)
-            bounds: dict[str, Any] = {
-                "difference": gap.value,
-                "low": gap.low,
-                "high": gap.high,
-                "apart": differs(own, base),
-            }
-            found.append(Row(**row, value=mean, **bounds))
+            row = Row(task=task, method=method, measure=measure, count=len(own), value=sum(own) / len(own))
+            if method != DENSE:
+                gap = paired_difference(own, base)
+                row = replace(row, difference=gap.value, low=gap.low, high=gap.high, apart=differs(own, base))
+            found.append(row)
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from artifacts import HeadwiseError, seen_windows
-from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task, per_context
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -84,7 +84,7 @@ def held_out(
         tasks: as profiling.prompts.prompt.parse_task reads them.
         tokenizer: the model's.
         length: in tokens.
-        samples: prompts of each task.
+        samples: prompts of each task, or contexts with all questions that share one.
         seed: the search's.
         seen: what was looked at.
         number: of the set; sets of other numbers have other seeds.
@@ -96,7 +96,7 @@ def held_out(
     for task in dict.fromkeys(tasks):
         for turn in range(_SEEDS):
             at = seed + SEED * (1 + number * _SEEDS + turn)
-            made = make_prompts(task, tokenizer, length=length, samples=samples, seed=at)
+            made = make_prompts(task, tokenizer, length=length, samples=samples * per_context(task), seed=at)
             if not of_texts(task) or not any(map(seen.overlaps, made)):
                 found += made
                 break

@@ -15,10 +15,10 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kinds import KINDS, TASKS, Kind
+from profiling.prompts.kinds import DEFAULT_TASKS, KINDS, TASKS, Kind
 from profiling.prompts.tokens import Encoder, Ids
 
-__all__ = ["SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+__all__ = ["DEFAULT_TASKS", "SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
 # Subsets that RULER names its files by, in a folder that has the task's name.
 SUBSETS = ("validation", "test")
 
@@ -183,6 +183,13 @@ def make_prompts(
     assert len(prompts) == samples
     assert all(len(prompt.input_ids) == length or (shorter and not kind.exact) for prompt in prompts)
     return [replace(prompt, task=task.name) for prompt in prompts]
+
+
+def per_context(task: str | Task) -> int:
+    """How many prompts of a task share a context: so many are a whole one, and cost little more than one of them."""
+    task = parse_task(task) if isinstance(task, str) else task
+    known = {parameter.name for parameter in KINDS[task.kind].parameters}
+    return int(dict(task.parameters).get("questions", 8)) if "questions" in known else 1
 
 
 def digest(prompts: Sequence[Prompt]) -> str:

@@ -129,5 +129,5 @@ def _one(encode: Encoder, name: str, length: int, rng: random.Random) -> Prompt:
     ranges = [(len(head) + start - cut, len(head) + stop - cut) for start, stop in scored]
     ranges = [(start, stop) for start, stop in ranges if stop <= length - _TAIL]
     if room < 1 or not ranges:
-        raise HeadwiseError(f"length {length} is too small for {name}: nothing can come back in it; give at least 1024")
+        raise HeadwiseError(f"length {length} is too small for {name}: nothing can come back in it; try {2 * length}")
     return Prompt((*head, *ids[cut:]), None, scored=tuple(ranges))

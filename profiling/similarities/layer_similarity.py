@@ -64,15 +64,22 @@ class SimilarityConfig:
                 raise HeadwiseError(f"two tasks are called {name!r}: give each a name of its own")
 
 
-def measure(config: SimilarityConfig, loaded: LoadedModel, ledger: Ledger | None = None) -> Profile:
+def measure(
+    config: SimilarityConfig,
+    loaded: LoadedModel,
+    ledger: Ledger | None = None,
+    *,
+    prompts: Mapping[str, Sequence[Prompt]] | None = None,
+) -> Profile:
     """Measure on a model that is loaded; the model is left as it was.
 
-    ledger: keeps what each prompt gave; its settings say which model that is of.
+    ledger: keeps what each prompt gave; its settings say which model that is of. prompts: by the names of all tasks,
+    each of `prompt_length` tokens; those of the configuration's seed if None.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     config = resolve(config, loaded.name, model.max_positions)
     tasks = [parse_task(task) for task in config.tasks]
-    prompts = {task.name: _prompts(config, task, loaded.tokenizer) for task in tasks}
+    prompts = prompts_of(config, loaded.tokenizer) if prompts is None else prompts
     arrays: dict[str, np.ndarray] = {}
     total = sum(map(len, prompts.values())) * config.steps
     with phase("decoding", total, "steps") as shown:
@@ -113,11 +120,20 @@ def resolve(config: SimilarityConfig, name: str, max_positions: int) -> Similari
     return replace(config, length=length, top_k=top_k)
 
 
-def _prompts(config: SimilarityConfig, task: Task, tokenizer: Any) -> list[Prompt]:
-    """Prompts of `length` tokens; those of a text are followed by the tokens that stand there."""
+def prompt_length(config: SimilarityConfig, task: Task) -> int:
+    """Tokens of a prompt, once `resolve` has settled them; those of a text are followed by what stands there."""
     assert config.length is not None
-    more = config.steps if task.kind == "text" else 0
-    return make_prompts(task, tokenizer, length=config.length + more, samples=config.samples, seed=config.seed)
+    return config.length + (config.steps if task.kind == "text" else 0)
+
+
+def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """The prompts of the configuration's seed by the names of the tasks."""
+    return {
+        task.name: make_prompts(
+            task, tokenizer, length=prompt_length(config, task), samples=config.samples, seed=config.seed
+        )
+        for task in map(parse_task, config.tasks)
+    }
 
 
 def _kept(

@@ -15,7 +15,7 @@ import torch
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
@@ -94,18 +94,15 @@ def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row],
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
-    check_writable(config.out / OUTPUT)
-    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
-    stream = _stream(config, loaded)
-    settings = _settings(config, loaded, stream)
-    with Ledger(config.out / OUTPUT, "stream", settings=settings, fresh=config.fresh) as ledger:
-        with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
-            series = [_measured(config, loaded, method, stream, ledger, shown) for method in config.all_methods]
-        return _written(config, loaded, stream, series, settings, ledger)
+    with out_folder(config.out):
+        check_writable(config.out / OUTPUT)
+        loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        stream = _stream(config, loaded)
+        settings = _settings(config, loaded, stream)
+        with Ledger(config.out / OUTPUT, "stream", settings=settings, fresh=config.fresh) as ledger:
+            with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
+                series = [_measured(config, loaded, method, stream, ledger, shown) for method in config.all_methods]
+            return _written(config, loaded, stream, series, settings, ledger)
 
 
 def _written(

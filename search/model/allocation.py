@@ -15,9 +15,9 @@ import numpy as np
 from artifacts import HeadwiseError, pattern_name
 from artifacts import Pattern as ArtifactPattern
 from kernels.patterns import LayerPlan, Pattern
+from search.common.recording import as_artifact_pattern
 from search.model.curves import Curves
 from search.model.hulls import spend
-from search.record import as_artifact_pattern
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,29 +25,24 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import SETS, Seen, held_out
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
 from profiling.quality.sequences import Losses, Reference, TokenSequence, check_logits, sequences
 from profiling.ranks import Ranks, ranks
 from profiling.speed.cost_table import Cost, CostTable
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
+from search.common.serving import serving_backend
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import ladder
+from search.model.config import ModelSearch
 from search.model.costs import Costs, costs_by, given_costs
-from search.model.costs import Unit as CostUnit
 from search.model.curves import Curves
-from search.model.gate import Limits, TaskLoss, by_task
+from search.model.gate import TaskLoss, by_task
 from search.model.record import Gated, Outcome, Point, write
 from search.model.refine import Refinement, Trial, refine
 from search.model.scored_prompts import Scoring, score_prompts
 from search.model.timing import line_through, time_candidates, time_layers
-from search.serving import serving_backend
 
-DEFAULT_TASKS = ("passkey", "kv_retrieval", "prose")
-DEFAULT_BUDGET = 0.25
-DEFAULT_TRIALS = 4
-# Dense tails that are compared where none is asked for, in tokens.
-TAILS = (0, 64, 256)
 # What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
 _LONGEST = 8192
 # Budgets of the front, as shares of the one that was asked for.
@@ -60,59 +53,6 @@ _STEP, _ROUNDS = 1.25, 8
 _TIMED = 6
 # Raised where the same unit would have another value.
 _VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSearch:
-    """What a search with one budget for the model is asked to do; None takes the default that depends on the model.
-
-    budget: cost of all heads' attention, as a share of what computing everything by the same kernels costs.
-    lengths: prompts are made at each; the patterns are for the longest, the others tell how sizes go with the length.
-    samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
-    storage: of Optuna's study, any URL that it takes; None keeps it in memory.
-    tensor_parallel: ranks that will serve; the slowest one's time is what counts.
-    """
-
-    model: str
-    out: Path
-    tasks: tuple[str, ...] = DEFAULT_TASKS
-    lengths: tuple[int, ...] | None = None
-    samples: int = 1
-    budget: float = DEFAULT_BUDGET
-    cost: CostUnit = "seconds"
-    cost_table: Path | None = None
-    n_trials: int = DEFAULT_TRIALS
-    storage: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    backend: str = "auto"
-    revision: str | None = None
-    dense_below: int | None = None
-    dense_tail: int | None = None
-    tensor_parallel: int = 1
-    beyond_positions: bool = False
-    fresh: bool = False
-    picture: bool = True
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "n_trials", "tensor_parallel", "dense_below"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        for name in ("seed", "dense_tail"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
-        if self.lengths is not None and min(self.lengths) < 128:
-            raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
-        if not 0 < self.budget <= 1:
-            raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.budget:g}")
-
-    @property
-    def tails(self) -> tuple[int, ...]:
-        """Dense tails that are compared."""
-        return TAILS if self.dense_tail is None else (self.dense_tail,)
 
 
 def run(config: ModelSearch) -> Artifact | None:
@@ -440,8 +380,10 @@ def _calibration(config: ModelSearch, loaded: LoadedModel, length: int) -> list[
         if name in names:
             raise HeadwiseError(f"--calibration has two tasks {name}: give their files different names")
         names.add(name)
-        found += make_prompts(task, loaded.tokenizer, length=length, samples=config.samples, seed=config.seed)
-    return [replace(prompt, task=prompt.task or "prompts") for prompt in found]
+        # Whole contexts, with all questions that share one.
+        count = config.samples * per_context(task)
+        found += make_prompts(task, loaded.tokenizer, length=length, samples=count, seed=config.seed)
+    return found
 
 
 def _held_out(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, number: int) -> list[Prompt]:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,9 @@ from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.cost_table import embed
+from search.common.recording import as_artifact_pattern, tool_version
 from search.model.allocation import Allocation, Heads
+from search.model.config import ModelSearch
 from search.model.costs import Costs
 from search.model.crossover import dense_below
 from search.model.curves import Curves
@@ -45,10 +47,6 @@ from search.model.gate import TaskLoss, lost_answers, mean_kl
 from search.model.growth import fit
 from search.model.refine import Trial
 from search.model.timing import ANCHOR, SDPA, Timings, time_layers
-from search.record import as_artifact_pattern, tool_version
-
-if TYPE_CHECKING:
-    from search.model.pipeline import ModelSearch
 
 _CHOSEN = "chosen"
 _TIMED = 6

@@ -14,10 +14,10 @@ from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_
 from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
 from artifacts.validation import to_artifact
-from tests.artifacts.hostile import MIB, SECONDS
+from tests.artifacts.hostile import MIB
 
 # What ends well: these files are large and right.
-HARMLESS = {"as many arrays as may be", "long metadata", "one large array"}
+HARMLESS = {"as many arrays as may be", "one large array"}
 
 
 def test_every_hostile_file_ends_in_one_line_and_costs_little():
@@ -29,7 +29,8 @@ def test_every_hostile_file_ends_in_one_line_and_costs_little():
         assert "crash" not in file, file
         assert (file["line"] is None) == (file["name"] in HARMLESS), file
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
-        assert file["mib"] <= MIB and file["seconds"] <= SECONDS, file
+        # A file that takes longer than the processor's limit in hostile.py ends as a crash.
+        assert file["mib"] <= MIB, file
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_sidecar_larger_than_any_is_not_read(saved):
     sidecar = replaced(saved)
     with open(sidecar, "wb") as file:
         file.truncate(2**30 + 1)
-    with pytest.raises(ArtifactError, match=r"has 1073741825 bytes, a sidecar may have 1073741824"):
+    with pytest.raises(ArtifactError, match=r"has more than 268435456 bytes, the most that one may have"):
         load(saved)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
-from artifacts.lock import locked
+from artifacts.pair import locked
 from artifacts.sections import save_searched
 from tests.artifacts.conftest import COSTS
 

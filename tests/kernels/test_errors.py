@@ -35,9 +35,9 @@ def inputs(
 @pytest.fixture
 def fresh_notes() -> Iterator[None]:
     """Forget what has been said once."""
-    dispatch._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
     yield
-    dispatch._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -189,20 +189,23 @@ def test_an_index_of_the_wrong_shape_is_not_read(change: dict[str, Tensor], mess
 
 
 def test_a_broken_index_reads_and_writes_nothing_outside() -> None:
-    """Entries that validate() would refuse: native code names a wild column and stops at wild tiles."""
+    """Entries that the op refuses, handed past it: native code names a wild column and stops at wild tiles."""
     q, k, v, index = inputs()
+    how: dict[str, Any] = {"scale": 0.125, "softcap": None}
     wild = replace(index, columns=int32(-5, 3).expand(1, 2, 2))
     with pytest.raises(ValueError, match="column -5 is none of the 200 keys"):
-        sparse_attention(q, k, v, wild, backend="cpu")
+        cpu.sparse_attention(q, k, v, wild, **how)
+    with pytest.raises(ValueError, match="columns must not be negative, got -5"):
+        sparse_attention(q, k, v, wild)
     with pytest.raises(ValueError, match="column -7 is none of the 200 keys"):
-        sparse_attention(q, k, v, replace(index, columns=int32(3, 80, -7, 90).expand(1, 2, 4)), backend="cpu")
+        cpu.sparse_attention(q, k, v, replace(index, columns=int32(3, 80, -7, 90).expand(1, 2, 4)), **how)
     wild = replace(
         index,
         diagonals=int32(0, -(2**31), PAD).expand(1, 2, 3),
         tiles=int32(-1, -(10**9), PAD).expand(1, 2, 4, 3),
         columns=int32(3, PAD).expand(1, 2, 2),
     )
-    out = sparse_attention(q, k, v, wild, backend="cpu")
+    out, _ = cpu.sparse_attention(q, k, v, wild, **how)
     assert out.isfinite().all()
 
 

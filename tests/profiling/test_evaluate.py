@@ -16,7 +16,8 @@ from artifacts import HeadwiseError
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation.page import page
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900

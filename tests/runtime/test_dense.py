@@ -195,3 +195,30 @@ def test_dense_kernels_false_leaves_all_to_the_model(build: Any, artifact_for: A
     with Headwise(artifact_for(model, rows=[None, None])).apply(model, dense_kernels=False) as handle:
         assert torch.equal(model(prompt).logits, expected)
         assert handle.stats()["dense"] == {"layer left alone": 2}
+
+
+def test_windows_wait_until_a_device_has_passed_its_check(build: Any, artifact_for: Any, ids: Any, faster: Any) -> None:
+    """A GPU whose kernels nobody has run yet, here one that computes nothing, leaves layers that slide to the model."""
+    q, k, v = (x.to("meta") for x in made(300, 300))
+    assert not dense.right(q, k, v)
+    assert dense.right(*made(300, 300))
+    dense._known.clear()
+    faster("sdpa", right=True)
+    assert dense.right(q, k, v)
+    for file in dense._folder().glob("*"):
+        file.unlink()
+    dense._known.clear()
+    faster("sdpa", right=False)
+    assert not dense.right(q, k, v)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_layers_that_slide_are_the_model_s_where_the_check_failed(
+    low_memory: bool, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("runtime.attention.function.right", lambda *_: False)
+    model, prompt = build("Gemma3"), ids(200)
+    expected = model(prompt).logits
+    with Headwise(artifact_for(model, rows=[None] * 3)).apply(model, low_memory=low_memory) as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+        assert handle.stats()["dense"] == {"layer left alone": 3}

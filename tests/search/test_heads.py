@@ -19,9 +19,10 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from runtime import load
-from search import head_budget
-from search.head_budget import HeadSearch, run
 from search.heads import main
+from search.published import head_budget
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -250,8 +251,9 @@ def test_other_settings_than_an_interrupted_search_had_are_named(
 ) -> None:
     from artifacts import HeadwiseError
 
-    monkeypatch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
-    run(config(tiny_model, tmp_path / "cfg.yaml"))
+    with monkeypatch.context() as patch:
+        patch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
+        run(config(tiny_model, tmp_path / "cfg.yaml"))
     with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; repeat that command to finish it, or pass --fresh"):
         run(config(tiny_model, tmp_path / "cfg.yaml", seed=1))
     run(config(tiny_model, tmp_path / "cfg.yaml", seed=1, fresh=True))

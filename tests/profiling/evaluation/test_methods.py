@@ -18,7 +18,8 @@ from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900
@@ -48,14 +49,53 @@ def test_every_method_runs_at_what_it_says_it_costs(searched: tuple[LoadedModel,
             step = loaded.model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
         assert torch.isfinite(step.logits).all(), name
         found[name] = output.logits
-        if name in METHODS and METHODS[name].sizes:
+        kind = name.removesuffix("-tail")
+        if kind in METHODS and METHODS[kind].sizes:
             assert method.density is not None and target - 0.25 < method.density <= target, name
         assert says(name)[0]
-    for name in ("headwise", "a_shape", "dilated", "strided", "slash", "headwise_static", "dense+streaming"):
+    assert {f"{name}-tail" for name in METHODS} - {"dense-tail"} < set(found)
+    for name in (
+        "headwise",
+        "headwise-tail",
+        "a_shape",
+        "a_shape-tail",
+        "dilated",
+        "strided",
+        "slash",
+        "headwise_static",
+        "dense+streaming",
+    ):
         assert not torch.allclose(found[name], found["dense"], atol=1e-3), name
     for name in ("dense+snapkv", "dense+h2o", "dense+omnikv"):
         torch.testing.assert_close(found[name], found["dense"], atol=1e-3, rtol=1e-3)
     assert len({methods.make(name, LENGTH).identity for name in found}) == len(found)
+
+
+def test_every_sparse_method_has_the_same_dense_tail_or_none(
+    searched: tuple[LoadedModel, artifacts.Artifact],
+) -> None:
+    loaded, artifact = searched
+    methods = Methods(loaded, artifact)
+    assert artifact.prefill.dense_tail == 64
+    for name in METHODS.keys() - {"dense"}:
+        for tail, method in ((64, methods.make(name, LENGTH)), (0, methods.make(f"{name}-tail", LENGTH))):
+            assert method.headwise is not None and method.headwise.artifact.prefill.dense_tail == tail, method.name
+    target = methods.make("headwise", LENGTH).density
+    without = methods.make("headwise-tail", LENGTH).density
+    assert target is not None and without is not None and without < target
+    bare = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+    tails = [
+        made.headwise.artifact.prefill.dense_tail
+        for name in ("headwise", "a_shape", "a_shape-tail")
+        if (made := Methods(loaded, bare).make(name, LENGTH)).headwise is not None
+    ]
+    assert tails == [0, 64, 0]
+
+
+def test_sizes_may_be_fitted_to_another_density(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+    loaded, artifact = searched
+    own, less = (Methods(loaded, artifact, density=d).make("a_shape", LENGTH).density for d in (None, 0.6))
+    assert own is not None and less is not None and 0.3 < less <= 0.6 < own
 
 
 def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:

@@ -1,0 +1,45 @@
+"""Kernels that cannot be built on this machine: each is tried once, and why it failed is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_failed: dict[tuple[object, ...], str] = {}
+
+
+class CannotBuildError(RuntimeError):
+    """A kernel could not be compiled or does not fit the device. Nothing of the call has been computed."""
+
+
+def failure(*kernel: object) -> str | None:
+    """Why a kernel cannot be built, by whatever names it: None if it can, or has not been tried."""
+    return _failed.get(kernel)
+
+
+def failures() -> dict[str, str]:
+    """All kernels that could not be built in this process, and why."""
+    return {", ".join(map(str, kernel)): reason for kernel, reason in _failed.items()}
+
+
+@contextmanager
+def building(*kernel: object) -> Iterator[None]:
+    """Around a launch: what goes wrong in its build is remembered for these names.
+
+    Raises:
+        CannotBuildError: the build failed. What a device reports while it runs (no memory left, an illegal address) is
+            none of the build's and goes through.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # What the driver says of a kernel that runs.
+        if lines and lines[0].startswith("Triton Error ["):
+            raise
+        _failed[kernel] = f"its kernel failed to build: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        raise CannotBuildError(_failed[kernel]) from error

@@ -1,0 +1,120 @@
+"""Dense causal attention by our own kernels, from one token to whole prompts: no index to build, no mask to make.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.attention.checks import check_dense
+from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.index import check_window, dense_index
+from kernels.ragged import Ragged
+
+__all__ = ["dense_attention"]
+
+
+@overload
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = ...,
+    ragged: Ragged | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    block_table: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    out: Tensor | None = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = ...,
+    ragged: Ragged | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+    block_table: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    out: Tensor | None = ...,
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    ragged: Ragged | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention over every key, or over those of a sliding window; queries are the last of their keys.
+
+    A few queries go to decode, which reads keys and values where they lie; more of them to sparse_attention with an
+    index that is made once for each shape.
+
+    Args:
+        q, k, v, scale, softcap, return_lse, block_table, sinks, out, backend: as for sparse_attention.
+        window: a query sees itself and the window - 1 keys before it; None is all of them.
+        ragged: where the sequences lie, if they are not all as long as the tensors; needed with a block table.
+
+    Returns:
+        As sparse_attention.
+
+    Raises:
+        ValueError: as sparse_attention; a block table without the lengths of its sequences.
+    """
+    check_dense(q=q, k=k, v=v)
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
+    check_window(window)
+    if block_table is not None and ragged is None:
+        raise ValueError("a block table needs the lengths of its sequences: give a Ragged")
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    if out is None and _few(q, k, ragged, paged=block_table is not None):
+        starts = ends = None
+        if ragged is not None:
+            table = ragged.table(q.device)
+            starts, ends = table[:, 3], table[:, 3] + table[:, 4]
+        few = decode_attention(q, k, v, starts=starts, ends=ends, window=window, block_table=block_table, **how)
+        return (few.out, few.lse) if return_lse else few.out
+    batch, q_len, k_len = q.shape[0], q.shape[2], k.shape[2]
+    if ragged is not None:
+        batch, q_len, k_len = len(ragged), max(ragged.q_lens), max(ragged.k_lens)
+    elif not 0 < q_len <= k_len:
+        raise ValueError(f"query length must be between 1 and key length {k_len}, got {q_len}")
+    index = dense_index(batch, q.shape[1], q_len, k_len, q.device, window=window, ragged=ragged)
+    attended, lse = sparse_attention(q, k, v, index, block_table=block_table, out=out, return_lse=True, **how)
+    return (attended, lse) if return_lse else attended
+
+
+def _few(q: Tensor, k: Tensor, ragged: Ragged | None, *, paged: bool) -> bool:
+    """Whether decode serves the call: every sequence has the same few queries, in a batch element of its own."""
+    batch, q_len = q.shape[0], q.shape[2]
+    if not 0 < q_len <= MAX_QUERIES or not batch:
+        return False
+    if ragged is None:
+        return q_len <= k.shape[2]
+    alike = ragged.rows == tuple(range(batch)) and ragged.q_lens == (q_len,) * batch
+    return alike and ragged.fault(q.shape, None if paged else k.shape) is None
