@@ -333,7 +333,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
         ({"max_lost": "nan"}, "--max-lost must be above 0"),
         ({"cost_table": "missing.safetensors"}, "--cost is flops"),
         ({"cost_table": "missing.safetensors", "cost": "seconds"}, "missing.safetensors does not exist"),
-        ({"storage": "study"}, "'study'"),
+        ({"storage": "study"}, "cannot use the storage 'study'"),
         ({"calibration": "text:a/x.txt text:b/x.txt"}, "two tasks text:x.txt: give their files different names"),
         ({"preset": "paper", "allocation": "model"}, "--preset paper is a budget for each head"),
         ({"allocation": "heads"}, "goes with one budget for the model"),
