@@ -25,7 +25,7 @@ from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.sequences import Reference, sequences
 from runtime import load
-from search.gate import plans_of
+from search.common.check import plans_of
 from search.heads import main
 from search.model.allocation import slowest
 from search.model.gate import by_task
