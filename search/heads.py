@@ -18,8 +18,8 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
-from search.common.report import print_report
-from search.gate import add_limits, limits_of
+from search.common.limits import add_limits, limits_of
+from search.common.report import report
 from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
 from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser()
     options = vars(arguments.parse_args(argv))
     command = "python -m search.heads " + shlex.join(_without_passwords(argv))
+    model, out = options["model"], options["out"]
     allocation = options.pop("allocation") or ("heads" if options["preset"] == "paper" else "model")
     if allocation == "heads":
         for name in _OF_MODEL:
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         if found is None:
             return 0
         artifact = found
-    print_report(artifact, options["out"])
+    print(report(artifact, out, model))
     return 0
 
 

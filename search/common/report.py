@@ -1,34 +1,105 @@
-"""What a finished search tells its user."""
+"""What a finished search says: the patterns, what held-out prompts lose, what attention costs, and what to do next."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from artifacts import Artifact
+from artifacts import Artifact, Measurement, TaskFigures, load_arrays
+from artifacts.front import served_point
+
+# Under these names a search writes its times down.
+_SDPA, _OURS, _PREDICTED = "dense attention by sdpa", "dense attention by Headwise's kernel", "predicted"
 
 
-def print_report(artifact: Artifact, out: Path) -> None:
-    """Winners by kind, what the patterns keep and cost, and where the files are."""
+def report(artifact: Artifact, out: Path, model: str) -> str:
+    """The report of an artifact that a search has just written to `out`; model: as it was named to the search."""
     search = artifact.search
     assert search is not None, "a search has just written it"
     summary = search.summary
     heads = sum(summary.winners.values())
     left = sum(row is None for row in artifact.prefill.layers)
-    lengths = ", ".join(str(length) for length in search.calibration.lengths)
-    print(f"{artifact.model.name}: {heads} heads searched on {', '.join(search.calibration.tasks)} at {lengths} tokens")
+    lengths = ", ".join(f"{length:,}" for length in search.calibration.lengths)
+    tasks = ", ".join(search.calibration.tasks)
+    lines = [f"{artifact.model.name}: patterns for {heads} heads, searched on {tasks} at {lengths} tokens"]
     if left:
-        print(f"{left} of {artifact.model.num_layers} layers are left alone: they slide already or have no attention")
-    for kind, count in summary.winners.items():
-        print(f"  {kind:<16}{count:>5}  {count / heads:6.1%}")
-    single = summary.best_single_kind
-    beside = f"  (best single kind: {single} {summary.best_single_kind_recall:.4f})" if single else ""
-    print(f"recall   {summary.recall:.4f}{beside}")
-    print(f"density  {summary.density:.4f}  (budget {search.budget}: {search.target_density:.4f})")
-    print(f"error    {summary.error:.4f}  (relative L2 of a head's output)")
-    for measured in artifact.evidence.measurements if search.allocation == "model" else ():
-        print(
-            f"{measured.name}: {measured.value:.4g} {measured.unit} ({measured.baseline_name}: {measured.baseline:.4g})"
-        )
-    if (front := artifact.prefill.front) is not None:
-        print(f"{len(front.points)} points to choose from when it is loaded: {front.offers()}")
-    print(f"wrote {out}, {artifact.sidecar.file if artifact.sidecar else ''}")
+        lines.append(f"{left} of {artifact.model.num_layers} layers are left alone: they slide or have no attention")
+    lines += [f"  {kind:<16}{count:>5}  {count / heads:6.1%}" for kind, count in summary.winners.items()]
+    if summary.best_single_kind:
+        beside = f"  (best single kind: {summary.best_single_kind} {summary.best_single_kind_recall:.4f})"
+    else:
+        beside = ""
+    prefill = artifact.prefill
+    lines += [
+        f"recall   {summary.recall:.4f}{beside}",
+        f"density  {summary.density:.4f}  (budget {search.budget}: {search.target_density:.4f})",
+        f"error    {summary.error:.4f}  (relative L2 of a head's output)",
+        f"dense    the last {prefill.dense_tail} queries, and prompts shorter than {prefill.dense_below:,} tokens",
+        *_quality(artifact),
+        *_times(artifact, out),
+    ]
+    if prefill.front is not None:
+        lines.append(f"{len(prefill.front.points)} points to choose from when it is loaded: {prefill.front.offers()}")
+    lines.append(f"wrote {out}, {artifact.sidecar.file if artifact.sidecar else ''}")
+    lines.append(f"next, on text like yours: python -m search.gate {out} --model {model} --tasks text:FILE")
+    return "\n".join(lines)
+
+
+def _quality(artifact: Artifact) -> list[str]:
+    """What each task of the held-out prompts loses against dense attention."""
+    evidence = artifact.evidence
+    if not evidence.tasks:
+        return ["not checked on held-out prompts: search.gate does that"]
+    others = ""
+    if evidence.chosen_on is not None:
+        others = "; by another set of them the budget was raised"
+    return [f"held-out prompts against dense attention{others}:", *(f"  {_task(task)}" for task in evidence.tasks)]
+
+
+def _task(task: TaskFigures) -> str:
+    said = f"{task.task:<26} KL {task.kl:.4f}"
+    if task.perplexity_ratio is not None:
+        said += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
+    if task.dense_right is not None:
+        said += f"  answers lost {task.lost} of {task.dense_right}"
+    if task.nll_rise is not None:
+        said += f"  -log p {task.nll_rise:+.3f}"
+        if task.nll_rise_low is not None:
+            said += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
+    return said
+
+
+def _times(artifact: Artifact, out: Path) -> list[str]:
+    """Seconds beside both dense attentions, the better one first in what is claimed; or predicted cost alone."""
+    by_name = {one.baseline_name: one for one in artifact.evidence.measurements if one.baseline_name}
+    if _OURS not in by_name:
+        return _counted(artifact, out)
+    found = by_name[_OURS]
+    dense = {name: _baseline(by_name[name]) for name in (_SDPA, _OURS) if name in by_name}
+    best = min(dense, key=lambda name: dense[name])
+    ratio = dense[best] / found.value
+    how = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times SLOWER than"
+    lines = [f"attention of one prefill of {found.length or 0:,} tokens: {how} the better dense ({found.device})"]
+    rows = {"dense as the model comes (sdpa)": dense.get(_SDPA), "dense by our kernel": dense[_OURS]}
+    lines += [f"  {name:<34}{seconds:>9.3f} s" for name, seconds in rows.items() if seconds is not None]
+    said = f"  {'Headwise, index builds included':<34}{found.value:>9.3f} s"
+    if _PREDICTED in by_name:
+        predicted = _baseline(by_name[_PREDICTED])
+        said += f"  (predicted {predicted:.3f} s, {predicted / found.value - 1:+.0%})"
+    return [*lines, said]
+
+
+def _counted(artifact: Artifact, out: Path) -> list[str]:
+    """Where nothing was timed: what the point that is served costs by the search's own count."""
+    front, search = artifact.prefill.front, artifact.search
+    if front is None or search is None:
+        return []
+    number = served_point(artifact, load_arrays(out))
+    if number is None:
+        return []
+    share = front.points[number].cost / front.dense_cost
+    return [f"cost     {share:.3f} of dense attention in {front.unit}, counted; not timed here"]
+
+
+def _baseline(measured: Measurement) -> float:
+    assert measured.baseline is not None, "it has a name"
+    return measured.baseline

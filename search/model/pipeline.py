@@ -39,7 +39,7 @@ from search.model.costs import Costs, costs_by, given_costs
 from search.model.curves import Curves
 from search.model.gate import TaskLoss, by_task
 from search.model.record import Gated, Outcome, Point, write
-from search.model.refine import Refinement, Trial, refine
+from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import Scoring, score_prompts
 from search.model.timing import line_through, time_candidates, time_layers
 
@@ -94,6 +94,8 @@ def search_model(
     backend = serving_backend(config.backend, model, config.dtype, config.device)
     costs = given_costs(config.cost, model, length=lengths[-1], dtype=config.dtype, table=config.cost_table)
     launch = launch or Ranks()
+    if launch.is_first:
+        check_storage(config.storage)
     found = _Search(config, loaded, model, launch, searched, prompts, seen, backend)
     with Ledger(config.out, "heads", settings=found.settings, fresh=config.fresh, ranks=launch) as ledger:
         artifact = found.run(ledger, costs, first)

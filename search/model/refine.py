@@ -7,12 +7,15 @@ weights of groups of layers, dense tails and estimates around that, all at the b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import BROAD_LAST_Q, LAST_Q
 from search.model.gate import TaskLoss
@@ -83,6 +86,23 @@ def refine(asked: Refinement, measure: Measure, done: Callable[[int], object] = 
     if asked.trials > len(found):
         _study(asked, tried, found, tails)
     return sorted(found, key=lambda trial: trial.loss)
+
+
+def check_storage(url: str | None) -> None:
+    """Raise HeadwiseError where Optuna cannot open this storage."""
+    if url is None:
+        return
+    import optuna
+
+    try:
+        optuna.get_all_study_summaries(url)
+    # Whatever the database's driver raises, one that is missing included.
+    except Exception as error:
+        told = re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise HeadwiseError(
+            f"cannot use the storage {told!r}: {shorten(why)}; it is a URL such as sqlite:///study.db"
+        ) from None
 
 
 def balanced(heads: Heads, trial: Trial) -> dict[str, float] | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, ModelInfo, load_pair
+from artifacts import Artifact, HeadwiseError, ModelInfo, SearchInfo, load_pair
 from artifacts.files import check_writable
 from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
+from profiling.quality.contexts import by_context
 from runtime.fingerprint import fingerprint
 from search.transferring.again import Again
 from search.transferring.drift import Drift, measure_drift
@@ -123,19 +125,29 @@ def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[
     for task in tasks:
         if ":" in task and task not in given.values():
             raise HeadwiseError(f"the search looked at {task}, whose file is not in the artifact: give --calibration")
-    prompts = [
-        prompt
-        for length in calibration.lengths
-        for task in tasks
-        for prompt in make_prompts(task, loaded.tokenizer, length=length, samples=calibration.samples, seed=search.seed)
-    ]
+    by_length = {length: _made(search, tasks, length, loaded) for length in calibration.lengths}
+    prompts = [prompt for made in by_length.values() for prompt in made]
     if digest(prompts) != calibration.sha256:
         raise HeadwiseError(
             f"calibration.sha256 is {calibration.sha256[:12]}... in the artifact, {digest(prompts)[:12]}... by the "
             f"tokenizer of {loaded.name}: it writes the same prompts otherwise, or a task's file was changed"
         )
     # The sidecar's errors are those at the longest; shorter ones only say how sizes grow.
-    return [prompt for prompt in prompts if len(prompt.input_ids) == max(calibration.lengths)]
+    longest = by_length[max(calibration.lengths)]
+    if search.allocation == "heads":
+        return longest
+    # What was scored: contexts, each once, without later turns.
+    firsts = [longest[numbers[0]] for numbers in by_context(longest)]
+    return [replace(prompt, input_ids=prompt.context, turn=0) for prompt in firsts]
+
+
+def _made(search: SearchInfo, tasks: Sequence[str], length: int, loaded: LoadedModel) -> list[Prompt]:
+    """The search's prompts of one length: whole contexts where there was one budget for the model."""
+    made: list[Prompt] = []
+    for task in tasks:
+        samples = search.calibration.samples * (per_context(task) if search.allocation == "model" else 1)
+        made += make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=search.seed)
+    return made
 
 
 def _settings(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:

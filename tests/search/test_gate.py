@@ -13,7 +13,9 @@ import artifacts
 from artifacts import HeadwiseError, Prefill
 from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
-from search.gate import Gate, Limits, main, run
+from search.common.check import Gate, run
+from search.gate import main
+from search.model.gate import Limits
 
 LENGTH = 700
 WIDE, NARROW = artifacts.Dense(), artifacts.AShape(sink=64, window=64)

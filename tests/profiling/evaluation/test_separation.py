@@ -11,8 +11,8 @@ import pytest
 from artifacts import HeadwiseError
 from profiling import separation
 from profiling.evaluation.separation import Unit, earns, rows_of, text_table
-from search.head_budget import HeadSearch
-from search.head_budget import run as search
+from search.published.config import HeadSearch
+from search.published.head_budget import run as search
 from tests.search.conftest import save_tiny
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.filler import sentences
-from profiling.prompts.held_out import held_out
+from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt, make_prompts
 from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
@@ -34,7 +34,7 @@ def overlap(a: Prompt, b: Prompt) -> int:
 def test_windows_of_a_short_text_do_not_overlap(tokenizer: Any, tmp_path: Path, seed: int) -> None:
     task = story(tmp_path / "a.txt", 5 * LENGTH)
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=seed)
-    found = held_out([task], tokenizer, length=LENGTH, samples=1, seed=seed, seen=seen)
+    found = held_out([task], tokenizer, length=LENGTH, samples=1, seed=seed, seen=Seen(seen))
     assert len(found) == 1 and overlap(found[0], seen[0]) == 0
 
 
@@ -42,7 +42,7 @@ def test_a_text_that_was_seen_whole_cannot_judge(tokenizer: Any, tmp_path: Path)
     task = story(tmp_path / "a.txt", 16 * LENGTH // 10)
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
     with pytest.raises(HeadwiseError, match=r"text:a\.txt is too short to hold prompts out: 1 x 1000 tokens") as error:
-        held_out([task], tokenizer, length=LENGTH, samples=1, seed=0, seen=seen)
+        held_out([task], tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(seen))
     assert "\n" not in str(error.value)
 
 
@@ -53,16 +53,16 @@ def test_records_of_a_file_are_others(tokenizer: Any, tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     for seed in range(5):
         seen = make_prompts(f"jsonl:{path}", tokenizer, length=LENGTH, samples=1, seed=seed)
-        found = held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=seed, seen=seen)
+        found = held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=seed, seen=Seen(seen))
         assert found != seen
     everything = make_prompts(f"jsonl:{path}", tokenizer, length=LENGTH, samples=3, seed=0)
     with pytest.raises(HeadwiseError, match="too short"):
-        held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=0, seen=everything)
+        held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(everything))
 
 
 def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> None:
     tasks = ["passkey", "kv_retrieval", "passkey"]
     seen = [p for task in tasks for p in make_prompts(task, tokenizer, length=LENGTH, samples=2, seed=0)]
-    found = held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=seen)
+    found = held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=Seen(seen))
     assert len(found) == 4 and not set(found) & set(seen)
-    assert found == held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=seen)
+    assert found == held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=Seen(seen))

@@ -8,9 +8,9 @@ import pytest
 from artifacts import Growth
 from kernels.index import num_tiles
 from kernels.patterns import Pattern
-from search.curves import Curves
-from search.growth import GROWING, fit
-from search.ladder import ladder
+from search.model.candidates import ladder
+from search.model.curves import Curves
+from search.model.growth import GROWING, fit
 
 SHORT, LONG = 4096, 16_384
 LAYERS, HEADS = 2, 3
@@ -29,7 +29,9 @@ def curves_of(candidates: tuple[Pattern, ...], length: int, power: float, noise:
     values = np.array([change(pattern) for pattern in candidates])
     spread = np.exp(noise * rng.normal(size=(LAYERS, HEADS, len(candidates))))
     found = np.broadcast_to(values, spread.shape) * spread
-    return Curves(change=found, error=found, recall=found, tiles=found)
+    zero = np.zeros_like(found)
+    squared = {"text": zero, "drop": zero, "answer": zero}
+    return Curves(change=found, error=found, recall=found, tiles=found, **squared, tokens=0, texts=0, asked=0)
 
 
 def rung(candidates: tuple[Pattern, ...], length: int, kind: str, share: float) -> int:

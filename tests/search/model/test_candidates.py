@@ -6,7 +6,7 @@ import pytest
 
 from kernels.index import TILE, num_tiles
 from kernels.patterns import KINDS
-from search.ladder import ladder
+from search.model.candidates import ladder
 
 # What goes with the length, by kind, and in what it counts.
 SIZES = {"a_shape": ("window",), "vertical_slash": ("vertical", "slash"), "block_sparse": ("blocks",), "dense": ()}

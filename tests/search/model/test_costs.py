@@ -7,13 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import search.costs
 from artifacts import HeadwiseError, ModelInfo
 from kernels.patterns import make
-from profiling.speed.cost_table import Cost, CostTable, save
-from search.costs import Costs, costs_by, given_costs, shared_table
-from search.storage import open_storage
-from tests.search.tables import LENGTH, linear_table
+from profiling.speed.cost_table import CostTable, save
+from search.model.costs import Costs, costs_by, given_costs
+from tests.search.model.tables import LENGTH, linear_table
 
 CANDIDATES = (make("a_shape", sink=64, window=64), make("vertical_slash", vertical=64, slash=64, last_q=64))
 ALL_TILES = 16 * 17 // 2
@@ -88,18 +86,6 @@ def test_a_table_without_a_kind_is_one_line(model: ModelInfo, tmp_path: Path) ->
     with pytest.raises(HeadwiseError, match="says seconds, and --cost is flops"):
         given_costs("flops", model, length=LENGTH, dtype="float32", table=tmp_path / "t.safetensors")
     assert given_costs("seconds", model, length=LENGTH, dtype="float32", table=None) is None
-
-
-def test_all_processes_count_by_the_table_of_the_first(
-    model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = [linear_table(), linear_table(factor=2.0)]
-    monkeypatch.setattr(search.costs, "measured_table", lambda *args, **kwargs: made.pop(0))
-    options = {"lengths": (LENGTH,), "dtype": "float32", "device": "cpu"}
-    first = shared_table(open_storage(None, tmp_path / "a.yaml"), "a.table", model, **options)
-    again = shared_table(open_storage(None, tmp_path / "a.yaml"), "a.table", model, **options)
-    assert again == first == linear_table() and isinstance(again.costs[0], Cost)
-    assert shared_table(open_storage(None, tmp_path / "b.yaml"), "b.table", model, **options) != first
 
 
 def test_what_a_table_is_of() -> None:

@@ -1,0 +1,371 @@
+"""python -m search.heads with one budget for the model, as its users run it, on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling.inside.head_fidelity import fidelity
+from profiling.ledger import Ledger
+from profiling.models.loading import load_model
+from profiling.prompts.held_out import Seen, held_out
+from profiling.prompts.prompt import make_prompts
+from profiling.quality.sequences import Reference, sequences
+from runtime import load
+from search.common.check import plans_of
+from search.heads import main
+from search.model.allocation import slowest
+from search.model.gate import by_task
+from tests.search.conftest import save_tiny
+
+LENGTH = 512
+TASKS = ("passkey", "prose")
+ROOT = Path(__file__).resolve().parents[3]
+LIMITS = ("max_kl", "max_perplexity", "max_nll", "max_lost")
+
+
+def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[str]:
+    told = {
+        "model": str(model),
+        "out": str(at),
+        "length": str(LENGTH),
+        "calibration": " ".join(TASKS),
+        "budget": "0.5",
+        "cost": "flops",
+        "n_trials": "3",
+        "dtype": "float32",
+        # A random model has no head that can do without much.
+        **dict.fromkeys(LIMITS, "9"),
+        **changes,
+    }
+    named = [(f"--{name.replace('_', '-')}", value.split()) for name, value in told.items() if value is not None]
+    return [*(word for name, values in named for word in (name, *values)), "--no-picture", *more]
+
+
+def command(*words: str, ranks: int = 0) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    return [sys.executable, *launcher, "-m", "search.heads", *words]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def content(path: Path) -> str | None:
+    return artifacts.load(path).content_sha256
+
+
+def ledger_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.heads.ledger")
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("found") / "cfg.yaml"
+    assert main(options(tiny_model, out)) == 0
+    return out
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that are scored, as they are."""
+    from search.model import scored_prompts
+
+    layers: list[int] = []
+    real = scored_prompts.score_layer
+
+    def score_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        layers.append(layer.inputs.layer)
+        return real(layer, *args, **kwargs)
+
+    monkeypatch.setattr(scored_prompts, "score_layer", score_layer)
+    return layers
+
+
+def test_it_writes_a_valid_pair_and_nothing_else(found: Path) -> None:
+    artifact = artifacts.load(found)
+    assert artifact.sidecar is not None and artifact.search is not None
+    assert {path.name for path in found.parent.iterdir()} == {"cfg.yaml", artifact.sidecar.file}
+    search = artifact.search
+    assert (search.allocation, search.n_trials, search.cost.unit) == ("model", 3, "flops")
+    assert search.calibration.tasks == TASKS and search.calibration.lengths == (LENGTH,)
+    assert sum(search.summary.winners.values()) == 18
+    assert artifact.prefill.dense_below == LENGTH // 2 and artifact.costs == ()
+
+
+def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -> None:
+    artifact, arrays = artifacts.load_pair(found)
+    front = artifact.prefill.front
+    assert front is not None and len(front.points) > 1 and front.measured_on == "held_out"
+    for cheap, dear in pairwise(front.points):
+        assert cheap.cost < dear.cost and cheap.kl > dear.kl and cheap.speedup > dear.speedup
+    spent = float(arrays["chosen.flops"].sum())
+    assert 0.4 * front.dense_cost < spent <= 0.5 * front.dense_cost * (1 + 1e-6)
+    assert any(point.cost == pytest.approx(spent, rel=1e-5) for point in front.points)
+    np.testing.assert_allclose(artifact.search.summary.density, np.nanmean(arrays["chosen.density"]), rtol=1e-5)
+
+
+def test_it_loses_less_than_a_budget_for_each_head(found: Path) -> None:
+    """By the curves and at no more cost: the objective is what is spent for."""
+    arrays = artifacts.load_arrays(found)
+    names = [name.removesuffix("objective") for name in arrays if name.endswith(".objective") and "candidates" in name]
+    lost, error, flops = (np.stack([arrays[name + of] for name in names], -1) for of in ("objective", "error", "flops"))
+    weight = arrays["allocation.weight"][:, None]
+    uniform = np.where(flops <= arrays["chosen.flops"].sum() / 18, error, np.inf).argmin(-1)[..., None]
+    assert (arrays["chosen.objective"] * weight).sum() < (np.take_along_axis(lost, uniform, -1)[..., 0] * weight).sum()
+
+
+def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
+    (artifact, arrays), loaded = artifacts.load_pair(found), load_model(str(tiny_model), dtype="float32")
+    calibration = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
+    prompts = held_out(TASKS, loaded.tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(calibration))
+    reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
+    losses = [reference.losses(number, plans_of(artifact, arrays, LENGTH)) for number in range(len(TASKS))]
+    assert artifact.evidence is not None and artifact.evidence.chosen_on is None
+    for figures, task in zip(artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True):
+        assert figures.task == task.task and figures.kl == pytest.approx(task.kl, rel=1e-4)
+        if task.nll is None:
+            assert figures.perplexity_ratio == pytest.approx(task.perplexity, rel=1e-4)
+            assert (figures.nll_rise, figures.dense_right, figures.lost) == (None, None, None)
+        else:
+            assert figures.nll_rise == pytest.approx(task.nll, rel=1e-4) and figures.perplexity_ratio is None
+            assert (figures.dense_right, figures.lost) == (task.dense_right, task.lost)
+    # What was seen is known by its tokens: calibration and what the gate looked at.
+    seen = Seen.by([arrays])
+    assert all(map(seen.overlaps, [*calibration, *prompts]))
+    # Scores are estimates from some tiles; at this length all are taken.
+    errors = np.mean([fidelity(loaded.model, artifact, prompt).error for prompt in calibration], axis=0)
+    np.testing.assert_allclose(arrays["chosen.error"], errors, rtol=2e-3, atol=1e-5)
+
+
+def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
+    loaded, front = load_model(str(tiny_model), dtype="float32"), artifacts.load(found).prefill.front
+    assert front is not None
+    ids = torch.randint(0, 250, (1, LENGTH))
+    far = []
+    with torch.no_grad():
+        dense = loaded.model(ids).logits
+        for point in (front.points[0], front.points[-1]):
+            with load(found, target_kl=point.kl).apply(loaded.model, strict=True):
+                far.append(float((loaded.model(ids).logits - dense).norm()))
+    assert far[0] > far[1]
+
+
+def test_more_budget_from_the_gate_is_reported_on_other_prompts(
+    found: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evidence = artifacts.load(found).evidence
+    assert evidence is not None
+    limit = 0.75 * max(task.kl for task in evidence.tasks)
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, max_kl=f"{limit:.6f}")) == 0
+    assert re.search(r"the gate: .*KL to dense attention is .* times the budget it passes", capsys.readouterr().err)
+    (artifact, arrays) = artifacts.load_pair(out)
+    raised = artifact.evidence
+    assert raised is not None and raised.chosen_on is not None and max(task.kl for task in raised.tasks) <= limit
+    assert raised.chosen_on.sha256 == evidence.reported_on.sha256 != raised.reported_on.sha256
+    assert artifact.prefill.front is not None
+    assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
+
+
+@pytest.mark.parametrize("after", [1, 5, 8, 11])
+def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
+    found: Path, tiny_model: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real, kept = tmp_path / "cfg.yaml", Ledger.put, [0]
+
+    def put(self: Ledger, unit: Any, value: Any) -> Any:
+        if kept[0] == after:
+            raise KeyboardInterrupt
+        kept[0] += 1
+        return real(self, unit, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "put", put)
+        with pytest.raises(KeyboardInterrupt):
+            main(options(tiny_model, out))
+    before = set(ledger_of(out).glob("*.unit"))
+    assert len(before) == after and not out.exists()
+    again: list[Path] = []
+
+    def counted(self: Ledger, unit: Any, value: Any) -> Any:
+        again.append(self.folder / f"{unit.key}.unit")
+        return real(self, unit, value)
+
+    monkeypatch.setattr(Ledger, "put", counted)
+    assert main(options(tiny_model, out)) == 0
+    assert not before & set(again) and content(out) == content(found) and not ledger_of(out).exists()
+
+
+@pytest.mark.slow
+def test_killed_it_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cfg.yaml"
+    words = command(*options(tiny_model, out))
+    process = subprocess.Popen(words, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while len(list(ledger_of(out).glob("*.unit"))) < 2:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = len(list(ledger_of(out).glob("*.unit")))
+    assert finished >= 2 and not out.exists()
+    second = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode == 0 and f"{finished} units are finished" in second.stderr
+    assert content(out) == content(found) and not ledger_of(out).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "cfg.yaml"
+    words = command(*options(tiny_model, out), ranks=ranks)
+    result = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert content(out) == content(found) and not ledger_of(out).exists()
+    assert out.with_name(artifacts.load(out).sidecar.file).read_bytes() == (
+        found.with_name(artifacts.load(found).sidecar.file).read_bytes()
+    )
+
+
+def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
+    tiny_model: Path, tmp_path: Path, scored: list[int]
+) -> None:
+    out = tmp_path / "cfg.yaml"
+    with pytest.raises(HeadwiseError, match=r"the gate: on held-out prompts .*KL to dense attention is") as error:
+        main(options(tiny_model, out, max_kl="0.0000001", n_trials="1"))
+    assert "\n" not in str(error.value) and len(scored) == 6
+    assert [path.name for path in tmp_path.iterdir()] == [ledger_of(out).name]
+    with pytest.raises(HeadwiseError, match=r"its tasks is .* not .*passkey.*; repeat that command") as error:
+        main(options(tiny_model, out, calibration="passkey"))
+    assert "\n" not in str(error.value) and "--fresh" in str(error.value)
+    with pytest.raises(HeadwiseError, match="its dtype is 'float32', not 'bfloat16'"):
+        main(options(tiny_model, out, dtype="bfloat16"))
+    assert main(options(tiny_model, out, budget="0.7", n_trials="2")) == 0 and len(scored) == 6
+
+
+def test_fresh_discards_what_is_there(
+    found: Path, tiny_model: Path, tmp_path: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "cfg.yaml"
+    monkeypatch.setattr(Ledger, "remove", lambda self: None)
+    assert main(options(tiny_model, out)) == 0 and len(scored) == 6
+    assert main(options(tiny_model, out)) == 0 and len(scored) == 6
+    monkeypatch.undo()
+    assert main(options(tiny_model, out, "--fresh", calibration="passkey", n_trials="1")) == 0
+    assert content(out) != content(found)
+
+
+def test_what_is_damaged_is_scored_again(
+    found: Path, tiny_model: Path, tmp_path: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "cfg.yaml"
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "remove", lambda self: None)
+        assert main(options(tiny_model, out)) == 0
+    largest = max(ledger_of(out).glob("*.unit"), key=lambda file: file.stat().st_size)
+    data = largest.read_bytes()
+    largest.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert main(options(tiny_model, out)) == 0
+    assert len(scored) == 7 and content(out) == content(found)
+
+
+def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, tensor_parallel="2")) == 0
+    artifact, arrays = artifacts.load_pair(out)
+    assert artifact.prefill.front is not None
+    own = np.asarray(arrays["chosen.flops"], dtype=np.float64)
+    assert 2 * slowest(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
+
+
+def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tmp_path: Path) -> None:
+    hashes = set()
+    for name, lengths, tasks in (("a", "256 512", "passkey prose"), ("b", "512 256 512", "passkey prose passkey")):
+        out = tmp_path / f"{name}.yaml"
+        assert main(options(tiny_model, out, length=lengths, calibration=tasks, n_trials="1", budget="0.7")) == 0
+        artifact = artifacts.load(out)
+        assert artifact.search is not None and artifact.search.calibration.lengths == (256, 512)
+        assert artifact.prefill.growth is None or artifact.prefill.growth.length == 512
+        hashes.add(artifact.content_sha256)
+    assert len(hashes) == 1
+
+
+def test_without_gradients_it_goes_by_the_change_and_says_so(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, n_trials="1")) == 0
+    assert "no gradients (" in capsys.readouterr().err
+    arrays = artifacts.load_arrays(out)
+    np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"calibration": "guessing"}, "unknown task"),
+        ({"length": "4000"}, "--beyond-positions"),
+        ({"length": "100"}, "--length must be at least 128, got 100"),
+        ({"budget": "0"}, "--budget must be above 0"),
+        ({"budget": "nan"}, "--budget must be above 0"),
+        ({"budget": "0.05"}, r"--budget 0\.05 is impossible at 512 tokens: the cheapest candidates cost 0\."),
+        ({"budget": "a_shape:64,64"}, "goes with --allocation heads"),
+        ({"backend": "abacus"}, "abacus"),
+        ({"samples": "0"}, "--samples must be at least 1"),
+        ({"seed": "-1"}, "--seed must be at least 0, got -1"),
+        ({"dense_tail": "-1"}, "--dense-tail must be at least 0"),
+        ({"n_trials": "0"}, "--n-trials must be at least 1"),
+        ({"tensor_parallel": "4"}, "--tensor-parallel 4 does not divide the 6 query heads"),
+        ({"max_kl": "0"}, "--max-kl must be above 0"),
+        ({"max_lost": "nan"}, "--max-lost must be above 0"),
+        ({"cost_table": "missing.safetensors"}, "--cost is flops"),
+        ({"cost_table": "missing.safetensors", "cost": "seconds"}, "missing.safetensors does not exist"),
+        ({"storage": "study"}, "cannot use the storage 'study'"),
+        ({"calibration": "text:a/x.txt text:b/x.txt"}, "two tasks text:x.txt: give their files different names"),
+        ({"preset": "paper", "allocation": "model"}, "--preset paper is a budget for each head"),
+        ({"allocation": "heads"}, "goes with one budget for the model"),
+        ({"out": "missing/cfg.yaml"}, "missing"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_and_leaves_no_file(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(f"{folder} " * 5000)
+    with pytest.raises(HeadwiseError, match=says) as error:
+        main(options(tiny_model, Path("cfg.yaml"), **changes))
+    assert "\n" not in str(error.value)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    # A budget that is too small is known once heads are scored, which a larger one goes on from.
+    assert left == ["a", "b", *(["cfg.yaml.heads.ledger"] if "impossible" in says else [])]
+
+
+def test_exit_codes_of_the_command(tmp_path: Path) -> None:
+    words = command(*options(Path("no/such-model-anywhere"), tmp_path / "cfg.yaml", seed="-1"))
+    result = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stdout == "" and list(tmp_path.iterdir()) == []
+    assert result.stderr.splitlines() == ["error: --seed must be at least 0, got -1"]
+
+
+def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
+    sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
+    model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
+    with pytest.raises(HeadwiseError, match=r"every layer of .* slides over a window already: nothing to search"):
+        main(options(model, tmp_path / "cfg.yaml"))
+    assert not list(tmp_path.glob("cfg*"))

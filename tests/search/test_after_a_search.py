@@ -1,0 +1,103 @@
+"""What comes after a search with one budget for the model: its report, why heads got their patterns, a transfer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import artifacts
+from search.common.report import report
+from search.explain import Question
+from search.explain import run as explain
+from search.heads import main as heads
+from search.transfer import Transfer
+from search.transfer import run as transfer
+from tests.search.conftest import save_tiny
+
+TASKS = ["passkey", "line_turns@questions=2"]
+
+
+@pytest.fixture(scope="module")
+def searched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("searched") / "cfg.yaml"
+    options = ["--length", "1000", "--dtype", "float32", "--cost", "flops", "--budget", "0.7", "--n-trials", "2"]
+    limits = ["--max-kl", "100", "--max-perplexity", "100", "--max-nll", "100", "--max-lost", "1"]
+    tasks = ["--calibration", *TASKS]
+    assert heads(["--model", str(tiny_model), "--out", str(out), *options, *limits, *tasks, "--no-picture"]) == 0
+    return out
+
+
+def test_the_report_says_what_was_found_and_what_to_type_next(searched: Path) -> None:
+    artifact = artifacts.load(searched)
+    said = report(artifact, searched, "tiny")
+    assert f"{sum(artifact.search.summary.winners.values())} heads" in said if artifact.search else False
+    for task in artifact.evidence.tasks:
+        assert task.task in said
+    assert "answers lost" in said and "counted; not timed here" in said
+    assert said.endswith(f"python -m search.gate {searched} --model tiny --tasks text:FILE")
+
+
+def test_times_are_quoted_against_the_better_dense(searched: Path) -> None:
+    artifact = artifacts.load(searched)
+    where = {"command": "c", "device": "a machine", "versions": {}, "length": 1000, "unit": "s"}
+    ours, sdpa = "dense attention by Headwise's kernel", "dense attention by sdpa"
+    rows = {ours: 2.0, sdpa: 8.0, "predicted": 1.1}
+
+    def said(seconds: float) -> str:
+        measured = [
+            artifacts.Measurement(name="attention", value=seconds, baseline=value, baseline_name=name, **where)
+            for name, value in rows.items()
+        ]
+        return report(
+            artifact.model_copy(update={"evidence": artifacts.Evidence(measurements=measured)}), searched, "m"
+        )
+
+    assert "1,000 tokens: 2.00 times as fast as the better dense (a machine)" in said(1.0)
+    assert "(predicted 1.100 s, +10%)" in said(1.0)
+    assert "2.00 times SLOWER than the better dense" in said(4.0)
+    for line in ("dense as the model comes (sdpa)       8.000 s", "dense by our kernel                   2.000 s"):
+        assert line in said(1.0)
+
+
+def test_every_head_is_explained_by_the_recorded_price(searched: Path) -> None:
+    arrays = artifacts.load_arrays(searched)
+    assert len(np.unique(arrays["allocation.price"])) == 1
+    for layer in range(3):
+        for head in range(6):
+            answer = explain(Question(file=searched, layer=layer, head=head))
+            why = " ".join(answer["why"])
+            assert "has the least sum" in why or "in a later step" in why or "left the dearer estimates out" in why
+            assert answer["unit"] == "flops" and sum(row["chosen"] for row in answer["candidates"]) == 1
+
+
+def test_a_fine_tune_of_other_weights_is_searched_again_at_the_price(
+    searched: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    import torch
+    import transformers as t
+
+    other = save_tiny(tmp_path / "other")
+    model = t.AutoModelForCausalLM.from_pretrained(other)
+    torch.manual_seed(3)
+    rows = model.model.layers[1].self_attn.q_proj.weight.data[:16]
+    rows.copy_(torch.randn_like(rows) * rows.std() * 2)
+    model.save_pretrained(other)
+    wanted = Transfer(source=searched, model=str(other), out=tmp_path / "new.yaml", picture=False, command="test")
+    written, before, _, moved = transfer(wanted)
+    assert moved.any()
+    _, arrays = artifacts.load_pair(tmp_path / "new.yaml")
+    _, old = artifacts.load_pair(searched)
+    price, weight = float(old["allocation.price"][0]), old["allocation.weight"]
+    for layer, head in np.argwhere(moved):
+        named = [name.removesuffix(".objective") for name in arrays if name.endswith(".objective") and name[0] == "c"]
+        named = [name for name in named if name.startswith("candidates.")]
+        totals = {
+            int(name.split(".")[1]): weight[layer] * arrays[f"{name}.objective"][layer, head]
+            + price * arrays[f"{name}.flops"][layer, head]
+            for name in named
+        }
+        chosen = int(arrays["chosen.candidate"][layer, head])
+        assert totals[chosen] <= min(totals.values()) * (1 + 1e-5)
+    assert written.evidence == artifacts.Evidence() and before.evidence.tasks
