@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,14 +40,17 @@ _log = logging.getLogger("headwise")
 
 
 _loading = threading.Lock()
+# Seconds after which nobody waits for another process any more.
+_LONGEST_BUILD = 600
 
 
 @functools.cache
 def load() -> str | None:
     """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
 
-    The library is compiled beside its place and renamed into it: an interrupted or a parallel build does no harm. One
-    that is there and does not load (cut off, or of another machine that shares the folder) is compiled again.
+    It is tried once a process, and once a machine by all processes that start together: they wait for the first. The
+    library is compiled beside its place and renamed into it, so that an interrupted build does no harm. One that is
+    there and does not load (cut off, or of another machine that shares the folder) is compiled again.
     HEADWISE_CACHE moves the cache folder, CXX names another compiler.
     """
     # Threads that come first together would compile and load two, and torch takes operators of a name only once.
@@ -59,19 +64,40 @@ def _load() -> str | None:
         return compiler
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
-        found = library.exists()
-        if not found or _why_not_loaded(library) is not None:
-            if found:
-                _log.warning("the compiled CPU kernels do not load: compiling them again")
-            _log.info("compiling the CPU kernels, once for this machine")
-            library.parent.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, library)
-            return _why_not_loaded(library)
+        if library.exists() and _why_not_loaded(library) is None:
+            return None
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(library):
+            found = library.exists()
+            # Another process may have compiled it in the meantime.
+            if not found or _why_not_loaded(library) is not None:
+                if found:
+                    _log.warning("the compiled CPU kernels do not load: compiling them again")
+                _log.info("compiling the CPU kernels, once for this machine")
+                _compile(compiler, library)
+                return _why_not_loaded(library)
     except subprocess.CalledProcessError as error:
         return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
     except (OSError, RuntimeError) as error:
         return f"the compiled library cannot be stored: {error} (HEADWISE_CACHE moves the cache folder)"
     return None
+
+
+@contextmanager
+def _lock(library: Path) -> Iterator[None]:
+    """Of the processes of this machine that want the library, one at a time; all of them where it waits too long."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(library.parent.parent / f"{library.stem}.lock", timeout=_LONGEST_BUILD)
+    try:
+        lock.acquire()
+    except (Timeout, NotImplementedError):
+        # A second build at the same time costs time and nothing else.
+        _log.warning("waited %d s for another process that compiles the CPU kernels", _LONGEST_BUILD)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _why_not_loaded(library: Path) -> str | None:
