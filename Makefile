@@ -6,10 +6,34 @@ VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: test test-oldest test-vllm demo fuzz lint clean
+# Most tests use one thread: two workers keep two cores busy. make test WORKERS=8, or WORKERS=0 for one process.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
+
+.PHONY: test test-all test-oldest test-vllm test-wheel demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST) -m "not exhaustive"
+
+# With every build, variant and notebook of which `make test` runs one, and what a wheel installs.
+test-all: $(VENV)/.installed $(VENV)/.models
+	$(BIN)/python $(PYTEST)
+	$(MAKE) test-wheel
+
+# A wheel with native code for every instruction set, in an environment of its own, away from the checkout: it searches and
+# serves without a compiler, and serves without the packages of a search. Another Python: make test-wheel PYTHON=python3.13.
+WHEEL_DIR ?= build/test-wheel
+WHEEL_PIP := $(WHEEL_DIR)/venv/bin/python -m pip --disable-pip-version-check --quiet
+
+test-wheel: $(VENV)/.installed
+	rm -rf $(WHEEL_DIR) build/lib* && mkdir -p $(WHEEL_DIR)/files
+	HEADWISE_PREBUILD=1 $(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation \
+		--wheel-dir $(WHEEL_DIR) .
+	$(PYTHON) -m venv $(WHEEL_DIR)/venv
+	$(WHEEL_PIP) install -c constraints.txt "$$(ls $(WHEEL_DIR)/headwise-*.whl)[search]"
+	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files --prebuilt
+	$(WHEEL_PIP) uninstall --yes gguf matplotlib optuna
+	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files --serve-only
 
 demo: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m search.demo --out demo/
@@ -22,13 +46,13 @@ OLDEST_TESTS := $(patsubst %,tests/runtime/test_%.py,apply architectures batches
 	tests/profiling/inside/test_capture.py tests/profiling/inside/test_decode_capture.py tests/profiling/inside/test_loss_gradients.py
 
 test-oldest: $(OLDEST_VENV)/.installed
-	$(OLDEST_VENV)/bin/python -m pytest -q -p no:cacheprovider -k "not (assisted and Gemma3)" $(OLDEST_TESTS)
+	$(OLDEST_VENV)/bin/python $(PYTEST) -q -p no:cacheprovider -m "not exhaustive" -k "not (assisted and Gemma3)" $(OLDEST_TESTS)
 
 $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(OLDEST_VENV)/constraints.txt
 	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c $(OLDEST_VENV)/constraints.txt \
-		--editable . cryptography hypothesis pytest
+		--editable '.[search]' cryptography hypothesis pytest pytest-xdist
 	@touch $@
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.

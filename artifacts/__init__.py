@@ -3,12 +3,14 @@
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
+from artifacts import interrupt  # isort: split  # noqa: F401, before all that takes time
 from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
-from artifacts.front import Front, Point, at_target
+from artifacts.evidence import Evidence, Measurement, PromptSet, TaskFigures
+from artifacts.fields import Imported
+from artifacts.front import Front, Point, at_target, front_arrays, front_rows
 from artifacts.growth import Growth, grown
-from artifacts.imported import Imported
 from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
 from artifacts.patterns import (
     AShape,
@@ -26,7 +28,6 @@ from artifacts.patterns import (
 from artifacts.schema import (
     Artifact,
     Calibration,
-    Measurement,
     ModelInfo,
     Prefill,
     SearchCost,
@@ -35,6 +36,7 @@ from artifacts.schema import (
     Summary,
 )
 from artifacts.store import load, load_arrays, load_pair, save, update
+from artifacts.windows import seen_windows, window_arrays
 
 __all__ = [
     "H2O",
@@ -47,6 +49,7 @@ __all__ = [
     "Dense",
     "DeviceCosts",
     "Dilated",
+    "Evidence",
     "Front",
     "Full",
     "Growth",
@@ -60,6 +63,7 @@ __all__ = [
     "Pattern",
     "Point",
     "Prefill",
+    "PromptSet",
     "SearchCost",
     "SearchInfo",
     "Sidecar",
@@ -69,14 +73,19 @@ __all__ = [
     "Streaming",
     "Strided",
     "Summary",
+    "TaskFigures",
     "TriShape",
     "VerticalSlash",
     "at_target",
+    "front_arrays",
+    "front_rows",
     "grown",
     "load",
     "load_arrays",
     "load_pair",
     "pattern_name",
     "save",
+    "seen_windows",
     "update",
+    "window_arrays",
 ]

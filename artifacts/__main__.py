@@ -1,14 +1,14 @@
-"""python -m artifacts: look at artifacts, check, compare, combine and convert them."""
+"""python -m artifacts: look at artifacts, check, compare, change, combine and convert them."""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.commands import Verb
 
-VERBS = ("show", "validate", "lint", "diff", "merge", "convert", "migrate", "schema", "keygen", "sign", "verify")
+VERBS = (
+    "show", "validate", "lint", "diff", "set", "merge", "convert", "migrate", "schema", "keygen", "sign", "verify",
+)  # fmt: skip
 _EPILOG = """\
 An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a
 .safetensors file beside it. Move or copy the two together, and keep their names.
@@ -23,6 +23,7 @@ examples:
   python -m artifacts validate cfg.yaml                      are both files whole?
   python -m artifacts lint cfg.yaml                          is it sensible?
   python -m artifacts diff old.yaml new.yaml                 which heads changed, and what that does to density
+  python -m artifacts set cfg.yaml prefill.dense_below=4096 --out new.yaml
   python -m artifacts merge cfg.yaml --decode f.yaml --out both.yaml
   python -m artifacts convert best_pattern.json --config config.json --out cfg.yaml
   python -m artifacts verify cfg.yaml --key me.key.pub       is it from whom it should be?
@@ -32,32 +33,25 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run the verb and print what it gives; returns the exit status."""
-    given = vars(_parser().parse_args(argv))
-    verb = _verb(given.pop("verb"))
+    from importlib import import_module
+
+    from artifacts.commands import Verb, add_arguments
+
+    parser = ArgumentParser(
+        prog="python -m artifacts",
+        description="Look at Headwise artifacts, check, compare, change, combine and convert them.",
+        epilog=_EPILOG,
+    )
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    verbs: dict[str, Verb] = {name: import_module(f"artifacts.commands.{name}") for name in VERBS}
+    for name, verb in verbs.items():
+        says = f"{verb.SHORT[0].upper()}{verb.SHORT[1:]}."
+        add_arguments(subparsers.add_parser(name, help=verb.SHORT, description=says, epilog=verb.EXAMPLES), verb.Config)
+    given = vars(parser.parse_args(argv))
+    verb = verbs[given.pop("verb")]
     outcome = verb.run(verb.Config(**given))
     sys.stdout.write(outcome.text)
     return outcome.status
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m artifacts",
-        description="Look at Headwise artifacts, check, compare, combine and convert them.",
-        epilog=_EPILOG,
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name in VERBS:
-        verb = _verb(name)
-        verb.add_arguments(
-            verbs.add_parser(
-                name, help=verb.SHORT, description=f"{verb.SHORT[0].upper()}{verb.SHORT[1:]}.", epilog=verb.EXAMPLES
-            )
-        )
-    return parser
-
-
-def _verb(name: str) -> Verb:
-    return import_module(f"artifacts.commands.{name}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from artifacts.patterns import Record
+from artifacts.fields import MOST, Budget, Count, Imported, Positive, Record, Share, Text
 
 
 def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -16,48 +16,53 @@ def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
     return layers
 
 
-def _budget(value: int | float) -> int | float:
-    if isinstance(value, float) and not 0 < value < 1:
+def _part(value: int | float) -> int | float:
+    if not value or (isinstance(value, float) and value >= 1):
         raise ValueError("must be a whole number of tokens, or a share of the context between 0 and 1")
     return value
 
 
-Layers = Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(_ascending)]
-Mass = Annotated[float, Field(ge=0.0, le=1.0001)]
+Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST)], ...], AfterValidator(_ascending)]
 
 
 class Similarity(Record):
-    """Attention mass kept on held-out prompts: by the chosen filter layers, by evenly spaced ones, by random ones.
+    """Attention mass kept on held-out prompts: by the chosen filter layers, by evenly spaced ones, by random ones."""
 
-    Means over the full-attention layers; `random` is the mean of `random_samples` choices.
-    """
-
-    kept: Mass
-    evenly_spaced: Mass
-    random: Mass
-    random_samples: Annotated[int, Field(ge=1)]
-    top_k: Annotated[int, Field(ge=1)]
-    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    kept: Share = Field(description="attention mass kept by the chosen layers, mean over full-attention layers")
+    evenly_spaced: Share = Field(description="the same by as many evenly spaced layers")
+    random: Share = Field(description="the same by randomly chosen layers, mean of `random_samples` choices")
+    random_samples: Count = Field(description="random choices")
+    top_k: Count = Field(description="tokens of each filter that count as kept")
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(description="the held-out prompts' tasks")
 
 
 class OmniKV(Record):
-    """Filter layers attend to everything and choose; the layers after each, up to the next, attend to what it chose.
+    """Filter layers attend to everything and choose; the layers after each, up to the next, attend to what it chose."""
 
-    dense_layers: attend to everything and choose nothing; so do all before the first filter layer, and none that slides
-        is named anywhere.
-    selector: whose scores choose: the last query's, or the uniform or exponential mean of the last `window` queries'.
-    budget: tokens that a sparse layer attends to, or their share of the context.
-    prefill_ratio: tokens of the past that layers served by a filter see in a chunk of a prompt, for each token of the
-        chunk; None is all (appendix D.10).
-    """
-
-    filter_layers: Annotated[Layers, Field(min_length=1)]
-    dense_layers: Layers = ()
-    selector: Literal["last", "uniform", "exponential"] = "last"
-    window: Annotated[int, Field(ge=1, le=256)] = 16
-    budget: Annotated[Annotated[int, Field(ge=1)] | float, AfterValidator(_budget)] = 2048
-    prefill_ratio: Annotated[float, Field(gt=0)] | None = None
-    similarity: Similarity | None = None
+    filter_layers: Annotated[Layers, Field(min_length=1)] = Field(
+        description="ascending: attend to everything and choose the tokens for the layers after them, each up to the "
+        "next filter layer"
+    )
+    dense_layers: Layers = Field(
+        default=(),
+        description="ascending: attend to everything and choose nothing; so do all layers before the first filter "
+        "layer. Layers that slide are named nowhere",
+    )
+    selector: Literal["last", "uniform", "exponential"] = Field(
+        default="last",
+        description="by whose scores is chosen: the last query's, or the mean of the last `window` queries', all alike "
+        "or halved from each to the one before",
+    )
+    window: Annotated[int, Field(ge=1, le=256)] = Field(default=16, description="queries of the selector")
+    budget: Annotated[Budget, AfterValidator(_part)] = Field(
+        default=2048, description="how many tokens a sparse layer attends to, or which share of the context"
+    )
+    prefill_ratio: Positive | None = Field(
+        default=None,
+        description="in chunked prefill, how many tokens of the past a sparse layer sees for each token of the chunk "
+        "(OmniKV, appendix D.10); null: all. A chunk's own tokens are always seen",
+    )
+    similarity: Similarity | None = Field(default=None, description="what the filter layers keep on held-out prompts")
 
     @model_validator(mode="after")
     def _disjoint(self) -> Self:
@@ -69,4 +74,7 @@ class OmniKV(Record):
 class Decode(Record):
     """What serves decode."""
 
-    omnikv: OmniKV
+    omnikv: OmniKV = Field(description="OmniKV's filter layers; `python -m search.filters` writes it")
+    imported: Imported | None = Field(
+        default=None, description="where the section comes from, if it was taken over from another tool's file"
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from artifacts.growth import grown
 from artifacts.patterns import (
@@ -19,7 +19,6 @@ from artifacts.patterns import (
     AnyPattern,
     AShape,
     BlockSparse,
-    Dense,
     Dilated,
     MemoryUnits,
     Static,
@@ -30,10 +29,12 @@ from artifacts.patterns import (
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.sidecar import Array, Entry
 
 # Longer than any model's prompts; a file may claim any length, and counting takes time and memory for each tile.
 LONGEST = 2**24
+# Of all static patterns together; where there are more, theirs are not counted.
+MOST_ENTRIES = 2**21
 
 
 def num_tiles(length: int) -> int:
@@ -63,12 +64,11 @@ def density(
         # Its own tile and the first one are always computed.
         blocks = min(max(pattern.blocks, 2), sparse_rows)
         return (whole + blocks * (blocks + 1) // 2 + (sparse_rows - blocks) * blocks) / causal
-    entries = _entries(pattern, length, arrays)
-    if entries is None:
-        return None
-    offsets, groups = entries
+    if isinstance(pattern, Static):
+        entries = _frozen(pattern, length, arrays)
+        return None if entries is None else (whole + _frozen_tiles(*entries, sparse_rows)) / causal
     looked_up = _looked_up(pattern, sparse_rows, tiles) if isinstance(pattern, MemoryUnits) else 0
-    return (whole + _tiles(offsets, groups, sparse_rows) + looked_up) / causal
+    return (whole + _tiles(pattern, length, sparse_rows) + looked_up) / causal
 
 
 def densities(
@@ -76,6 +76,8 @@ def densities(
 ) -> list[list[float | None] | None]:
     """density() of every head, a row for each layer; None for a layer that is left alone. All 1 below dense_below."""
     prefill = artifact.prefill
+    if sum(array.size for array in static_entries(artifact, arrays)) > MOST_ENTRIES:
+        arrays = None
     known: dict[str, float | None] = {
         name: 1.0
         if length < prefill.dense_below
@@ -87,35 +89,56 @@ def densities(
     return [None if row is None else [known[name] for name in row] for row in prefill.layers]
 
 
+def static_entries(artifact: Artifact, arrays: Mapping[str, Array] | None) -> list[Array | Entry]:
+    """What the header says of the static patterns' arrays, or these themselves where there is none."""
+    names = {name for p in artifact.patterns.values() if isinstance(p, Static) for name in p.arrays}
+    known: Mapping[str, Any] = getattr(arrays, "entries", arrays) or {}
+    return [known[name] for name in names if name in known]
+
+
 def mean_density(artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None) -> float | None:
     """The mean over all heads that have a pattern and whose density is known; None if there is none."""
     values = [value for row in densities(artifact, length, arrays) for value in row or () if value is not None]
     return sum(values) / len(values) if values else None
 
 
-def _entries(
-    pattern: AnyPattern, length: int, arrays: Mapping[str, Array] | None
-) -> tuple[list[int], list[set[int]]] | None:
-    """Diagonals, as distances in tiles, and the tiles that each group of 64 columns lies in; None where unknown."""
-    last = num_tiles(length) - 1
+def _tiles(pattern: AnyPattern, length: int, rows: int) -> int:
+    """Tiles computed in the first `rows` rows of tiles: diagonals, and the first columns where no diagonal is.
+
+    Diagonals are the nearest ones, and beyond them every `step`-th before `end`. Row r computes N(r + 1) of them, with
+    N(b) = min(near, b) + those of the others before b; of the column tiles t it computes those that are not among them.
+    """
+    tiles = num_tiles(length)
+    near, step, end, columns = tiles, 1, 0, 0
     match pattern:
-        case Dense():
-            return list(range(last + 1)), []
-        case AShape(sink=sink, window=window) | TriShape(sink=sink, window=window):
-            return list(range(_reach(window, last) + 1)), _first(sink, length)
-        case Dilated(sink=sink, window=window, dilation=dilation):
-            return list(range(0, _reach(window, last) + 1, dilation)), _first(sink, length)
-        case Strided(sink=sink, window=window, stride=stride):
-            near = _reach(window, last) + 1
-            return sorted({*range(near), *range(0, last + 1, stride)}), _first(sink, length)
-        case VerticalSlash(vertical=vertical, slash=slash):
-            return list(range(_reach(max(slash, TILE), last) + 1)), _first(vertical, length)
+        case AShape(sink=columns, window=window) | TriShape(sink=columns, window=window):
+            near = _reach(window, tiles - 1) + 1
+        case Dilated(sink=columns, window=window, dilation=step):
+            near, end = 1, _reach(window, tiles - 1) + 1
+        case Strided(sink=columns, window=window, stride=step):
+            near, end = _reach(window, tiles - 1) + 1, tiles
+        case VerticalSlash(vertical=columns, slash=slash):
+            near = _reach(max(slash, TILE), tiles - 1) + 1
         case MemoryUnits(sink=sink, window=window):
-            return list(range(_reach(window, last) + 1)), _first(num_tiles(sink) * TILE, length)
-        case Static():
-            return _frozen(pattern, length, arrays)
-        case _:
-            raise AssertionError(f"block-sparse has no entries of its own: {pattern}")
+            near, columns = _reach(window, tiles - 1) + 1, num_tiles(sink) * TILE
+
+    def diagonals(last: int) -> int:
+        """The sum of N(b) for b from 1 to `last`."""
+        every, among = min(last, end), min(last, near, end)
+        beyond = _steps(every, step) + (last - every) * -(-end // step)
+        shared = _steps(among, step) + (last - among) * -(-min(near, end) // step)
+        nearest = min(last, near)
+        return nearest * (nearest + 1) // 2 + (last - nearest) * near + beyond - shared
+
+    held = min(num_tiles(min(max(columns, TILE), length)), rows) if columns else 0
+    behind = (rows * (rows + 1) - (rows - held) * (rows - held + 1)) // 2
+    return behind + diagonals(rows - held) if held else diagonals(rows)
+
+
+def _steps(last: int, step: int) -> int:
+    """How many multiples of `step` lie below b, summed for b from 1 to `last`."""
+    whole, rest = divmod(last, step)
+    return step * whole * (whole + 1) // 2 + rest * (whole + 1)
 
 
 def _reach(window: int, last: int) -> int:
@@ -129,22 +152,20 @@ def _looked_up(pattern: MemoryUnits, rows: int, tiles: int) -> int:
     return units * (units + 1) // 2 + (most - units) * units
 
 
-def _first(columns: int, length: int) -> list[set[int]]:
-    return [{tile} for tile in range(num_tiles(min(max(columns, TILE), length)))]
-
-
 def _frozen(
     pattern: Static, length: int, arrays: Mapping[str, Array] | None
 ) -> tuple[list[int], list[set[int]]] | None:
     columns, diagonals = ((arrays or {}).get(name) for name in pattern.arrays)
     if columns is None or diagonals is None:
         return None
-    kept = sorted({*range(min(TILE, length)), *(at for at in columns.tolist() if at < length)})
-    offsets = sorted({0, *(at for at in diagonals.tolist() if at < num_tiles(length))})
-    return offsets, [{at // TILE for at in kept[i : i + TILE]} for i in range(0, len(kept), TILE)]
+    import numpy as np
+
+    kept = np.union1d(np.arange(min(TILE, length)), columns[columns < length])
+    offsets = np.union1d([0], diagonals[diagonals < num_tiles(length)])
+    return offsets.tolist(), [set((kept[i : i + TILE] // TILE).tolist()) for i in range(0, len(kept), TILE)]
 
 
-def _tiles(offsets: Iterable[int], groups: Iterable[set[int]], rows: int) -> int:
+def _frozen_tiles(offsets: Iterable[int], groups: Iterable[set[int]], rows: int) -> int:
     """Tiles computed in the first `rows` rows of tiles.
 
     A group of columns costs a tile in each row that has one of its tiles behind it and does not compute it already. Bit

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from artifacts.density import mean_density
+from artifacts.fields import MOST_HEADS
 from artifacts.schema import Artifact
+from artifacts.sidecar import Sidecar
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -19,7 +22,8 @@ SECTIONS = (
     "prefill.imported",
     "decode",
     "kv_cache",
-    "evidence",
+    "evidence.tasks",
+    "evidence.measurements",
     "costs",
     "sidecar",
 )
@@ -161,8 +165,11 @@ def _heads(
 
 
 def _recall(before: Mapping[str, Array], after: Mapping[str, Array]) -> tuple[float, float] | None:
-    tables = [arrays.get("chosen.recall") for arrays in (before, after)]
-    values = [[v for v in table.ravel().tolist() if v == v] for table in tables if table is not None]
+    values = []
+    for arrays in (before, after):
+        entry = getattr(arrays, "entries", arrays).get("chosen.recall")
+        if entry is not None and entry.size <= MOST_HEADS:
+            values.append([v for v in arrays["chosen.recall"].ravel().tolist() if v == v])
     if len(values) < 2 or not all(values):
         return None
     return sum(values[0]) / len(values[0]), sum(values[1]) / len(values[1])
@@ -182,7 +189,7 @@ def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
         name = f"{path}.{key}" if path else key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
             yield from _flat(entry, name)
-        elif name in ("evidence", "costs"):
+        elif name in ("evidence.measurements", "costs"):
             # Without the commands, as in the content hash.
             yield name, [{k: v for k, v in each.items() if k != "command"} for each in entry]
         else:
@@ -190,15 +197,17 @@ def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _arrays(before: Mapping[str, Array], after: Mapping[str, Array]) -> dict[str, tuple[str, ...]]:
-    import numpy as np
-
-    def differ(name: str) -> bool:
-        a, b = before[name], after[name]
-        return a.dtype != b.dtype or not np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-
     both = sorted(before.keys() & after.keys())
     return {
         "added": tuple(sorted(after.keys() - before.keys())),
         "removed": tuple(sorted(before.keys() - after.keys())),
-        "changed": tuple(name for name in both if differ(name)),
+        "changed": tuple(name for name in both if _seen(before, name) != _seen(after, name)),
     }
+
+
+def _seen(arrays: Mapping[str, Array], name: str) -> tuple[object, ...]:
+    """What tells an array from another, without holding two of them."""
+    if isinstance(arrays, Sidecar):
+        entry = arrays.entries[name]
+        return entry.dtype, entry.shape, arrays.digest(name)
+    return str(arrays[name].dtype), arrays[name].shape, hashlib.sha256(arrays[name].tobytes()).hexdigest()

@@ -22,6 +22,21 @@ def shorten(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 4]}...{text[-1]}"
 
 
+def reason(error: OSError) -> str:
+    """Why the system refused, in its words."""
+    return (error.strerror or str(error)).lower()
+
+
+def plural(count: int, noun: str) -> str:
+    """1 head, 2 heads, 1,024 heads."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def number(value: float) -> str:
+    """A measured number in four digits, large ones whole."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def one_line(text: str) -> str:
     """The text with line breaks and control characters escaped: it prints as one line and moves no cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

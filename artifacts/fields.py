@@ -1,12 +1,35 @@
-"""What fields of several sections hold: counts, shares and names, with what is said of a wrong one."""
+"""What the parts of an artifact are made of: the base of every record, and counts, sizes, shares and names."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from artifacts.patterns import KINDS, matching
+# No prompt is longer and no size larger; what a file may claim has to be small enough to be counted with.
+LARGEST = 2**31 - 1
+# Of layers, and of the heads of one; and of the query heads of all layers together. Models have up to 16,128.
+MOST = 4_096
+MOST_HEADS = 65_536
+
+
+class Record(BaseModel):
+    """Base of every part of an artifact: immutable, no unknown fields, no converted types, finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def matching(pattern: str, wanted: str) -> AfterValidator:
+    """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise ValueError(f"must be {wanted}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _share(value: float) -> float:
@@ -16,12 +39,44 @@ def _share(value: float) -> float:
     return min(value, 1.0)
 
 
-Count = Annotated[int, Field(ge=1)]
+def _budget(value: int | float) -> int | float:
+    if isinstance(value, float) and not 0 <= value <= 1:
+        raise ValueError("must be a whole number of tokens, or a share of them between 0 and 1")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Few = Annotated[int, Field(ge=1, le=MOST)]
 Share = Annotated[float, AfterValidator(_share)]
+Coverage = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
-KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
+AtLeast0 = Annotated[float, Field(ge=0.0)]
+Budget = Annotated[Natural | float, AfterValidator(_budget)]
+Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
 PatternName = Annotated[
     str,
     matching("[A-Za-z][A-Za-z0-9_.-]{0,63}", "a letter and then up to 63 letters, digits, '_', '.' or '-'"),
 ]
 Rows = tuple[tuple[PatternName, ...] | None, ...]
+
+
+class Imported(Record):
+    """The file of another tool that a section was taken over from."""
+
+    format: Literal[
+        "minference",
+        "sparse_attention_config",
+        "modelopt",
+        "duo_attention",
+        "kvzip",
+        "index_topk_pattern",
+        "sparse_vllm",
+        "kascade",
+    ] = Field(description="the file's format")
+    file: Text = Field(description="the file's bare name")
+    sha256: Sha256 = Field(description="of the file's bytes")
+    scores: Literal["recall", "other"] | None = Field(
+        default=None, description="what the file's scores are: shares of the attention kept, others, or none"
+    )

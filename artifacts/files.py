@@ -7,10 +7,11 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from artifacts.errors import HeadwiseError, shorten
+from artifacts.errors import HeadwiseError, reason, shorten
 
 # File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the artifact's.
 _LONGEST_NAME = 200
@@ -36,7 +37,7 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
             raise
         _sync_directory(target.parent)
     except OSError as error:
-        raise HeadwiseError(f"cannot write {_quoted(target)}: {_reason(error)}") from error
+        raise HeadwiseError(f"cannot write {_quoted(target)}: {reason(error)}") from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -66,7 +67,29 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
-        raise HeadwiseError(f"cannot write {shown}: {_reason(error)}") from error
+        raise HeadwiseError(f"cannot write {shown}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make a folder for what is written inside; what was made goes again after a failure, where nothing is in it.
+
+    Raises:
+        HeadwiseError: it cannot be made.
+    """
+    folder = Path(path)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HeadwiseError(f"cannot make the folder {_quoted(folder)}: {reason(error)}") from None
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
+        raise
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -118,7 +141,3 @@ def _sync_directory(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

@@ -7,31 +7,29 @@ from typing import Annotated, Self, get_args
 from pydantic import Field, model_validator
 
 from artifacts.errors import shorten
-from artifacts.fields import Count, KindName
-from artifacts.patterns import TILE, AnyPattern, Record
+from artifacts.fields import LARGEST, Count, Record
+from artifacts.patterns import TILE, AnyPattern, KindName
 
 Power = Annotated[float, Field(ge=0.0, le=1.0)]
 
-
-def _sizes(cls: type[Record]) -> tuple[str, ...]:
-    """Its fields that are sizes without an upper limit: no shares, no names, and no last_q."""
-    fields = cls.model_fields.items()
-    return tuple(n for n, f in fields if f.annotation is int and not any(hasattr(m, "le") for m in f.metadata))
-
-
-SIZES: dict[str, tuple[str, ...]] = {cls.model_fields["kind"].default: _sizes(cls) for cls in get_args(AnyPattern)}
+# The number of a prompt's last queries is no size of a pattern.
+SIZES: dict[str, tuple[str, ...]] = {
+    cls.model_fields["kind"].default: tuple(
+        name for name, field in cls.model_fields.items() if field.annotation is int and name != "last_q"
+    )
+    for cls in get_args(AnyPattern)
+}
 """Of each kind the fields that may grow."""
 
 
 class Growth(Record):
-    """The patterns' sizes hold at `length` tokens; at others a named size goes with a power of the length.
+    """The patterns' sizes hold at `length` tokens; at others a named size goes with a power of the length."""
 
-    powers: of each kind the fields that grow, each with its power: 0 stays as it is, 1 keeps its share of the prompt.
-        Fields that are not named keep their size.
-    """
-
-    length: Count
-    powers: dict[KindName, dict[str, Power]]
+    length: Count = Field(description="where the sizes in `patterns` hold, in tokens")
+    powers: dict[KindName, dict[str, Power]] = Field(
+        description="on K keys a size s becomes max(1, round(s * (K / `length`) ** power)), both lengths in whole "
+        "tiles of 64; sizes that are not named stay as they are"
+    )
 
     @model_validator(mode="after")
     def _grow(self) -> Self:
@@ -51,5 +49,7 @@ def grown(pattern: AnyPattern, growth: Growth | None, length: int) -> AnyPattern
     if growth is None or not powers:
         return pattern
     ratio = -(-length // TILE) / -(-growth.length // TILE)
-    sizes = {field: max(1, round(getattr(pattern, field) * ratio**power)) for field, power in powers.items()}
+    sizes = {
+        field: max(1, min(round(getattr(pattern, field) * ratio**power), LARGEST)) for field, power in powers.items()
+    }
     return pattern.model_copy(update=sizes)

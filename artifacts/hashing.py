@@ -5,40 +5,87 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
+
+# Whole numbers up to here are exact as the floats that JSON readers make of them.
+_LARGEST = 2**53
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one way to write a JSON value: UTF-8, sorted keys, no spaces, floats by their shortest repr.
+    """The one way to write a JSON value, that of RFC 8785 (JCS): so every language can make the same bytes.
 
     Raises:
-        ValueError: a float is NaN or infinite.
+        ValueError: a number is NaN, infinite, or whole and above 2^53; text is not valid Unicode.
         TypeError: a value or key has no JSON form, for instance an integer as key.
     """
-    _check_keys(value)
-    return _encode(value)
+    return _text(value).encode()
 
 
 def content_sha256(artifact: Mapping[str, Any]) -> str:
-    """Hash of an artifact's fields as plain JSON data, whose keys are all text; 64 hex digits.
+    """Hash of an artifact's content; 64 hex digits."""
+    return hashlib.sha256(canonical_json(content_of(artifact))).hexdigest()
+
+
+def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an artifact's fields, as plain JSON data, its hash is over.
 
     Left out is what differs between two runs that found the same: content_sha256 itself, created_at,
-    search.command, the command of each entry of evidence and costs, and sidecar.file, which is a place and not a
+    search.command, the command of each measurement and cost table, and sidecar.file, which is a place and not a
     content (its sha256 is covered).
     """
     content = {key: value for key, value in artifact.items() if key not in ("content_sha256", "created_at")}
     content["search"] = _without(content.get("search"), "command")
     content["sidecar"] = _without(content.get("sidecar"), "file")
-    content["evidence"] = _without_commands(content.get("evidence") or [])
-    if "costs" in content:
-        # Older versions have none.
-        content["costs"] = _without_commands(content["costs"])
-    return hashlib.sha256(_encode(content)).hexdigest()
+    evidence = content.get("evidence")
+    if isinstance(evidence, Mapping):
+        content["evidence"] = {**evidence, "measurements": _without_commands(evidence.get("measurements"))}
+    content["costs"] = _without_commands(content.get("costs"))
+    return content
 
 
-def _encode(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode()
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int | float):
+        return _number(value)
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            # json would write the key 1 as "1", so that two different values had one form.
+            raise TypeError(f"keys must be text, got {wrong[0]!r}")
+        # RFC 8785 sorts by UTF-16 code units, in which other planes come before the last of the first one.
+        keys = sorted(value, key=lambda key: key.encode("utf-16-be"))
+        return "{" + ",".join(f"{_text(key)}:{_text(value[key])}" for key in keys) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_text, value)) + "]"
+    raise TypeError(f"has no JSON form: {type(value).__name__}")
+
+
+def _number(value: int | float) -> str:
+    """As ECMAScript writes it: the same shortest digits as Python's repr, laid out otherwise."""
+    if isinstance(value, int):
+        if abs(value) > _LARGEST:
+            raise ValueError("whole numbers must be at most 2^53")
+        return str(value)
+    if not isfinite(value):
+        raise ValueError(f"numbers must be finite, got {value}")
+    if value == 0:
+        return "0"
+    mantissa, _, exponent = f"{abs(value)!r}".partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    digits = (whole + fraction).lstrip("0")
+    # The number is 0.DIGITS times ten to this power.
+    point = int(exponent or 0) + (len(whole) if whole != "0" else len(digits) - len(fraction))
+    digits = digits.rstrip("0")
+    sign = "-" if value < 0 else ""
+    if 0 < point <= 21:
+        padded = digits.ljust(point, "0")
+        return sign + padded[:point] + ("." + padded[point:] if len(padded) > point else "")
+    if -6 < point <= 0:
+        return f"{sign}0.{'0' * -point}{digits}"
+    return f"{sign}{digits[0]}{'.' + digits[1:] if digits[1:] else ''}e{point - 1:+d}"
 
 
 def _without(value: Any, key: str) -> Any:
@@ -47,15 +94,3 @@ def _without(value: Any, key: str) -> Any:
 
 def _without_commands(entries: Any) -> Any:
     return [_without(entry, "command") for entry in entries] if isinstance(entries, list | tuple) else entries
-
-
-def _check_keys(value: Any) -> None:
-    """json would write the key 1 as "1", so that two different values had one form."""
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be text, got {key!r}")
-            _check_keys(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            _check_keys(entry)

@@ -13,21 +13,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from artifacts.imported import Imported
-from artifacts.patterns import Record, Size, matching
+from artifacts.fields import Budget, Count, Imported, Natural, Record, matching
 
 POLICY_KINDS = ("full", "streaming", "h2o", "snapkv")
-
-
-def _budget(value: int | float) -> int | float:
-    if isinstance(value, float) and not 0 <= value <= 1:
-        raise ValueError("must be a whole number of tokens, or a share of those seen between 0 and 1")
-    return value
-
-
-Budget = Annotated[Annotated[int, Field(ge=0)] | float, AfterValidator(_budget)]
 PolicyName = Annotated[
     str,
     matching("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a letter or digit and then up to 63 letters, digits, '_', '.' or '-'"),
@@ -37,50 +27,59 @@ PolicyName = Annotated[
 class Full(Record):
     """Everything is kept."""
 
-    kind: Literal["full"] = "full"
+    kind: Literal["full"] = Field(default="full", description="everything is kept")
 
 
 class Streaming(Record):
-    """The first `sinks` tokens and the last `window`, the newest included (StreamingLLM, section 3.2).
+    """The first `sinks` tokens and the last `window`, the newest included (StreamingLLM, section 3.2)."""
 
-    positions: "cache" counts a token's position inside the cache, so that a stream never ends; "original" leaves it as
-        it was in the text (DuoAttention's streaming heads; StreamingLLM's ablation).
-    """
-
-    kind: Literal["streaming"] = "streaming"
-    sinks: Annotated[int, Field(ge=0)] = 4
-    window: Size = 1020
-    positions: Literal["cache", "original"] = "cache"
+    kind: Literal["streaming"] = Field(
+        default="streaming", description="the first tokens and the last (StreamingLLM; DuoAttention's streaming heads)"
+    )
+    sinks: Natural = Field(default=4, description="first tokens that are kept")
+    window: Count = Field(default=1020, description="last tokens that are kept, the newest included")
+    positions: Literal["cache", "original"] = Field(
+        default="cache",
+        description="a token's position is counted in the cache, so that a stream never ends, or is that in the text",
+    )
 
 
 class H2O(Record):
-    """The tokens that were attended to most, for each KV head, and the latest ones (H2O, section 4 and Algorithm 1).
+    """The tokens that were attended to most, for each KV head, and the latest ones (H2O, section 4 and Algorithm 1)."""
 
-    heavy, recent: how many, or their share of the tokens seen so far.
-    normalised: scores are divided by how many queries could see a token, which else favours old ones.
-    eviction: "top_k" keeps the best of each call's whole cache; "greedy" evicts one token after each query, as
-        Algorithm 1 does.
-    """
-
-    kind: Literal["h2o"] = "h2o"
-    heavy: Budget = 0.1
-    recent: Budget = 0.1
-    normalised: bool = False
-    eviction: Literal["top_k", "greedy"] = "top_k"
+    kind: Literal["h2o"] = Field(
+        default="h2o", description="the tokens that were attended to most, and the latest (H2O)"
+    )
+    heavy: Budget = Field(
+        default=0.1, description="how many of the most attended tokens are kept, or their share of those seen so far"
+    )
+    recent: Budget = Field(default=0.1, description="how many of the latest tokens are kept, or their share")
+    normalised: bool = Field(
+        default=False,
+        description="scores are divided by how many queries could see a token, which else favours old ones",
+    )
+    eviction: Literal["top_k", "greedy"] = Field(
+        default="top_k",
+        description="keep the best of each call's whole cache, or evict one token after each query (Algorithm 1)",
+    )
 
 
 class SnapKV(Record):
-    """Of each prompt what its last queries attend to; what is generated is kept (SnapKV, section 4).
+    """Of each prompt what its last queries attend to; what is generated is kept (SnapKV, section 4)."""
 
-    budget: tokens kept of a prompt, the window included, or their share of it.
-    window: the prompt's last queries, which vote and are kept.
-    pool: votes are averaged over so many neighbours, an odd number.
-    """
-
-    kind: Literal["snapkv"] = "snapkv"
-    budget: Annotated[Annotated[int, Field(ge=1)] | float, AfterValidator(_budget)] = 1024
-    window: Annotated[int, Field(ge=1, le=1024)] = 64
-    pool: Annotated[int, Field(ge=1, le=63)] = 7
+    kind: Literal["snapkv"] = Field(
+        default="snapkv",
+        description="of each prompt what its last queries attend to; all that is generated (SnapKV)",
+    )
+    budget: Budget = Field(
+        default=1024, description="tokens kept of a prompt, the window included, or their share of it"
+    )
+    window: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=64, description="the prompt's last queries, which vote and are kept"
+    )
+    pool: Annotated[int, Field(ge=1, le=63)] = Field(
+        default=7, description="votes are averaged over so many neighbours, an odd number"
+    )
 
 
 Policy = Annotated[Full | Streaming | H2O | SnapKV, Field(discriminator="kind")]
@@ -88,14 +87,18 @@ Row = PolicyName | Annotated[tuple[PolicyName, ...], Field(min_length=1)]
 
 
 class KVCache(Record):
-    """Policies by name, and a row for each layer; None for one that slides over a window of the model's own.
+    """Policies by name, and a row for each layer; None for one that slides over a window of the model's own."""
 
-    imported: where they come from, if they were not chosen here.
-    """
-
-    policies: dict[PolicyName, Policy] = Field(default_factory=dict)
-    layers: Annotated[tuple[Row | None, ...], Field(min_length=1)]
-    imported: Imported | None = None
+    policies: dict[PolicyName, Policy] = Field(
+        default_factory=dict, description="the policies in use; an unused one is an error"
+    )
+    layers: Annotated[tuple[Row | None, ...], Field(min_length=1)] = Field(
+        description="a row for each layer: a policy's name for all its KV heads, or a list with one for each; `null`: "
+        "the layer slides over a window of the model's own"
+    )
+    imported: Imported | None = Field(
+        default=None, description="where the section comes from, if it was taken over from another tool's file"
+    )
 
     def heads(self, layer: int, num_kv_heads: int) -> tuple[str, ...] | None:
         """The names of a layer's policies, one for each KV head; None for a layer that slides."""
@@ -108,10 +111,11 @@ class KVCache(Record):
             return f"layers has {len(self.layers)} rows, the model has {num_layers} layers"
         unused = dict.fromkeys(self.policies)
         for layer in range(num_layers):
-            names = self.heads(layer, num_kv_heads)
-            if names is not None and len(names) != num_kv_heads:
+            row = self.layers[layer]
+            names = (row,) if isinstance(row, str) else row or ()
+            if not isinstance(row, str | None) and len(names) != num_kv_heads:
                 return f"layers[{layer}] has {len(names)} names, the model has {num_kv_heads} KV heads"
-            for name in names or ():
+            for name in names:
                 if name not in self.policies:
                     return f"layers[{layer}]: no policy is called {name!r}; known: {', '.join(self.policies)}"
                 unused.pop(name, None)
@@ -120,6 +124,8 @@ class KVCache(Record):
         for name, policy in self.policies.items():
             if isinstance(policy, H2O) and policy.heavy == 0 and policy.recent == 0:
                 return f"policies.{name} keeps nothing: heavy and recent are both 0"
+            if isinstance(policy, SnapKV) and not policy.budget:
+                return f"policies.{name}.budget must be more than 0"
             if isinstance(policy, SnapKV) and policy.pool % 2 == 0:
                 return f"policies.{name}.pool must be odd, got {policy.pool}"
             if isinstance(policy, SnapKV) and isinstance(policy.budget, int) and policy.budget <= policy.window:

@@ -56,7 +56,7 @@ def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None)
         if name != "prefill" and getattr(part.artifact, name) is None:
             raise ArtifactError(f"{one_line(str(part.file))}: has no {name} section")
     given = [part for part in parts.values() if part is not None]
-    evidence = {entry.model_dump_json(): entry for part in given for entry in part.artifact.evidence}
+    entries = {e.model_dump_json(): e for part in given for e in part.artifact.evidence.measurements}
     arrays = {name: array for name, array in prefill.arrays.items() if section_of(name) == "prefill"}
     for section, part in parts.items():
         own = (
@@ -68,7 +68,7 @@ def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None)
         "model": model,
         "decode": None if decode is None else decode.artifact.decode,
         "kv_cache": None if kv_cache is None else kv_cache.artifact.kv_cache,
-        "evidence": tuple(evidence.values()),
+        "evidence": prefill.artifact.evidence.model_copy(update={"measurements": tuple(entries.values())}),
     }
     return prefill.artifact.model_copy(update=changes), arrays
 

@@ -13,40 +13,11 @@ from typing import Any
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema import SCHEMA_VERSION
 
+OLDEST = 1
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def _to_2(fields: dict[str, Any]) -> dict[str, Any]:
-    """Vertical-slash and block-sparse patterns may have a coverage, and decode a section of its own."""
-    none = {"vertical_slash": {"coverage": None}, "block_sparse": {"coverage": None}}
-    patterns = {name: pattern | none.get(pattern["kind"], {}) for name, pattern in fields["patterns"].items()}
-    return fields | {"schema_version": 2, "patterns": patterns, "decode": None}
-
-
-def _to_3(fields: dict[str, Any]) -> dict[str, Any]:
-    """The KV cache has a section, and patterns may be imported.
-
-    For some hours files of version 2 were written that have both.
-    """
-    prefill = {**fields["prefill"], "imported": fields["prefill"].get("imported")}
-    return fields | {"schema_version": 3, "prefill": prefill, "kv_cache": fields.get("kv_cache")}
-
-
-def _to_4(fields: dict[str, Any]) -> dict[str, Any]:
-    """A search may look at several tasks, budget the whole model and count measured costs; prefill may have a front.
-
-    Sizes may go with the length.
-    """
-    search = fields["search"]
-    if search is not None:
-        calibration = {"tasks": [search["calibration"]["task"]], **search["calibration"]}
-        del calibration["task"]
-        search = {**search, "calibration": calibration, "allocation": "heads", "cost": None, "n_trials": None}
-    prefill = {**fields["prefill"], "growth": None, "front": None}
-    return fields | {"schema_version": 4, "search": search, "prefill": prefill, "costs": []}
-
-
-MIGRATIONS: dict[int, Step] = {1: _to_2, 2: _to_3, 3: _to_4}
+MIGRATIONS: dict[int, Step] = {}
 """MIGRATIONS[n] makes version n + 1 of version n and sets its schema_version."""
 
 
@@ -59,7 +30,7 @@ def version_of(fields: Mapping[str, Any]) -> int:
     if "schema_version" not in fields:
         raise ArtifactError(f"schema_version: missing, is this an artifact? this headwise writes {SCHEMA_VERSION}")
     version = fields["schema_version"]
-    if type(version) is not int or version < 1:
+    if type(version) is not int or version < OLDEST:
         raise ArtifactError(
             f"schema_version: must be a whole number from 1 to {SCHEMA_VERSION}, got {shorten(version)}"
         )

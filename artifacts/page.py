@@ -8,8 +8,11 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from artifacts import page_search
-from artifacts.page_layout import labelled, number, plural, table
-from artifacts.schema import Artifact, Measurement
+from artifacts.errors import number, plural
+from artifacts.evidence import Evidence, PromptSet
+from artifacts.front import FRONT_ROWS
+from artifacts.page_layout import labelled, table
+from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -30,6 +33,8 @@ LEFT_ALONE = "."
 _MAP_HEADS = 48
 _MAP_WRAP = 32
 _MEANS = ("recall", "error", "density")
+ARRAYS = (*(f"chosen.{name}" for name in _MEANS), "imported.score", FRONT_ROWS)
+"""The arrays that a page is made of."""
 
 
 def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96) -> str:
@@ -45,7 +50,7 @@ def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sideca
     """
     parts = [
         _head(artifact, file, sidecar, width),
-        page_search.front(artifact),
+        page_search.front(artifact, arrays),
         _winners(artifact),
         _map(artifact, arrays),
         _evidence(artifact.evidence, width),
@@ -151,20 +156,44 @@ def _mean(values: Sequence[float]) -> str:
     return f"{sum(known) / len(known):>9.4f}" if known else f"{'-':>9}"
 
 
-def _evidence(evidence: Sequence[Measurement], width: int) -> list[str]:
+def _evidence(evidence: Evidence, width: int) -> list[str]:
     if not evidence:
         return ["evidence: none measured yet"]
+    lines = ["evidence"]
+    for label, prompts in (("chosen on", evidence.chosen_on), ("reported on", evidence.reported_on)):
+        if prompts is not None:
+            lines += labelled(f"  {label}", _prompts(prompts), width, indent=15)
+    rows = [["task", "length", "prompts", "kl", "answer nll", "(95%)", "answers lost", "perplexity"]]
+    for task in evidence.tasks:
+        low, high = task.nll_rise_low, task.nll_rise_high
+        rows.append(
+            [
+                task.task,
+                "-" if task.length is None else f"{task.length:,}",
+                str(task.prompts),
+                f"{task.kl:.4g}",
+                "-" if task.nll_rise is None else f"{task.nll_rise:+.4f}",
+                "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}",
+                "-" if task.lost is None else f"{task.lost:,} of {task.dense_right:,}",
+                "-" if task.perplexity_ratio is None else f"{task.perplexity_ratio:.4f}x",
+            ]
+        )
+    lines += table(rows, left=(0,)) if evidence.tasks else []
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
-    for m in evidence:
+    for m in evidence.measurements:
         baseline = "-" if m.baseline is None else f"{number(m.baseline)} {m.unit}".strip()
         length = "-" if m.length is None else f"{m.length:,}"
         samples = "-" if m.samples is None else str(m.samples)
         value = f"{number(m.value)} {m.unit}".strip()
         rows.append([m.name, value, baseline, m.baseline_name or "", length, samples])
-    lines = ["evidence", *table(rows, left=(0, 3))]
+    lines += table(rows, left=(0, 3)) if evidence.measurements else []
     # Most entries share a command and a machine: said once.
-    for command in dict.fromkeys(m.command for m in evidence):
+    for command in dict.fromkeys(m.command for m in evidence.measurements):
         lines += labelled("", f"$ {command}", width, indent=2)
-    for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence):
+    for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence.measurements):
         lines += labelled("", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2)
     return lines
+
+
+def _prompts(prompts: PromptSet) -> str:
+    return f"{prompts.name}, {plural(prompts.prompts, 'prompt')}, {prompts.sha256[:12]}"

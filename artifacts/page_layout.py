@@ -27,13 +27,3 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
         padded = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in columns]
         lines.append(("  " + "  ".join(padded)).rstrip())
     return lines
-
-
-def plural(count: int, noun: str) -> str:
-    """1 head, 2 heads, 1,024 heads."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def number(value: float) -> str:
-    """A measured number in four digits, large ones whole."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

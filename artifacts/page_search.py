@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from artifacts.page_layout import number, plural, table
+from artifacts.errors import number, plural
+from artifacts.front import served_point
+from artifacts.page_layout import table
 from artifacts.schema import Artifact, SearchInfo
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
 
 Row = tuple[str, str]
 _BUDGET = {"heads": "for each head", "model": "for all heads together"}
@@ -65,20 +71,21 @@ def costs(artifact: Artifact) -> Iterator[Row]:
         yield "costs" * (i == 0), f"{entry.device}, {entry.backend} kernels: {kinds}{made}"
 
 
-def front(artifact: Artifact) -> list[str]:
+def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     """The points that can be chosen, the cheapest first; the one that prefill.layers is has a mark."""
     found = artifact.prefill.front
     if found is None:
         return []
     unit = {"seconds": " s", "flops": " FLOPs"}[found.unit]
-    rows = [["", "attention", "speedup", "kl", "recall", "density"]]
-    for point in found.points:
+    served = served_point(artifact, arrays)
+    rows = [["", "attention", "speedup", "kl", "recall", "density", "lost answers"]]
+    for i, point in enumerate(found.points):
         figures = [f"{point.speedup:.2f}x", f"{point.kl:.4g}", f"{point.recall:.4f}", f"{point.density:.4f}"]
-        mark = "*" if point.layers == artifact.prefill.layers else ""
-        rows.append([mark, f"{number(point.cost)}{unit}", *figures])
+        lost = "-" if point.lost is None else f"{point.lost:,} of {found.dense_right:,}"
+        rows.append(["*" if i == served else "", f"{number(point.cost)}{unit}", *figures, lost])
     return [
         f"front at {found.length:,} tokens (*: what is served where no target is given)",
         *table(rows, left=(0,)),
         f"  attention: predicted; dense attention takes {number(found.dense_cost)}{unit}",
-        f"  kl (nats a token) and recall: on {found.measured_on.replace('_', '-')} prompts",
+        f"  kl (nats a token), recall and answers: on {found.measured_on.replace('_', '-')} prompts",
     ]

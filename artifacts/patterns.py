@@ -5,11 +5,12 @@ A static pattern's entries are too many for a page: its record names the arrays 
 
 from __future__ import annotations
 
-import re
 from decimal import Decimal
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from artifacts.fields import Count, Coverage, Record, matching
 
 KINDS = (
     "dense",
@@ -26,28 +27,11 @@ KINDS = (
 TILE = 64
 DEFAULT_LAST_Q = 64
 DEFAULT_REPRESENTATIVES = 4
+_SINK = "the first keys, in tokens"
+_WINDOW = "the last keys before each query, itself included, in tokens"
+_COVERAGE = "take only as much as holds this share, at most the sizes; null: the sizes"
 
-
-class Record(BaseModel):
-    """Base of every part of an artifact: immutable, no unknown fields, no converted types, finite numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def matching(pattern: str, wanted: str) -> AfterValidator:
-    """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
-    compiled = re.compile(pattern)
-
-    def check(value: str) -> str:
-        if not compiled.fullmatch(value):
-            raise ValueError(f"must be {wanted}")
-        return value
-
-    return AfterValidator(check)
-
-
-Size = Annotated[int, Field(ge=1)]
-Coverage = Annotated[float, Field(gt=0.0, le=1.0)]
+KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
 # No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's name.
 IndicesName = Annotated[
     str,
@@ -58,49 +42,59 @@ IndicesName = Annotated[
 class Dense(Record):
     """The whole causal area."""
 
-    kind: Literal["dense"] = "dense"
+    kind: Literal["dense"] = Field(default="dense", description="the whole causal area; named `dense`")
 
 
 class AShape(Record):
     """The first `sink` tokens and the last `window` tokens before each query (MInference 1.0, A-shape)."""
 
-    kind: Literal["a_shape"] = "a_shape"
-    sink: Size
-    window: Size
+    kind: Literal["a_shape"] = Field(
+        default="a_shape", description="the first keys and a window before each query; named `a_1024_4096`"
+    )
+    sink: Count = Field(description=_SINK)
+    window: Count = Field(description=_WINDOW)
 
 
 class TriShape(Record):
     """An A-shape whose last `last` queries see every token (SCBench, Tri-shape)."""
 
-    kind: Literal["tri_shape"] = "tri_shape"
-    sink: Size
-    window: Size
-    last: Size
+    kind: Literal["tri_shape"] = Field(
+        default="tri_shape", description="an A-shape whose last queries see every key; named `tri_1024_4096_128`"
+    )
+    sink: Count = Field(description=_SINK)
+    window: Count = Field(description=_WINDOW)
+    last: Count = Field(description="the last queries, which see every key")
 
 
 class Dilated(Record):
     """The first `sink` tokens, and of the 64-token tiles of the last `window` tokens every `dilation`-th."""
 
-    kind: Literal["dilated"] = "dilated"
-    sink: Size
-    window: Size
-    dilation: Size
+    kind: Literal["dilated"] = Field(
+        default="dilated", description="the first keys, and every n-th tile of a window; named `dil_1024_4096_2`"
+    )
+    sink: Count = Field(description=_SINK)
+    window: Count = Field(description=_WINDOW)
+    dilation: Count = Field(description="n: of the window's tiles of 64 keys every n-th, the query's own among them")
 
 
 class Strided(Record):
     """The first `sink` tokens, the last `window`, and beyond them every `stride`-th diagonal of 64-token tiles."""
 
-    kind: Literal["strided"] = "strided"
-    sink: Size
-    window: Size
-    stride: Size
+    kind: Literal["strided"] = Field(
+        default="strided", description="an A-shape, and diagonals of tiles beyond it; named `str_1024_4096_8`"
+    )
+    sink: Count = Field(description=_SINK)
+    window: Count = Field(description=_WINDOW)
+    stride: Count = Field(description="beyond the window every `stride`-th diagonal of tiles of 64 keys")
 
 
 class Static(Record):
     """The columns and diagonals in the sidecar's arrays `static.<indices>.columns` and `static.<indices>.diagonals`."""
 
-    kind: Literal["static"] = "static"
-    indices: IndicesName
+    kind: Literal["static"] = Field(
+        default="static", description="columns and diagonals that are the same on every prompt; named `static_NAME`"
+    )
+    indices: IndicesName = Field(description="the name of the sidecar's arrays that list them, see [Arrays](#arrays)")
 
     @property
     def arrays(self) -> tuple[str, str]:
@@ -115,11 +109,17 @@ class VerticalSlash(Record):
     FlexPrefill.
     """
 
-    kind: Literal["vertical_slash"] = "vertical_slash"
-    vertical: Size
-    slash: Size
-    last_q: int = Field(default=DEFAULT_LAST_Q, ge=1, le=1024)
-    coverage: Coverage | None = None
+    kind: Literal["vertical_slash"] = Field(
+        default="vertical_slash",
+        description="the columns and diagonals that a prompt's last queries attend to most; named `vs_1000_6096`, "
+        "`vs_1000_6096_q32`, `vs_1000_6096_c95`",
+    )
+    vertical: Count = Field(description="key columns; the first 64 are always among them")
+    slash: Count = Field(description="diagonals; the nearest 64 are always among them")
+    last_q: int = Field(
+        default=DEFAULT_LAST_Q, ge=1, le=1024, description="the last queries, by whose attention is chosen"
+    )
+    coverage: Coverage | None = Field(default=None, description=_COVERAGE)
 
 
 class BlockSparse(Record):
@@ -129,9 +129,12 @@ class BlockSparse(Record):
     XAttention.
     """
 
-    kind: Literal["block_sparse"] = "block_sparse"
-    blocks: Size
-    coverage: Coverage | None = None
+    kind: Literal["block_sparse"] = Field(
+        default="block_sparse",
+        description="for each 64 queries the blocks whose mean-pooled keys score highest; named `bs_100`, `bs_100_c90`",
+    )
+    blocks: Count = Field(description="blocks of 64 keys; a query's own and the first are always among them")
+    coverage: Coverage | None = Field(default=None, description=_COVERAGE)
 
 
 class MemoryUnits(Record):
@@ -140,11 +143,17 @@ class MemoryUnits(Record):
     A tile is looked up by the `representatives` of its keys that the queries after it want most. InfLLM, section 3.
     """
 
-    kind: Literal["memory_units"] = "memory_units"
-    sink: Size
-    window: Size
-    units: Size
-    representatives: Size = DEFAULT_REPRESENTATIVES
+    kind: Literal["memory_units"] = Field(
+        default="memory_units",
+        description="sinks, a window, and tiles of the past looked up; named `mu_128_4096_32`",
+    )
+    sink: Count = Field(description="the first keys, in whole tiles of 64 tokens")
+    window: Count = Field(description=_WINDOW)
+    units: Count = Field(description="tiles of 64 keys between sinks and window that 64 queries look up")
+    representatives: Count = Field(
+        default=DEFAULT_REPRESENTATIVES,
+        description="keys that stand for a tile: those that the queries after it want",
+    )
 
 
 AnyPattern = Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse | MemoryUnits

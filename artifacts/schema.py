@@ -1,6 +1,6 @@
-"""Version 4 of the artifact: what Headwise found for one model, as immutable data.
+"""Version 1 of the artifact: what Headwise found for one model, as immutable data.
 
-docs/artifact.md explains each field.
+What each field means is said where it is declared; docs/artifact.md is made of it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,30 @@ from pydantic import AfterValidator, Field, JsonValue, model_validator
 from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV
 from artifacts.errors import shorten
-from artifacts.fields import Count, KindName, PatternName, Rows, Share
+from artifacts.evidence import Evidence
+from artifacts.fields import (
+    MOST_HEADS,
+    AtLeast0,
+    Count,
+    Few,
+    Imported,
+    Natural,
+    PatternName,
+    Record,
+    Rows,
+    Sha256,
+    Share,
+    Text,
+    matching,
+)
 from artifacts.front import Front
 from artifacts.growth import Growth
-from artifacts.imported import Imported, Sha256, Text
 from artifacts.kv_cache import KVCache
-from artifacts.patterns import Pattern, Record, matching
+from artifacts.patterns import KindName, Pattern
+from artifacts.windows import MAX_WINDOWS
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 1
+MAX_EDITS = 256
 
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
@@ -44,10 +60,14 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """JSON that every reader takes alike: finite numbers, and whole ones that a float holds exactly."""
+
     def check(entry: JsonValue, path: str) -> None:
         if isinstance(entry, float) and not isfinite(entry):
             raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
+        if isinstance(entry, int) and abs(entry) >= 2**53:
+            raise ValueError(f"must hold whole numbers below 2^53 only, got {shorten(entry)} at {path}")
         if isinstance(entry, dict):
             for key, inner in entry.items():
                 check(inner, f"{path}.{key}" if path else key)
@@ -65,52 +85,67 @@ class ModelInfo(Record):
     None is what an import could not know: it is not compared.
     """
 
-    name: Text
-    revision: Text | None = None
-    architecture: Text | None
-    config_sha256: Sha256 | None
-    weights_sha256: Sha256 | None
-    num_layers: Count
-    num_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    rope: Annotated[dict[str, JsonValue], AfterValidator(_finite)] | None
-    max_positions: Count
+    name: Text = Field(description="as it was given: a hub id, a folder, a file")
+    revision: Text | None = Field(default=None, description="the hub revision, where one was asked for")
+    architecture: Text | None = Field(description="the transformers class")
+    config_sha256: Sha256 | None = Field(
+        description="over the configuration that determines attention (`runtime.fingerprint`)"
+    )
+    weights_sha256: Sha256 | None = Field(description="over a sample of every weight")
+    num_layers: Few = Field(description="layers; at most 65,536 query heads in all")
+    num_heads: Few = Field(description="query heads a layer")
+    num_kv_heads: Few = Field(description="KV heads a layer; divides `num_heads`")
+    head_dim: Annotated[int, Field(ge=1, le=65_536)] = Field(description="channels a head")
+    rope: Annotated[dict[str, JsonValue], AfterValidator(_plain)] | None = Field(
+        description="the rotary embedding's parameters, as the configuration has them"
+    )
+    max_positions: Count = Field(description="the longest prompt that the configuration allows, in tokens")
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The hashes that are open, so that any model of the shape passes for this one."""
+        return tuple(name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None)
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
+        if self.num_layers * self.num_heads > MOST_HEADS:
+            raise ValueError(
+                f"num_layers * num_heads must be at most {MOST_HEADS}, got {self.num_layers} layers of "
+                f"{self.num_heads} query heads"
+            )
         return self
 
 
 class Calibration(Record):
-    """The prompts that the search looked at, `samples` of each task and length.
+    """The prompts that the search looked at."""
 
-    Lengths in tokens, sha256 over their token ids.
-    """
-
-    tasks: Annotated[tuple[Text, ...], Field(min_length=1)]
-    lengths: Annotated[tuple[Count, ...], Field(min_length=1)]
-    samples: Count
-    sha256: Sha256
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
+        description="`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"
+    )
+    lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = Field(description="the prompts' lengths, in tokens")
+    samples: Count = Field(description="prompts of each task and length")
+    sha256: Sha256 = Field(description="over the prompts' token ids")
+    seen_windows: Annotated[int, Field(ge=0, le=MAX_WINDOWS)] = Field(
+        default=0,
+        description="windows of text that the search has seen, its gates included; the sidecar has their digests",
+    )
 
 
 class Summary(Record):
-    """Means over the searched heads with their chosen patterns, and how many heads each kind won.
+    """Means over the searched heads with their chosen patterns, and how many heads each kind won."""
 
-    recall: attention mass kept (0 to 1). error: relative L2 of the output. density: share of the causal area
-    computed.
-    best_single_kind: the kind with the highest mean recall if every head had to take it, each within the budget; None
-    where the budget is one for the model.
-    """
-
-    recall: Share
-    error: Annotated[float, Field(ge=0.0)]
-    density: Share
-    winners: dict[KindName, Annotated[int, Field(ge=0)]]
-    best_single_kind: KindName | None = None
-    best_single_kind_recall: Share | None = None
+    recall: Share = Field(description="attention mass kept")
+    error: AtLeast0 = Field(description="relative L2 distance of the head's output from dense")
+    density: Share = Field(description="of the causal area computed, in whole tiles")
+    winners: dict[KindName, Natural] = Field(description="heads that each kind won")
+    best_single_kind: KindName | None = Field(
+        default=None,
+        description="the kind with the highest mean recall, if all heads had to share one; null can be where "
+        "`allocation` is `model`",
+    )
+    best_single_kind_recall: Share | None = Field(default=None, description="that recall")
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -122,31 +157,39 @@ class Summary(Record):
 class SearchCost(Record):
     """What the search's objective counted as cost: seconds of a device, whose table is in `costs`, or FLOPs of any."""
 
-    unit: Literal["seconds", "flops"]
-    device: Text
+    unit: Literal["seconds", "flops"] = Field(description="measured seconds of a device, or floating-point operations")
+    device: Text = Field(description="whose seconds; `costs` has its table. With `flops` where the search ran")
 
 
 class SearchInfo(Record):
-    """How the patterns were found, so that anyone can find them again.
+    """How the patterns were found, so that anyone can find them again."""
 
-    allocation: "heads" is a budget for each head (MInference 1.0, Algorithm 1), "model" one for all of them together.
-    cost: None where the objective knew none. n_trials: Optuna's, None where it was not asked.
-    """
-
-    tool_version: Text
-    command: Text
-    preset: Literal["paper", "scaled"]
-    seed: Annotated[int, Field(ge=0)]
-    calibration: Calibration
-    allocation: Literal["heads", "model"] = "heads"
-    budget: Text
-    target_density: Annotated[Share, Field(gt=0.0)]
-    cost: SearchCost | None = None
-    n_trials: Annotated[int, Field(ge=0)] | None = None
-    device: Text
-    dtype: Text
-    kernel_backend: Text
-    summary: Summary
+    tool_version: Text = Field(description="of headwise")
+    command: Text = Field(description="the command line that wrote this file")
+    preset: Literal["paper", "scaled"] = Field(
+        description="MInference's own lengths and sizes, or the same scaled to shorter prompts"
+    )
+    seed: Natural = Field(description="of the calibration prompts")
+    calibration: Calibration = Field(description="the prompts that the search looked at")
+    allocation: Literal["heads", "model"] = Field(
+        default="heads",
+        description="whether the budget is one for each head (MInference 1.0, Algorithm 1) or one for all heads "
+        "together",
+    )
+    budget: Text = Field(description="as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs")
+    target_density: Annotated[Share, Field(gt=0.0)] = Field(
+        description="the share of the causal area that the budget allows"
+    )
+    cost: SearchCost | None = Field(
+        default=None, description="what the search counted as cost; null: tiles, alike for all kinds"
+    )
+    n_trials: Natural | None = Field(
+        default=None, description="Optuna trials behind the result; null: there was no study"
+    )
+    device: Text = Field(description="where the model ran")
+    dtype: Text = Field(description="in which precision it ran")
+    kernel_backend: Text = Field(description="the attention kernels that scored the candidates")
+    summary: Summary = Field(description="what was found, in means over the searched heads")
 
     @model_validator(mode="after")
     def _single_kind(self) -> Self:
@@ -156,83 +199,85 @@ class SearchInfo(Record):
 
 
 class Prefill(Record):
-    """The pattern's name for every layer and query head; None for a layer left as it is: it slides.
+    """The pattern's name for every layer and query head; None for a layer left as it is: it slides."""
 
-    dense_below: prompts with fewer tokens are served densely.
-    dense_tail: the last so many queries see every key, whatever the pattern: a prompt's question is asked there.
-    growth: how sizes go with the length; None leaves them as they are at any.
-    front: other settings of all heads, between fast and exact; `layers` is one of them or its own.
-    imported: where the patterns come from, if they were not searched here.
-    """
-
-    dense_below: Annotated[int, Field(ge=0)]
-    dense_tail: Annotated[int, Field(ge=0)] = 0
-    growth: Growth | None = None
-    layers: Rows
-    front: Front | None = None
-    imported: Imported | None = None
-
-
-class Measurement(Record):
-    """One measured number against its baseline, with the command that measures it again."""
-
-    name: Text
-    value: float
-    unit: str
-    baseline: float | None = None
-    baseline_name: Text | None = None
-    length: Count | None = None
-    samples: Count | None = None
-    command: Text
-    device: Text
-    versions: dict[str, str]
-
-    @model_validator(mode="after")
-    def _both(self) -> Self:
-        if (self.baseline is None) != (self.baseline_name is None):
-            raise ValueError("baseline and baseline_name go together: give both or neither")
-        return self
+    dense_below: Natural = Field(description="prompts with fewer tokens are served densely")
+    dense_tail: Natural = Field(
+        default=0,
+        description="the last so many queries of a prompt (whole tiles of 64 positions) see every key, whatever the "
+        "pattern: a question is asked there; 0: none",
+    )
+    growth: Growth | None = Field(
+        default=None, description="how sizes go with the prompt's length; null: they stay as they are"
+    )
+    layers: Rows = Field(
+        description="a row for each layer: a pattern's name for every query head, in the model's own order; `null` "
+        "leaves the layer as it is: it slides, or nothing was said about it"
+    )
+    front: Front | None = Field(
+        default=None, description="settings between fast and exact, of which one can be chosen when it is loaded"
+    )
+    imported: Imported | None = Field(
+        default=None, description="where the section comes from, if it was taken over from another tool's file"
+    )
 
 
 class Sidecar(Record):
-    """The safetensors file beside the YAML, by its bare name, and the SHA-256 of its bytes."""
+    """The safetensors file beside the YAML."""
 
-    file: SidecarName
-    sha256: Sha256
+    file: SidecarName = Field(description="the bare name of a .safetensors file beside this one")
+    sha256: Sha256 = Field(description="of its bytes")
+
+
+class Edit(Record):
+    """A field that a person set to another value: `python -m artifacts set`."""
+
+    field: Text = Field(description="its path, such as `prefill.dense_below`")
+    before: Text = Field(description="what it was, as JSON, of long values the beginning")
+    after: Text = Field(description="what it became")
+    over: Sha256 = Field(description="`content_sha256` of the artifact that was changed")
 
 
 class Artifact(Record):
-    """What was found for a model: a pattern for every searched head, how it was found, what was measured with
-    it.
+    """What was found for a model: a pattern for every searched head, how it was found, what was measured with it.
 
-    search: None where no pattern was searched here: prefill.imported says where they come from.
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
     """
 
-    schema_version: Literal[4] = 4
-    created_at: Timestamp = Field(default_factory=now)
-    model: ModelInfo
-    search: SearchInfo | None
-    patterns: dict[PatternName, Pattern]
-    prefill: Prefill
-    decode: Decode | None = None
-    kv_cache: KVCache | None = None
-    evidence: tuple[Measurement, ...] = ()
-    costs: tuple[DeviceCosts, ...] = ()
-    sidecar: Sidecar | None = None
-    content_sha256: SavedSha256 = ""
+    schema_version: Literal[1] = Field(default=1, description="the layout of this file")
+    created_at: Timestamp = Field(default_factory=now, description="when it was written, UTC, `2025-01-31T12:00:00Z`")
+    model: ModelInfo = Field(description="which model it is for")
+    search: SearchInfo | None = Field(
+        description="how the patterns were found; null: none was searched here, and `prefill.imported` says where they "
+        "come from"
+    )
+    patterns: dict[PatternName, Pattern] = Field(description="the patterns in use; an unused one is an error")
+    prefill: Prefill = Field(description="which query head gets which pattern")
+    decode: Decode | None = Field(
+        default=None, description="which layers choose the tokens that others attend to in decode"
+    )
+    kv_cache: KVCache | None = Field(
+        default=None, description="what each layer and KV head keeps of its keys and values"
+    )
+    evidence: Evidence = Field(default=Evidence(), description="what was measured, and on which prompts")
+    costs: tuple[DeviceCosts, ...] = Field(
+        default=(), description="devices whose measured cost tables lie in the sidecar"
+    )
+    edits: Annotated[tuple[Edit, ...], Field(max_length=MAX_EDITS)] = Field(
+        default=(), description="what was set by hand, the first change first; `search` and `evidence` are of before"
+    )
+    sidecar: Sidecar | None = Field(default=None, description="the file with the arrays")
+    content_sha256: SavedSha256 = Field(default="", description="hash of the content, see [Hashes](#hashes)")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        unused = dict.fromkeys(self.patterns)
-        self._check_rows(self.prefill.layers, "prefill.layers", unused)
-        front = self.prefill.front
-        for i, point in enumerate(front.points if front else ()):
-            self._check_rows(point.layers, f"prefill.front.points[{i}].layers", unused)
+        used = self._check_rows()
         if self.search is None and self.prefill.imported is None and self.patterns:
             raise ValueError("search must say how the patterns were found, or prefill.imported where they come from")
-        if unused:
-            raise ValueError(f"patterns.{next(iter(unused))} is used by no head: remove it or use it in prefill.layers")
+        front = self.prefill.front
+        # Which patterns the points of a front use, the sidecar says.
+        if front is None and (unused := next((name for name in self.patterns if name not in used), None)):
+            raise ValueError(f"patterns.{unused} is used by no head: remove it or use it in prefill.layers")
         if fault := _unpriced(None if self.search is None else self.search.cost, self.costs, front):
             raise ValueError(fault)
         if self.decode is not None:
@@ -249,25 +294,24 @@ class Artifact(Record):
                 raise ValueError(fault)
         return self
 
-    def _check_rows(self, rows: Rows, path: str, unused: dict[str, None]) -> None:
-        """Rows that fit the model, and name patterns that there are; takes what they name out of `unused`."""
+    def _check_rows(self) -> set[str]:
+        """What the rows name, which have to fit the model and name patterns that there are."""
+        rows, used = self.prefill.layers, set[str]()
         if len(rows) != self.model.num_layers:
-            raise ValueError(f"{path} has {len(rows)} rows, the model has {self.model.num_layers} layers")
-        for layer, (row, own) in enumerate(zip(rows, self.prefill.layers, strict=True)):
-            if (row is None) != (own is None):
-                raise ValueError(
-                    f"{path}[{layer}]: a layer is left alone in prefill.layers and in the whole front, or in none"
-                )
+            raise ValueError(f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers")
+        for layer, row in enumerate(rows):
             if row is None:
                 continue
             if len(row) != self.model.num_heads:
                 raise ValueError(
-                    f"{path}[{layer}] has {len(row)} names, the model has {self.model.num_heads} query heads"
+                    f"prefill.layers[{layer}] has {len(row)} names, the model has {self.model.num_heads} query heads"
                 )
-            for head, name in enumerate(row):
-                if name not in self.patterns:
-                    raise ValueError(f"{path}[{layer}][{head}]: {_unknown(name, list(self.patterns))}")
-                unused.pop(name, None)
+            used.update(row)
+            if unknown := next((name for name in row if name not in self.patterns), None):
+                raise ValueError(
+                    f"prefill.layers[{layer}][{row.index(unknown)}]: {_unknown(unknown, list(self.patterns))}"
+                )
+        return used
 
 
 def _unpriced(cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None) -> str | None:

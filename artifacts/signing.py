@@ -1,20 +1,27 @@
-"""Signatures of artifacts: Ed25519 over the YAML file's bytes, which name the sidecar's hash, in a file beside it.
+"""Signatures of artifacts: Ed25519 over a context and the YAML file's bytes, which name the sidecar's hash.
 
-`cfg.yaml.sig` holds the 64 bytes of the signature and nothing else, and keys are PEM files, so that other tools can
-check it too: openssl pkeyutl -verify -pubin -inkey KEY.pub -rawin -in cfg.yaml -sigfile cfg.yaml.sig
+`cfg.yaml.sig` is three lines of text: the context, which key signed, and the signature in base64. Signed are the first
+two lines and after them the YAML file, so that no signature can pass for one of something else. Keys are PEM files, and
+other tools can check it too:
+
+    head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > signature
+    openssl pkeyutl -verify -pubin -inkey KEY.pub -rawin -in signed -sigfile signature
 
 Needs the package cryptography, which is imported where it is used.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from artifacts.errors import ArtifactError, HeadwiseError, one_line, shorten
+from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
 from artifacts.files import atomic_write, check_writable, open_regular
 
 if TYPE_CHECKING:
@@ -22,9 +29,13 @@ if TYPE_CHECKING:
 
 # A key file, or its text.
 Key: TypeAlias = "str | os.PathLike[str] | bytes"
+# Gives the passphrase of an encrypted key.
+Ask: TypeAlias = Callable[[], bytes]
 
+CONTEXT = "headwise artifact signature v1"
 _LONGEST_KEY = 16_384
-_SIGNATURE = 64
+_LONGEST_SIGNATURE = 1_024
+_LAYOUT = re.compile(rf"({CONTEXT}\nkey ([0-9a-f]{{16}})\n)([A-Za-z0-9+/]{{86}}==)\n".encode())
 
 
 def signature_path(path: Path) -> Path:
@@ -32,8 +43,12 @@ def signature_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sig")
 
 
-def make_key(path: str | os.PathLike[str]) -> tuple[Path, str]:
+def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -> tuple[Path, str]:
     """Write a new private key to `path`, readable by its owner alone, and the public one beside it with .pub.
+
+    Args:
+        path: the private key's file.
+        passphrase: encrypts it; None leaves it in the clear.
 
     Returns:
         The public key's path, and its fingerprint.
@@ -43,7 +58,13 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Path, str]:
     """
     _cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
 
     private, public = Path(path), Path(f"{os.fspath(path)}.pub")
     for file in (private, public):
@@ -51,32 +72,28 @@ def make_key(path: str | os.PathLike[str]) -> tuple[Path, str]:
         if file.exists():
             raise HeadwiseError(f"{one_line(str(file))}: is there already, and a key is never replaced: name another")
     key = Ed25519PrivateKey.generate()
-    _write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    how = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+    _write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
     atomic_write(public, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return public, _fingerprint(key.public_key())
 
 
-def sign(path: str | os.PathLike[str], key: Key) -> tuple[Path, str]:
-    """Check the artifact at `path` and write its signature by the private `key` beside it.
+def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str]:
+    """What a signature's file holds for the bytes of a YAML file, and the fingerprint of the public key.
 
-    Returns:
-        The signature's path, and the fingerprint of the public key.
+    Args:
+        data: the bytes that were read and checked.
+        key: the private key.
+        ask: gives the passphrase where the key is encrypted.
 
     Raises:
-        ArtifactError: the artifact is not whole.
-        HeadwiseError: `key` is no private Ed25519 key, the signature cannot be written, or cryptography is missing.
+        HeadwiseError: `key` is no private Ed25519 key, others can read it, it is encrypted and its passphrase is
+            missing or wrong; or cryptography is missing.
     """
-    from artifacts.lock import locked
-    from artifacts.store import load_pair, read_yaml
-
-    path = Path(path)
-    private = _private(key)
-    # What is signed is what was checked: nobody writes in between.
-    with locked(path):
-        load_pair(path)
-        target = signature_path(path)
-        atomic_write(target, private.sign(read_yaml(path)))
-    return target, _fingerprint(private.public_key())
+    private = _private(key, ask)
+    by = _fingerprint(private.public_key())
+    head = f"{CONTEXT}\nkey {by}\n".encode()
+    return head + base64.b64encode(private.sign(head + data)) + b"\n", by
 
 
 def fingerprint(key: Key) -> str:
@@ -88,8 +105,11 @@ def fingerprint(key: Key) -> str:
     return _fingerprint(_public(key))
 
 
-def check_signature(path: Path, data: bytes, key: Key) -> None:
+def check_signature(path: Path, data: bytes, key: Key) -> str:
     """Check that `data`, the bytes of the YAML file at `path`, are signed by the holder of the public `key`.
+
+    Returns:
+        The key's fingerprint.
 
     Raises:
         ArtifactError: there is no signature, or it is by another key or of other bytes.
@@ -98,37 +118,44 @@ def check_signature(path: Path, data: bytes, key: Key) -> None:
     public = _public(key)
     from cryptography.exceptions import InvalidSignature
 
-    file = signature_path(path)
-    shown = one_line(str(path))
+    file, by, shown = signature_path(path), _fingerprint(public), one_line(str(path))
     try:
         with open_regular(file) as stream:
-            signature = stream.read(_SIGNATURE + 1)
+            found = _LAYOUT.fullmatch(stream.read(_LONGEST_SIGNATURE))
     except FileNotFoundError:
         raise ArtifactError(f"{shown}: is not signed, {shorten(file.name)} is missing") from None
     except OSError as error:
-        raise ArtifactError(f"{shown}: {shorten(file.name)} cannot be read, {_reason(error)}") from None
-    if len(signature) != _SIGNATURE:
-        raise ArtifactError(f"{shown}: {shorten(file.name)} is no Ed25519 signature, which has {_SIGNATURE} bytes")
+        raise ArtifactError(f"{shown}: {shorten(file.name)} cannot be read, {reason(error)}") from None
+    if found is None:
+        raise ArtifactError(f"{shown}: {shorten(file.name)} is no {CONTEXT}: sign the artifact again")
+    if found[2].decode() != by:
+        raise ArtifactError(f"{shown}: is signed by the key {found[2].decode()}, not by {by}")
     try:
-        public.verify(signature, data)
+        public.verify(base64.b64decode(found[3]), found[1] + data)
     except InvalidSignature:
         raise ArtifactError(
-            f"{shown}: {shorten(file.name)} is no signature of this file by the key {_fingerprint(public)}: "
-            "the file was changed after it was signed, or another key signed it"
+            f"{shown}: {shorten(file.name)} is no signature of this file by the key {by}: the file was changed after "
+            "it was signed"
         ) from None
+    return by
 
 
-def _private(key: Key) -> Ed25519PrivateKey:
+def _private(key: Key, ask: Ask | None) -> Ed25519PrivateKey:
     _cryptography()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    data, shown = _key_bytes(key)
+    data, shown = _key_bytes(key, secret=True)
     if b"PUBLIC KEY" in data:
         raise HeadwiseError(f"{shown}: is a public key, signing takes the private one")
+    passphrase = None
     if b"ENCRYPTED" in data:
-        raise HeadwiseError(f"{shown}: is encrypted, give it in the clear: openssl pkey -in KEY -out CLEAR")
-    private = _parsed(lambda: load_pem_private_key(data, password=None))
+        if ask is None:
+            raise HeadwiseError(f"{shown}: is encrypted, and there is no terminal to ask for its passphrase")
+        passphrase = ask()
+    private = _parsed(lambda: load_pem_private_key(data, password=passphrase))
+    if private is None and passphrase is not None:
+        raise HeadwiseError(f"{shown}: this is not its passphrase")
     if not isinstance(private, Ed25519PrivateKey):
         raise HeadwiseError(f"{shown}: is no private Ed25519 key in PEM; python -m artifacts keygen makes one")
     return private
@@ -148,7 +175,7 @@ def _public(key: Key) -> Ed25519PublicKey:
     return public
 
 
-def _parsed(load: Any) -> Any:
+def _parsed(load: Callable[[], Any]) -> Any:
     from cryptography.exceptions import UnsupportedAlgorithm
 
     try:
@@ -157,15 +184,22 @@ def _parsed(load: Any) -> Any:
         return None
 
 
-def _key_bytes(key: Key) -> tuple[bytes, str]:
+def _key_bytes(key: Key, *, secret: bool = False) -> tuple[bytes, str]:
     if isinstance(key, bytes):
         return key, "the key"
+    if not isinstance(key, str | os.PathLike):
+        raise HeadwiseError(f"the key must be a file or the bytes of one, got {shorten(key)}")
     shown = one_line(os.fspath(key))
     try:
         with open_regular(key) as stream:
-            return stream.read(_LONGEST_KEY), shown
-    except OSError as error:
-        raise HeadwiseError(f"{shown}: the key cannot be read, {_reason(error)}") from None
+            mode = os.fstat(stream.fileno()).st_mode & 0o777
+            data = stream.read(_LONGEST_KEY)
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise HeadwiseError(f"{shown}: the key cannot be read, {why}") from None
+    if secret and os.name == "posix" and mode & 0o077 and b"PRIVATE KEY" in data:
+        raise HeadwiseError(f"{shown}: others can use the key (mode {mode:03o}): chmod 600 it, or make another")
+    return data, shown
 
 
 def _write_secret(path: Path, data: bytes) -> None:
@@ -179,7 +213,7 @@ def _write_secret(path: Path, data: bytes) -> None:
                 path.unlink()
             raise
     except OSError as error:
-        raise HeadwiseError(f"cannot write {shorten(str(path), 400)}: {_reason(error)}") from error
+        raise HeadwiseError(f"cannot write {shorten(str(path), 400)}: {reason(error)}") from error
 
 
 def _fingerprint(public: Ed25519PublicKey) -> str:
@@ -191,7 +225,3 @@ def _cryptography() -> None:
         import cryptography  # noqa: F401
     except ImportError:
         raise HeadwiseError("signatures need the package cryptography: pip install 'headwise[sign]'") from None
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

@@ -1,6 +1,6 @@
 """An artifact on disk: `cfg.yaml` to read and diff, and beside it `cfg.<8 hex>.safetensors` for the arrays.
 
-A reader at any instant finds the old pair or the new one, and writers take turns: artifacts.pair and artifacts.lock.
+A reader at any instant finds the old pair or the new one, and writers take turns: see artifacts.pair.
 """
 
 from __future__ import annotations
@@ -8,48 +8,72 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
-from artifacts.costs import check_costs
-from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.files import check_writable, open_regular
-from artifacts.hashing import content_sha256
-from artifacts.lock import TIMEOUT, Lock, locked
+from artifacts.arrays import check_arrays, needed
+from artifacts.errors import ArtifactError, one_line, reason, shorten
+from artifacts.files import atomic_write, check_writable, open_regular
+from artifacts.hashing import canonical_json, content_of
 from artifacts.migrations import migrate, version_of
-from artifacts.pair import MAX_BYTES, replace_pair, sidecar_name
-from artifacts.patterns import pattern_name
+from artifacts.pair import MAX_BYTES, TIMEOUT, Lock, locked, replace_pair, sidecar_name
 from artifacts.schema import SCHEMA_VERSION, Artifact
-from artifacts.sidecar import check, read_arrays, to_bytes
-from artifacts.signing import Key, check_signature
-from artifacts.static import check_static, has_static
+from artifacts.sidecar import Entry, Sidecar, to_bytes
+from artifacts.signing import Ask, Key, check_signature, signature, signature_path
 from artifacts.validation import to_artifact
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-__all__ = ["MAX_BYTES", "load", "load_arrays", "load_pair", "pattern_name", "save", "update"]
-
-_HEADER = "# Written by headwise; `python -m artifacts show FILE` prints it. A change by hand breaks the hash.\n"
+# Editors that know the YAML language server complete and check by the schema, where it lies beside the file.
+SCHEMA_FILE = f"headwise-v{SCHEMA_VERSION}.schema.json"
+MAX_CONTENT = 4 * 2**20
+"""Bytes of canonical JSON: whatever the layout of a file within it, it can be written again."""
+_HEADER = (
+    f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
+    "# Written by headwise; `python -m artifacts show FILE` prints it, `set` changes it. A change by hand breaks the "
+    "hash.\n"
+)
 # Each is another pair that was replaced between the two reads.
 _ATTEMPTS = 100
 _LONGEST_LINE = 800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An artifact as it was read.
+
+    data: the bytes of the YAML file. arrays: the sidecar's, each read when it is asked for; empty where there is none.
+    signed_by: the fingerprint of the key by whose holder it is signed; None where nobody was asked for.
+    """
+
+    artifact: Artifact
+    data: bytes
+    arrays: Sidecar | dict[str, Array] = field(default_factory=dict)
+    signed_by: str | None = None
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Dtypes and shapes of the arrays."""
+        return self.arrays.entries if isinstance(self.arrays, Sidecar) else {}
 
 
 def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None) -> Artifact:
     """Write the artifact to `path` and its arrays, if any, beside it.
 
     The same content gives the same bytes but for created_at and the commands. An existing pair is replaced, whatever it
-    held: what adds to an artifact calls update(). After a failure the old pair is as it was, without new files.
+    held: what adds to an artifact calls update(). A signature of the file that is replaced goes. After a failure the
+    old pair is as it was, without new files.
 
     Returns:
         The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
 
     Raises:
-        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern
-            or cost table is missing or not as it has to be, or there is more than an artifact may hold.
+        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern,
+            cost table or front is missing or not as it has to be, or there is more than an artifact may hold.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
@@ -91,12 +115,35 @@ def update(
         return _prepared(artifact, target, arrays)(lock)
 
 
+def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
+    """Check the artifact at `path` and write beside it the signature of the bytes that were checked.
+
+    Args:
+        path: the YAML file.
+        key: the private key.
+        ask: gives the key's passphrase where it is encrypted.
+
+    Returns:
+        The signature's path, and the fingerprint of the public key.
+
+    Raises:
+        ArtifactError: the artifact is not whole.
+        HeadwiseError: `key` is no private key of one's own, the signature cannot be written, or cryptography is
+            missing.
+    """
+    path = Path(path)
+    with locked(path):
+        text, by = signature(read_pair(path).data, key, ask)
+        atomic_write(signature_path(path), text)
+    return signature_path(path), by
+
+
 def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Key | None = None) -> Artifact:
     """Read an artifact, of this or an older schema version, and check it against its hash.
 
     Args:
         path: the YAML file.
-        check_sidecar: also hash the sidecar, and look at the arrays of static patterns; without it the sidecar need
+        check_sidecar: also hash the sidecar, and look at the arrays that patterns need; without it the sidecar need
             not be there.
         verify: a public key, by its file or as the bytes of one: what its holder did not sign is refused, before
             anything else in the file is looked at. None asks for no signature.
@@ -108,9 +155,7 @@ def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Ke
         HeadwiseError: `verify` is no public key.
     """
     path = Path(path)
-    if not check_sidecar:
-        return _parse(path, read_yaml(path), verify)
-    return _load_pair(path, verify, arrays=False)[0]
+    return read_pair(path, verify=verify).artifact if check_sidecar else _parse(path, read_yaml(path), verify).artifact
 
 
 def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> dict[str, Array]:
@@ -122,63 +167,49 @@ def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> d
     return load_pair(path, verify=verify)[1]
 
 
-def load_pair(path: str | os.PathLike[str], *, verify: Key | None = None) -> tuple[Artifact, dict[str, Array]]:
+def load_pair(
+    path: str | os.PathLike[str], *, verify: Key | None = None, names: Collection[str] | None = None
+) -> tuple[Artifact, dict[str, Array]]:
     """An artifact and its arrays, which belong together even if the pair is replaced meanwhile.
+
+    Args:
+        path: the YAML file.
+        verify: as for load().
+        names: read only these arrays, where they are there, and those without which the patterns cannot be applied;
+            None reads all.
 
     Raises:
         ArtifactError: as load().
     """
-    return _load_pair(Path(path), verify, arrays=True)
+    pair = read_pair(Path(path), verify=verify)
+    wanted = pair.arrays if names is None else {*names, *needed(pair.artifact)} & pair.arrays.keys()
+    with _naming(Path(path)):
+        return pair.artifact, {name: pair.arrays[name] for name in wanted}
 
 
-def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
-    """All of save() that needs no lock, and the rest as a function of one."""
-    with _naming(path):
-        data = to_bytes(arrays) if arrays else None
-        sidecar = None
-        if data is not None:
-            digest = hashlib.sha256(data).hexdigest()
-            sidecar = {"file": sidecar_name(path, digest), "sha256": digest}
-        fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": sidecar, "content_sha256": ""}
-        checked = to_artifact(fields)
-        check_static(checked.patterns, arrays)
-        check_costs(checked.costs, arrays)
-        fields["content_sha256"] = content_sha256(fields)
-        text = _to_yaml(fields)
-    saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
+def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
+    """An artifact whose sidecar is right, but for arrays that nothing needs: each is read when it is asked for.
 
-    def write(lock: Lock) -> Artifact:
-        replace_pair(lock, path, text, saved.sidecar, data)
-        return saved
-
-    return write
-
-
-def _load_pair(path: Path, verify: Key | None, *, arrays: bool) -> tuple[Artifact, dict[str, Array]]:
-    """The artifact with its sidecar checked; with its arrays where they are asked for or static patterns need them."""
-    data = read_yaml(path)
-    artifact = _parse(path, data, verify)
+    Raises:
+        ArtifactError: as load().
+    """
+    pair = _parse(path, read_yaml(path), verify)
     for _ in range(_ATTEMPTS):
+        artifact = pair.artifact
         if artifact.sidecar is None:
             with _naming(path):
-                check_static(artifact.patterns, None)
-                check_costs(artifact.costs, None)
-            return artifact, {}
+                check_arrays(artifact, None)
+            return pair
         file = path.with_name(artifact.sidecar.file)
         try:
             with _naming(path):
-                if not (arrays or has_static(artifact.patterns.values())):
-                    check(file, artifact.sidecar)
-                    return artifact, {}
-                found = read_arrays(file, artifact.sidecar)
-                check_static(artifact.patterns, found)
-                check_costs(artifact.costs, found)
-                return artifact, found
+                arrays = Sidecar(file, artifact.sidecar.sha256)
+                check_arrays(artifact, arrays, arrays.entries)
+                return Pair(artifact=artifact, data=pair.data, arrays=arrays, signed_by=pair.signed_by)
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.
-            before, data = data, read_yaml(path)
-            if data != before:
-                artifact = _parse(path, data, verify)
+            if (data := read_yaml(path)) != pair.data:
+                pair = _parse(path, data, verify)
             elif not file.exists():
                 break
     raise ArtifactError(
@@ -187,9 +218,32 @@ def _load_pair(path: Path, verify: Key | None, *, arrays: bool) -> tuple[Artifac
     )
 
 
-def _parse(path: Path, data: bytes, verify: Key | None) -> Artifact:
-    if verify is not None:
-        check_signature(path, data, verify)
+def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
+    """All of save() that needs no lock, and the rest as a function of one."""
+    with _naming(path):
+        fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": None, "content_sha256": ""}
+        check_arrays(to_artifact(fields), arrays)
+        data = to_bytes(arrays) if arrays else None
+        if data is not None:
+            digest = hashlib.sha256(data).hexdigest()
+            fields["sidecar"] = {"file": sidecar_name(path, digest), "sha256": digest}
+        checked = to_artifact(fields)
+        fields["content_sha256"] = _content_sha256(fields)
+        text = _to_yaml(fields)
+    saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
+
+    def write(lock: Lock) -> Artifact:
+        replace_pair(lock, path, text, None if saved.sidecar is None else saved.sidecar.file, data)
+        # It was of the file that is gone.
+        with contextlib.suppress(OSError):
+            signature_path(path).unlink()
+        return saved
+
+    return write
+
+
+def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
+    signed_by = None if verify is None else check_signature(path, data, verify)
     with _naming(path):
         try:
             data.decode()
@@ -202,26 +256,32 @@ def _parse(path: Path, data: bytes, verify: Key | None) -> Artifact:
             # A step relies on the old fields being as they were written.
             _check_content(fields)
             fields = migrate(fields)
-            fields["content_sha256"] = content_sha256(fields)
+            fields["content_sha256"] = _content_sha256(fields)
         missing = [name for name in Artifact.model_fields if name not in fields]
         if missing and fields.keys() <= Artifact.model_fields.keys():
             # Otherwise a misspelt name is what is wrong, and to_artifact says so.
             raise ArtifactError(f"{missing[0]}: missing (is the file cut short?)")
         artifact = to_artifact(fields)
         _check_content(fields)
-        return artifact
+        return Pair(artifact=artifact, data=data, signed_by=signed_by)
+
+
+def _content_sha256(fields: Mapping[str, Any]) -> str:
+    try:
+        content = canonical_json(content_of(fields))
+    except ValueError as error:
+        raise ArtifactError(f"holds what JSON has no place for: {error}") from None
+    if len(content) > MAX_CONTENT:
+        raise ArtifactError(f"has {len(content)} bytes of content, an artifact may have {MAX_CONTENT}")
+    return hashlib.sha256(content).hexdigest()
 
 
 def _check_content(fields: Mapping[str, Any]) -> None:
-    stated = fields.get("content_sha256")
-    try:
-        actual = content_sha256(fields)
-    except ValueError as error:
-        raise ArtifactError(f"holds a number that is not finite ({error})") from None
+    stated, actual = fields.get("content_sha256"), _content_sha256(fields)
     if stated != actual:
         raise ArtifactError(
-            f"content_sha256: says {shorten(stated, 14)} but the content gives {shorten(actual, 14)}: "
-            "the file was changed after it was written; restore it or run the search again"
+            f"content_sha256: says {shorten(stated, 14)} but the content gives {shorten(actual, 14)}: the file was "
+            "changed after it was written; restore it, or change it by `python -m artifacts set`"
         )
 
 
@@ -240,7 +300,7 @@ def read_yaml(path: Path) -> bytes:
     except FileNotFoundError:
         raise ArtifactError(f"{shown}: no such file") from None
     except OSError as error:
-        raise ArtifactError(f"{shown}: cannot be read, {(error.strerror or str(error)).lower()}") from None
+        raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
     if len(data) > MAX_BYTES:
         raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for an artifact's YAML file")
     return data
@@ -249,10 +309,8 @@ def read_yaml(path: Path) -> bytes:
 def _to_yaml(fields: Mapping[str, Any]) -> bytes:
     data = (_HEADER + strict_yaml.dump(fields)).encode()
     # A file that would not come back as it went in must never reach the disk.
-    if strict_yaml.parse(data) != fields:
+    if len(data) > MAX_BYTES or strict_yaml.parse(data) != fields:
         raise ArtifactError("a field has no exact form in YAML")
-    if len(data) > MAX_BYTES:
-        raise ArtifactError(f"comes to {len(data)} bytes of YAML, an artifact may have {MAX_BYTES}")
     return data
 
 

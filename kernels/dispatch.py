@@ -25,6 +25,7 @@ _log = logging.getLogger("headwise")
 _Result = TypeVar("_Result")
 
 
+@functools.cache
 def backend(name: str, op: str = "attention") -> ModuleType:
     """The backend's module, imported on first use; ValueError names the known ones."""
     if name not in BACKENDS:

@@ -35,7 +35,7 @@ from profiling.quality.divergence import forced_log_probs
 from profiling.speed.latency import interleaved
 from runtime import Headwise
 from runtime import load as load_headwise
-from runtime.caches import OFFLOADS, CacheBytes, cache_bytes
+from runtime.caches.make import OFFLOADS, CacheBytes, cache_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """python -m profiling.evaluate: quality and speed of an artifact beside dense attention and other methods, as one page.
 
-Every prompt under every method is one line of a journal in the report's folder: a killed run goes on where it was, and
+Every prompt under every method is a file of a ledger in the report's folder: a killed run goes on where it was, and
 methods, tasks, lengths and samples can be added later without running again what is there.
 
 python -m profiling.evaluate --model smollm2 --config cfg.yaml --lengths 4096 8192 --text book.txt --out report/
@@ -20,12 +20,12 @@ from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.evaluation.measure import (
-    DEFAULT_TASKS,
     DEPTHS,
+    OUTPUT,
     Evaluation,
     check_lengths,
     evaluate,
-    open_journal,
+    open_ledger,
     tasks_of,
 )
 from profiling.evaluation.method_table import method_names
@@ -34,10 +34,21 @@ from profiling.evaluation.page import page
 from profiling.evaluation.record import as_json, attached, record_of, table
 from profiling.evaluation.times import Speed, measure
 from profiling.models.loading import load_model
-from profiling.prompts.prompt import TASKS
+from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from runtime.fingerprint import check
 
-DEFAULT_METHODS = ("dense", "headwise", "headwise_static", "vertical_slash", "a_shape", "dilated", "strided")
+DEFAULT_METHODS = (
+    "dense",
+    "headwise",
+    "headwise-tail",
+    "headwise_static",
+    "vertical_slash",
+    "vertical_slash-tail",
+    "a_shape",
+    "a_shape-tail",
+    "dilated",
+    "strided",
+)
 _QUICK_METHODS, _QUICK_TASKS, _QUICK_LENGTH = (
     ("dense", "headwise", "headwise_static", "a_shape"),
     ("needle", "passkey"),
@@ -86,14 +97,12 @@ def run(job: Job) -> dict[str, Any]:
             raise HeadwiseError(f"unknown method {name!r}; known for this artifact: {', '.join(known)}")
     loaded = load_model(job.model, dtype=job.dtype, device=job.device, revision=job.revision)
     check(artifact.model, loaded.model)
-    journal = open_journal(job.out, fresh=job.fresh)
-    if len(journal):
-        print(f"going on with {journal.path}", file=sys.stderr)
-    methods = Methods(loaded, artifact, arrays, share=job.quality.share, memory=journal)
-    outcomes = evaluate(job.quality, loaded, methods, journal)
-    times = None
-    if job.speed is not None:
-        times = measure(job.speed, loaded, methods, journal, spec=job.model, revision=job.revision, again=job.again)
+    with open_ledger(job.out, fresh=job.fresh) as ledger:
+        methods = Methods(loaded, artifact, arrays, share=job.quality.share, ledger=ledger)
+        outcomes = evaluate(job.quality, loaded, methods, ledger)
+        times = None
+        if job.speed is not None:
+            times = measure(job.speed, loaded, methods, ledger, spec=job.model, revision=job.revision, again=job.again)
     record = record_of(
         artifact,
         methods,
@@ -104,7 +113,7 @@ def run(job: Job) -> dict[str, Any]:
         device=str(loaded.model.device),
         dtype=str(loaded.model.dtype).removeprefix("torch."),
     )
-    atomic_write(job.out / "evaluation.json", as_json(record))
+    atomic_write(job.out / OUTPUT, as_json(record))
     atomic_write(job.out / "index.html", page(record).encode())
     if job.attach or job.set_dense_below:
         _write_into(job, record)
@@ -121,8 +130,7 @@ def _write_into(job: Job, record: dict[str, Any]) -> None:
     def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
         fields: dict[str, Any] = {}
         if entries:
-            former = tuple(entry for entry in artifact.evidence if entry.command != job.command)
-            fields["evidence"] = (*former, *entries)
+            fields["evidence"] = artifact.evidence.with_measurements(entries, command=job.command)
         if job.set_dense_below and found is not None:
             fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": found})
         return artifact.model_copy(update=fields), arrays
@@ -136,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
     p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
     p.add_argument(
-        "--out", required=True, type=Path, help="folder of the report: index.html, evaluation.json, the journal"
+        "--out", required=True, type=Path, help="folder of the report: index.html, evaluation.json, the ledger"
     )
     p.add_argument("--tasks", nargs="+", help=f"`all` (that need no file), or some of: {TASKS}")
     p.add_argument("--text", help="long text: adds perplexity by position, and is the haystack of the needle")
@@ -153,12 +161,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory")
     p.add_argument("--no-crossover", dest="crossover", action="store_false", help="do not look for the crossover")
     p.add_argument(
-        "--time-again", dest="again", action="store_true", help="measure speed anew, whatever the journal has"
+        "--time-again", dest="again", action="store_true", help="measure speed anew, whatever the ledger has"
     )
     p.add_argument("--sparse-always", action="store_true", help="use the patterns below the artifact's dense_below too")
     p.add_argument("--attach", action="store_true", help="write the summary into the artifact's evidence")
     p.add_argument("--set-dense-below", action="store_true", help="write the crossover into the artifact")
-    p.add_argument("--fresh", action="store_true", help="discard the journal")
+    p.add_argument("--fresh", action="store_true", help="discard the ledger")
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--revision", help="revision of a hub model")

@@ -155,11 +155,11 @@ def _keep(config: Measured, length: int, found: Fidelity, model: ModelInfo) -> N
             )
             for name in _MEASURES
         )
-        former = tuple(entry for entry in artifact.evidence if entry.command != config.command)
+        evidence = artifact.evidence.with_measurements(entries, command=config.command)
         whole = model if artifact.model.weights_sha256 is None else artifact.model
         # A search has scores of its own, on the prompts that it chose by.
         own = {} if artifact.search else {f"chosen.{name}": getattr(found, name) for name in _MEASURES}
-        return artifact.model_copy(update={"model": whole, "evidence": (*former, *entries)}), {**arrays, **own}
+        return artifact.model_copy(update={"model": whole, "evidence": evidence}), {**arrays, **own}
 
     update(config.file, change)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import shorten
-from artifacts.files import check_writable
+from artifacts.files import check_writable, out_folder
 from profiling.pictures.picture_book import PICTURES, Heatmaps, PictureBook
 from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import DEFAULT_LENGTH
@@ -36,14 +36,11 @@ def run(config: Heatmaps) -> list[Path]:
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
-    check_writable(config.out / "similarity.png")
-    book = PictureBook(config)
-    wanted = config.pictures or (PICTURES if config.model else ("layers",))
-    return [path for name in PICTURES if name in wanted for path in getattr(book, name)()]
+    with out_folder(config.out):
+        check_writable(config.out / "similarity.png")
+        book = PictureBook(config)
+        wanted = config.pictures or (PICTURES if config.model else ("layers",))
+        return [path for name in PICTURES if name in wanted for path in getattr(book, name)()]
 
 
 def _heads(text: str) -> tuple[tuple[int, int], ...]:

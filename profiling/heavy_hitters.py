@@ -34,7 +34,7 @@ import numpy as np
 
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.drawing import LINES, line_style, new_figure, save, save_table
@@ -76,20 +76,17 @@ def run(config: HeavyHitters, loaded: LoadedModel | None = None) -> tuple[dict[s
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
-    check_writable(config.out / FILE)
-    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
-    prompts = make_prompts(
-        config.task, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
-    )
-    surveys = [survey(loaded, prompt) for prompt in prompts]
-    curves = measure(loaded, prompts)
-    sparsity, totals = np.mean([one.sparsity for one in surveys], axis=0), surveys[0].totals
-    arrays = _arrays(curves, sparsity, totals)
-    return arrays, _write(config, loaded, prompts, arrays, totals)
+    with out_folder(config.out):
+        check_writable(config.out / FILE)
+        loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        prompts = make_prompts(
+            config.task, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
+        )
+        surveys = [survey(loaded, prompt) for prompt in prompts]
+        curves = measure(loaded, prompts)
+        sparsity, totals = np.mean([one.sparsity for one in surveys], axis=0), surveys[0].totals
+        arrays = _arrays(curves, sparsity, totals)
+        return arrays, _write(config, loaded, prompts, arrays, totals)
 
 
 def _arrays(curves: BudgetCurves, sparsity: np.ndarray, totals: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:

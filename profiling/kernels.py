@@ -17,16 +17,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 import artifacts
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from kernels.patterns import KINDS
 from profiling.bench import backend_of, environment, head_pair
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import check_device
+from profiling.progress import phase
 from profiling.speed.attention_speed import Size, Speed, measure, patterns_for
 from profiling.speed.cost_table import Cost, CostTable, attach, load, save
 
@@ -64,28 +63,31 @@ class Grid:
 
 
 def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTable:
-    """Measure what is not in the resume file beside `out` yet, then write the table.
+    """Measure what an interrupted run has not measured yet, then write the table.
 
     Raises:
-        HeadwiseError: a backend computed something wrong, or the resume file is of another grid.
+        HeadwiseError: a backend computed something wrong, or the interrupted run measured otherwise.
     """
     where = environment(grid.device)
     sizes = list(grid.sizes())
-    journal = Journal.open(
-        out.with_name(out.name + ".resume.jsonl"), _plain(asdict(grid) | {"environment": where}), fresh=fresh
-    )
-    if len(journal):
-        print(f"going on with {journal.path}: {len(journal)} of {len(sizes)} sizes are measured", file=sys.stderr)
-    costs = []
-    for size in tqdm(sizes, desc="sizes", disable=None):
-        key = "/".join(map(str, (size.length, size.head_dim, size.heads, size.kv_heads, size.dtype)))
-        if key not in journal:
-            journal.add(key, [asdict(Cost.of(size, speed)) for speed in _measure(grid, size)])
-        costs += [Cost(**row) for row in journal[key]]
-    device = where.pop("device")
-    table = CostTable(device=device, backend=backend_of(sizes[0]), versions=where, command=command, costs=tuple(costs))
-    save(table, out)
-    journal.remove()
+    # Sizes may be added; what a size is measured by may not change.
+    settings = {name: getattr(grid, name) for name in ("densities", "repeats", "seed")} | where
+    costs: list[Cost] = []
+    with Ledger(out, "kernels", settings=settings, fresh=fresh) as ledger, phase("sizes", len(sizes), "sizes") as shown:
+        for size in sizes:
+            unit = ledger.unit("size", asdict(size))
+            rows = ledger.get(unit)
+            if rows is None:
+                rows = ledger.put(unit, [asdict(Cost.of(size, speed)) for speed in _measure(grid, size)])
+                shown.update()
+            else:
+                shown.skip()
+            costs += [Cost(**row) for row in rows]
+        device = where.pop("device")
+        backend = backend_of(sizes[0])
+        table = CostTable(device=device, backend=backend, versions=where, command=command, costs=tuple(costs))
+        save(table, out)
+        ledger.remove()
     return table
 
 
@@ -93,14 +95,6 @@ def _measure(grid: Grid, size: Size) -> list[Speed]:
     patterns = {pattern for density in grid.densities for pattern in patterns_for(size.length, density)}
     ordered = sorted(patterns, key=lambda p: (list(KINDS).index(p.kind), *(v for v in vars(p).values() if v)))
     return measure(size, ordered, repeats=grid.repeats, flex=False)
-
-
-def _plain(settings: dict[str, object]) -> dict[str, object]:
-    """Tuples as JSON gives them back: lists."""
-    return {
-        name: [list(x) if isinstance(x, tuple) else x for x in value] if isinstance(value, tuple) else value
-        for name, value in settings.items()
-    }
 
 
 def parser() -> argparse.ArgumentParser:

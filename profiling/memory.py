@@ -26,7 +26,7 @@ from artifacts.files import atomic_write, check_writable
 from profiling.memory_plan import aligned, plan, shape_of
 from profiling.memory_use.peak_memory import peak_apart
 from profiling.models.loading import DTYPES, load_config
-from runtime.caches import OFFLOADS
+from runtime.caches.make import OFFLOADS
 
 METHODS = {"no": ("headwise",), "yes": ("headwise low_memory",), "both": ("headwise", "headwise low_memory")}
 

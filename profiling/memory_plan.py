@@ -22,7 +22,7 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, shorten
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import DTYPES
-from runtime import tiles
+from runtime.low_memory import tiles
 
 # What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
 _ROOM = 8

@@ -6,6 +6,7 @@ python -m profiling.pattern_map cfg.yaml --out cfg
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import check_writable
+from artifacts.errors import one_line
+from artifacts.files import atomic_write, check_writable
 from artifacts.page import LETTERS
 
 # Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale shades of the first, so
@@ -53,17 +55,24 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     if any(array not in arrays or arrays[array].shape != shape for array in _SCORES):
         raise HeadwiseError(
-            f"{config} has no scores of its heads ({', '.join(_SCORES)}): "
+            f"{one_line(str(config))} has no scores of its heads ({', '.join(_SCORES)}): "
             "python -m profiling.fidelity --update measures those of an import"
         )
+    if not stem.name:
+        raise HeadwiseError("--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing")
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
     for path in paths:
         check_writable(path)
-    _write_numbers(artifact, arrays, paths[2])
     drawn = figure(artifact, arrays["chosen.recall"])
+    made = []
     for path in paths[:2]:
+        stream = io.BytesIO()
         # Without these two, the same map would be another file each time.
-        drawn.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+        drawn.savefig(stream, format=path.suffix[1:], metadata=metadata)
+        made.append(stream.getvalue())
+    for path, data in zip(paths, (*made, _numbers(artifact, arrays)), strict=True):
+        atomic_write(path, data)
     return paths
 
 
@@ -109,8 +118,10 @@ def figure(artifact: Artifact, recall: np.ndarray) -> Any:
         axes.set_yticks(np.arange(-0.5, heads), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="minor", length=0)
-    caption = f"{artifact.model.name}: pattern of each head, shade by recall\n{_origin(artifact)}"
-    axes.set_title(caption, loc="left", fontsize=8)
+    caption = f"{one_line(artifact.model.name)}: pattern of each head, shade by recall\n{_origin(artifact)}"
+    # A name is no formula, and moves no cursor where the SVG is printed.
+    lines = [one_line(line).replace("$", r"\$") for line in caption.split("\n")]
+    axes.set_title("\n".join(lines), loc="left", fontsize=8)
     handles = [Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}") for kind, count in sorted(counts.items())]
     if None in artifact.prefill.layers:
         handles.append(Patch(color=LEFT_ALONE, label="slides already"))
@@ -140,16 +151,15 @@ def _label(kind: str) -> str:
     return f"{LETTERS[kind]}: {kind}" if kind in LETTERED else kind
 
 
-def _write_numbers(artifact: Artifact, arrays: dict[str, np.ndarray], path: Path) -> None:
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
-        for layer, row in enumerate(artifact.prefill.layers):
-            for head, name in enumerate(row or ()):
-                measures = [f"{arrays[array][layer, head]:.6g}" for array in _SCORES]
-                writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
-    beside.replace(path)
+def _numbers(artifact: Artifact, arrays: dict[str, np.ndarray]) -> bytes:
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream)
+    writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
+    for layer, row in enumerate(artifact.prefill.layers):
+        for head, name in enumerate(row or ()):
+            measures = [f"{arrays[array][layer, head]:.6g}" for array in _SCORES]
+            writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
+    return stream.getvalue().encode()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="stem of the .png, .svg and .csv to write")
     options = parser.parse_args(argv)
     for path in draw_pattern_map(options.config, options.out):
-        print(path)
+        print(one_line(str(path)))
     return 0
 
 

@@ -7,7 +7,7 @@ dense         everything is kept
 original      sinks and a window, positions as they are in the text
 
 Feeding --chunk tokens at a time gives what one by one gives. A killed run goes on where it was: each finished block of
-tokens is in a journal, and a cache that does not grow is written down after it; one that grows is fed again.
+tokens is kept, and a cache that does not grow is written down after it; one that grows is fed again.
 
 python -m profiling.stream --model smollm2 --text book.txt --tokens 20000 --out stream/
 python -m profiling.stream --model smollm2 --text book.txt --tokens 1000000 --methods streaming --out stream/
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--window", type=int, default=Streamed.window, help="last tokens that are kept (default 1020)")
     p.add_argument("--methods", nargs="+", default=METHODS, help=f"any of {', '.join(METHODS)}, streaming:SINKS")
     p.add_argument("--chunk", type=int, default=Streamed.chunk, help="tokens fed at a time (default 256)")
-    p.add_argument("--block", type=int, help="tokens of a mean and of a step of the journal (default 1024 or more)")
+    p.add_argument("--block", type=int, help="tokens of a mean and of a unit of the ledger (default 1024 or more)")
     p.add_argument(
         "--stride", type=int, default=Streamed.stride, help="recomputed at every so many tokens (default 16)"
     )

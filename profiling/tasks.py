@@ -30,6 +30,10 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
         lines.append(f"metric: {prompt.metric}")
     if prompt.references[1:]:
         lines.append(f"references: {' | '.join(prompt.references)}")
+    if prompt.turn:
+        lines.append(f"later turn: the last {prompt.turn} tokens")
+    for start, stop in prompt.scored:
+        lines.append(f"answer inside: {start} to {stop}, {tokenizer.decode(ids[start:stop]).strip()}")
     for find in prompt.finds:
         start, stop = find.span
         block = tokenizer.decode(ids[start:stop]).strip()

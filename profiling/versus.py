@@ -22,9 +22,8 @@ from kernels.patterns import LayerPlan
 from profiling.bench import environment
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.held_out import seen_by_searches
+from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.prompts.unseen import Pieces, told_overlap, unseen_prompts
 from profiling.quality.logits import DenseLogits, Drift
 from profiling.speed.attention_time import DENSE, attention_seconds
 from runtime import Headwise
@@ -93,7 +92,7 @@ def run(config: Versus) -> Result:
                 "all would be dense; ask for longer prompts"
             )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    prompts = _prompts(config, loaded.tokenizer, [artifact for artifact, _ in pairs])
+    prompts = _prompts(config, loaded.tokenizer, Seen.by([arrays for _, arrays in pairs]))
     flat = [prompt for made in prompts.values() for prompt in made]
     logits = DenseLogits(loaded.model, flat, places=config.places)
     seconds = _seconds(config, loaded, pairs, flat[0])
@@ -112,9 +111,9 @@ def run(config: Versus) -> Result:
     )
 
 
-def _prompts(config: Versus, tokenizer: Any, artifacts: Sequence[Artifact]) -> dict[str, list[Prompt]]:
+def _prompts(config: Versus, tokenizer: Any, seen: Seen) -> dict[str, list[Prompt]]:
     """Of each task those that none of the artifacts' searches looked at, as far as there are any."""
-    seen, found = Pieces(seen_by_searches(artifacts, config.tasks, tokenizer)), {}
+    found = {}
     for task in config.tasks:
         made = unseen_prompts(
             task, tokenizer, length=config.length, samples=config.samples, seed=config.seed, seen=seen
@@ -142,18 +141,26 @@ def _seconds(
 
 
 def _row(path: Path, density: float, seconds: float | None, drift: Drift, config: Versus) -> Row:
-    loss = (drift.loss - drift.dense_loss)[np.isfinite(drift.loss)]
     by_task = np.split(drift.kl, len(config.tasks))
+    # A prompt is one sample: its tokens are no independent ones.
+    prompts = len(config.tasks) * config.samples
+    kl = np.array([part.mean() for part in np.split(drift.kl, prompts)])
+    loss = np.array([np.nanmean(part) for part in np.split(drift.loss - drift.dense_loss, prompts)])
     return Row(
         config=path.name,
         density=density,
         seconds=seconds,
         kl=drift.mean_kl,
-        kl_error=float(drift.kl.std() / len(drift.kl) ** 0.5),
+        kl_error=_standard_error(kl),
         kl_by_task={parse_task(task).name: float(kl.mean()) for task, kl in zip(config.tasks, by_task, strict=True)},
         loss=float(loss.mean()),
-        loss_error=float(loss.std() / len(loss) ** 0.5),
+        loss_error=_standard_error(loss),
     )
+
+
+def _standard_error(means: np.ndarray) -> float:
+    """Of the mean over prompts; NaN of one alone."""
+    return float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
 
 
 def table(result: Result) -> str:

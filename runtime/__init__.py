@@ -8,6 +8,6 @@
 Importing this package and loading an artifact import neither torch nor transformers.
 """
 
-from runtime.headwise import Handle, Headwise, load, memory_report
+from runtime.headwise import Handle, Headwise, apply_dense, load, memory_report, warm_up
 
-__all__ = ["Handle", "Headwise", "load", "memory_report"]
+__all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "warm_up"]

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch import nn
 
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
-from runtime.attention import ATTENTION_NAME, headwise_attention, register
-from runtime.decode import OmniKV
+from runtime.allocator import keep_freed_memory
+from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
+from runtime.attention.own import Before
+from runtime.attention.paged import Batching
+from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
+from runtime.caches.rows import check_rows
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
-from runtime.low_memory import LowMemory
+from runtime.low_memory.model import LowMemory
+from runtime.omnikv.decode import OmniKV
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
-from runtime.policies.rows import check_rows
 from runtime.refusals import check_sections
 from runtime.sharding import Shard, shard_of
-from runtime.state import Layer, Settings, forget, layer_of, remember, settings_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +64,9 @@ class Applied:
         former = _implementations(config)
         config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
         self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
+        self._batching = Batching(model, config, _no_batching(model, settings))
+        if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
+            keep_freed_memory()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -72,6 +79,12 @@ class Applied:
             raise HeadwiseError("this artifact is no longer applied: its handle was undone")
         return self._model
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
     def detach(self) -> None:
         """Give the model its former attention back, nested configurations too; later calls do nothing."""
         if self._model is None:
@@ -80,9 +93,23 @@ class Applied:
         model.config._attn_implementation = self._former
         forget(text_config(model), self._modules)
         self._modules = []
+        self._batching.remove()
         if self._low_memory is not None:
             self._low_memory.remove()
             self._low_memory = None
+
+
+def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:
+    """Why transformers' continuous batching is not served, None where it is."""
+    if settings.decode is not None:
+        return "with a decode section: transformers' pages hold every token"
+    if settings.evicts:
+        return "with a kv_cache section: transformers' pages hold every token"
+    if settings.low_memory:
+        return "with low_memory=True"
+    if model.device.type != "cpu":
+        return f"on {model.device.type}, where it has not been tried: undo() the artifact first"
+    return None
 
 
 def attach(
@@ -112,15 +139,16 @@ def attach(
     group = next(iter(shards.values())).group
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
-    implementation = text_config(model)._attn_implementation
+    dense = _dense_of(model)
     settings = Settings(
         dense_below=artifact.prefill.dense_below,
-        dense="eager" if implementation == "eager" else "sdpa",
+        dense=dense,
         strict=strict,
         backend=backend,
         decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
         # The reference is slower than dense attention.
-        dense_kernels=dense_kernels and backend != "reference" and not _wants_eager(model),
+        dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
+        spread=len({parameter.device for parameter in model.parameters()}) > 1,
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
         watch=_watch(min_recall) if watch or min_recall is not None else None,
@@ -130,15 +158,43 @@ def attach(
     return Applied(model, layers, settings)
 
 
+def attach_dense(model: nn.Module, *, by: str) -> Applied:
+    """Serve every layer densely. See runtime.apply_dense."""
+    if by not in (known := ("auto", "kernel", "model")):
+        raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
+    modules = attention_layers(model)
+    model = _servable(model, modules)
+    dense = _dense_of(model)
+    settings = Settings(dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by)
+    register()
+    layers = {
+        module: Layer(settings, number, None, before=_before(module, dense)) for number, module in modules.items()
+    }
+    return Applied(model, layers, settings)
+
+
+def _before(module: nn.Module, dense: str) -> Before | None:
+    return None if dense in ("sdpa", "eager") else Before.of(module, dense)
+
+
 def _watch(min_recall: float | None) -> Watch:
     from runtime.watch import Watch
 
     return Watch(min_recall)
 
 
-def _wants_eager(model: PreTrainedModel) -> bool:
-    """Whether eager attention was asked for by name: models that sdpa cannot serve come with it."""
-    return text_config(model)._attn_implementation == "eager" and model._supports_sdpa
+def _dense_of(model: PreTrainedModel) -> str:
+    """The attention that the model has, by its name: what stays dense keeps it."""
+    from transformers import AttentionInterface
+
+    name = str(text_config(model)._attn_implementation)
+    return name if name == "eager" or (name in AttentionInterface() and "paged" not in name) else "sdpa"
+
+
+def _may_be_ours(model: PreTrainedModel, dense: str) -> bool:
+    """Whether our kernels may take the place of that attention: of flash, flex and eager by choice they do not."""
+    # Models that sdpa cannot serve come with eager.
+    return dense == "sdpa" or (dense == "eager" and not model._supports_sdpa)
 
 
 def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
@@ -171,7 +227,9 @@ def _plan(
             decode = settings.decode
             slides = decode is None or number in sliding_layers(modules)
             role = None if decode is None or slides else decode.role(number)
-            layers[modules[number]] = Layer(settings, number, plan, role, shard.heads.start)
+            layers[modules[number]] = Layer(
+                settings, number, plan, role, shard.heads.start, _before(modules[number], settings.dense)
+            )
     return layers
 
 

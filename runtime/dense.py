@@ -1,50 +1,272 @@
-"""Dense attention: what a model had before an artifact was applied to it.
+"""The best dense attention that this machine has: torch's sdpa or Headwise's kernel over every key, measured once.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from runtime.calls import Call
-from runtime.layers import eager_attention
-from runtime.masks import PrefillMask
+from kernels import dispatch
+from kernels.attention import sparse_attention
+from kernels.patterns import Dense, LayerPlan
+from kernels.ragged import Ragged
+
+# With fewer keys attention is a small part of a prefill, and what the model had serves.
+LEAST = 1024
+# Queries and keys that stand for a class of calls, from so many keys on: whole prompts, chunks and tails on a past.
+_WHOLE = {LEAST: (1024, 1024), 4096: (4096, 4096)}
+_CHUNK = {LEAST: (256, 2048), 4096: (512, 8192)}
+_TAIL = {LEAST: (64, 2048), 4096: (64, 8192)}
+# The kernel is taken where it is faster by more than a measurement is off.
+_MARGIN = 0.95
+_REPEATS = 3
+_log = logging.getLogger("headwise")
 
 
-def attend_densely(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The call as the model would have had it served: (B, Q, H, E), and the weights where they were asked for."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one class of calls takes on this machine, in seconds; `by` is "kernel" or "sdpa", the faster.
 
-    module, layer, q, k, v, mask, dropout, scale, more = call
-    # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
-    needs_eager = (
-        (layer is not None and layer.settings.dense == "eager")
-        or more.get("softcap") is not None
-        or more.get("s_aux") is not None
-        or call.wants_weights
+    right: whether the kernel agrees with the fp32 reference here; where it does not, it serves nothing.
+    """
+
+    by: str
+    right: bool
+    kernel_s: float
+    sdpa_s: float
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    by: str = "auto",
+) -> Tensor:
+    """Causal attention to every key (or to a window's), by the faster of sdpa and Headwise's kernel: (B, H, Q, E).
+
+    Args:
+        q, k, v: (B, H, Q, D) queries, the last Q of the K positions, (B, G, K, D) keys, (B, G, K, E) values.
+        scale, softcap: as in kernels.attention.sparse_attention.
+        window: how many keys a query sees, itself included; None for all.
+        by: "auto", or "kernel" or "sdpa" whatever is faster.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together; `by` is unknown; a soft-cap is asked of sdpa.
+    """
+    if by not in ("auto", "kernel", "sdpa"):
+        raise ValueError(f"by must be auto, kernel or sdpa, got {by!r}")
+    if by == "auto":
+        by = "kernel" if softcap is not None or (window is not None and right(q, k, v)) else faster(q, k, v)
+    if by == "kernel":
+        return every_key(q, k, v, scale=scale, softcap=softcap, window=window)
+    if softcap is not None:
+        raise ValueError("sdpa has no soft-cap: use by='kernel'")
+    return _sdpa(q, k, v, scale, window)
+
+
+def every_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    ragged: Ragged | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Headwise's kernel over every key, or a window's: (B, H, Q, E); see kernels.attention.sparse_attention."""
+    index = dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window, ragged=ragged)
+    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=backend)
+
+
+def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """ "kernel" or "sdpa": what is faster for causal calls like this one, measured once and kept in the cache folder.
+
+    Below LEAST keys, and where the kernel cannot serve or is wrong, it is "sdpa".
+    """
+    if k.shape[2] < LEAST:
+        return "sdpa"
+    return _measured(*_kind(q, k, v), *_shape(q.shape[2], k.shape[2])).by
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel has agreed with the reference on this device; on a CPU its tests have shown that."""
+    return q.device.type == "cpu" or _measured(*_kind(q, k, v), *_WHOLE[LEAST]).right
+
+
+def measurements(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> dict[int, Measured]:
+    """By length of a prompt what was measured for tensors like these; lengths below LEAST are left out."""
+    kind = _kind(q, k, v)
+    return {length: _measured(*kind, *_shape(length, length)) for length in lengths if length >= LEAST}
+
+
+def _kind(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.device, torch.dtype, int, int, int]:
+    return q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[3], v.shape[3]
+
+
+def _shape(q_len: int, k_len: int) -> tuple[int, int]:
+    """Queries and keys of the calls that stand for this one."""
+    table = _WHOLE if 2 * q_len > k_len else _CHUNK if q_len >= 256 else _TAIL
+    return table[4096 if k_len >= 4096 else LEAST]
+
+
+_measuring = threading.Lock()
+_known: dict[tuple[Any, ...], Measured] = {}
+
+
+def _measured(
+    device: torch.device, dtype: torch.dtype, group: int, dim: int, v_dim: int, q_len: int, k_len: int
+) -> Measured:
+    key = (device, dtype, group, dim, v_dim, q_len, k_len, torch.get_num_threads())
+    if (found := _known.get(key)) is not None:
+        return found
+    # Threads that come together would disturb each other's measurement.
+    with _measuring:
+        if key not in _known:
+            _known[key] = _look_up(device, dtype, group, dim, v_dim, q_len, k_len)
+        return _known[key]
+
+
+def _look_up(
+    device: torch.device, dtype: torch.dtype, group: int, dim: int, v_dim: int, q_len: int, k_len: int
+) -> Measured:
+    """What the cache folder says of this class of calls, measured where it says nothing."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    what = (name, torch.__version__, torch.get_num_threads(), str(dtype), group, dim, v_dim, q_len, k_len, _sources())
+    file = _folder() / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
+    if (kept := _read(file)) is not None:
+        return kept
+    heads = group * max(1, -(-torch.get_num_threads() // group))
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, count, length, width, generator=made).to(device, dtype)
+        for count, length, width in ((heads, q_len, dim), (heads // group, k_len, dim), (heads // group, k_len, v_dim))
     )
-    eager = eager_attention(module) if needs_eager else None
-    if eager is None:
-        plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        result: tuple[Tensor, Tensor | None] = sdpa(module, q, k, v, plain, dropout=dropout, scaling=scale, **more)
-        return result
-    plain = mask.read() if isinstance(mask, PrefillMask) else mask
-    if plain is None and q.shape[2] > 1 and call.causal:
-        # sdpa's meaning of no mask: queries start at the first key.
-        plain = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
-    if plain is not None and plain.dtype == torch.bool:
-        zero = torch.zeros((), dtype=q.dtype, device=q.device)
-        plain = torch.where(plain, zero, torch.finfo(q.dtype).min)
-    result = eager(module, q, k, v, plain, dropout=dropout, scaling=scale, **more)
-    return result
+    try:
+        with torch.no_grad():
+            found = _measure(q, k, v)
+    except Exception as error:
+        # A kernel that is not there, or fails to build or to run, serves nothing; the next process tries again.
+        _log.info("dense attention by sdpa: the kernel cannot be measured here (%s: %s)", type(error).__name__, error)
+        return Measured(by="sdpa", right=False, kernel_s=0.0, sdpa_s=0.0)
+    _log.info(
+        "dense attention of %s, head dim %d, %d queries and %d keys: by %s (kernel %.1f ms, sdpa %.1f ms)",
+        *(str(dtype).removeprefix("torch."), dim, q_len, k_len, found.by, 1e3 * found.kernel_s, 1e3 * found.sdpa_s),
+    )
+    _write(file, found)
+    return found
 
 
-def causal_mask(q: Tensor, k: Tensor) -> Tensor | None:
-    """(1, 1, Q, K) for queries that are the last Q of the keys; None where sdpa does without."""
-    q_len, k_len = q.shape[2], k.shape[2]
-    if q_len in (1, k_len):
+def _measure(q: Tensor, k: Tensor, v: Tensor) -> Measured:
+    if all(reason for name, reason in dispatch.why_not(q, k, v).items() if name != "reference"):
+        raise RuntimeError("no fast kernel")
+    agrees = all(_agrees(q[:, :, -300:], k[:, :, -320:], v[:, :, -320:], window) for window in (None, 70))
+    runs = {"kernel": lambda: every_key(q, k, v), "sdpa": lambda: _sdpa(q, k, v, None, None)}
+    seconds = dict.fromkeys(runs, float("inf"))
+    # The first turn warms both up.
+    for turn in range(_REPEATS + 1):
+        for name, run in runs.items():
+            _wait(q.device)
+            start = time.perf_counter()
+            run()
+            _wait(q.device)
+            if turn:
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    wins = agrees and seconds["kernel"] < _MARGIN * seconds["sdpa"]
+    return Measured(by="kernel" if wins else "sdpa", right=agrees, kernel_s=seconds["kernel"], sdpa_s=seconds["sdpa"])
+
+
+def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
+    """Whether the kernel gives what the fp32 reference gives, to the rounding of the dtype."""
+    found = every_key(q, k, v, window=window).float()
+    expected = every_key(q.float(), k.float(), v.float(), window=window, backend="reference")
+    return bool(torch.allclose(found, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
+    q_len, k_len, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if q_len == k_len and window is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1
+        )
+    at = torch.arange(k_len, device=q.device)
+    distance = at[k_len - q_len :, None] - at
+    mask = (distance >= 0) & (distance < (k_len if window is None else window))
+    k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@lru_cache
+def dense_plan(heads: int, kv_heads: int) -> LayerPlan:
+    """The plan of every key for all query heads."""
+    return LayerPlan([Dense()] * heads, kv_heads)
+
+
+@cache
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    told = dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features")))
+    return "\n".join((platform.machine(), *told))
+
+
+@cache
+def _sources() -> str:
+    """A hash of the kernels' code: another kernel is measured again."""
+    digest = hashlib.sha256()
+    kernels = Path(dispatch.__file__).parent
+    for file in sorted((*kernels.glob("attention/*"), *kernels.glob("native/*.h"))):
+        if file.suffix in (".py", ".cpp", ".h"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _folder() -> Path:
+    root = os.environ.get("HEADWISE_CACHE")
+    return (Path(root) if root else Path("~/.cache/headwise").expanduser()) / "dense"
+
+
+def _read(file: Path) -> Measured | None:
+    """What a file says; None where there is none that can be understood."""
+    try:
+        found = Measured(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
         return None
-    return torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)[None, None]
+    return found if found.by in ("kernel", "sdpa") and isinstance(found.right, bool) else None
+
+
+def _write(file: Path, found: Measured) -> None:
+    """Keep a measurement, whole or not at all, for this user alone; a folder that takes none costs a measurement."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as new:
+            new.write(json.dumps(asdict(found)) + "\n")
+        os.replace(beside, file)
+    except (OSError, RuntimeError) as error:
+        _log.info("the measurement cannot be kept: %s", error)

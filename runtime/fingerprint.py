@@ -8,26 +8,31 @@ weights_sha256 covers every parameter's name and shape and SAMPLES of its elemen
 does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes under 2**-14
 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash however it is loaded.
 A float32 checkpoint gives one for float32 and bfloat16, and may give another as float16, which rounds twice.
-Tied weights count once.
+Tied weights count once. Adapters that stand beside the weights do not count; a quantised model is told by the numbers
+that it stores, so it is another model than the one that it was made of.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.hashing import canonical_json
-from runtime.layers import text_config
+from runtime.layers import of_full_layers, text_config
 from runtime.sharding import is_sharded, local_elements
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLES = 64
+# Where PEFT's modules keep the one that they stand around.
+_INSIDE = ("base_layer", "original_module")
 # Positions of a model whose configuration sets no limit.
 UNLIMITED = 2**31 - 1
 _CONFIG_FIELDS = (
@@ -99,19 +104,51 @@ def weights_sha256(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     samples: list[Tensor] = []
     groups: list[Any] = []
-    for name, weight in sorted(model.named_parameters(), key=lambda pair: pair[0]):
-        if weight.is_meta or not (type(weight.data) is Tensor or is_sharded(weight)):
+    for name, weight in sorted(_base_weights(model), key=lambda pair: pair[0]):
+        if weight.is_meta:
             raise HeadwiseError(
-                f"the weights cannot be fingerprinted: {name} is offloaded or quantized; "
+                f"the weights cannot be fingerprinted: {name} is offloaded; "
                 "load the whole model, or apply with check_weights=False"
             )
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         if weight.numel():
             samples.append(_sample(weight.detach()))
-            groups.append(weight.device_mesh if is_sharded(weight) else None)
+            groups.append(getattr(weight, "device_mesh", None) if is_sharded(weight) else None)
     for sample in _gathered(_to_cpu(samples), groups):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
+
+
+def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of each parameter without adapters; what a quantised one is stored as, part by part.
+
+    Adapters of PEFT stand around what was there before, which each keeps as `base_layer` or, where a module is trained
+    as a whole, as `original_module`. They are known by that, not by their names.
+
+    Raises:
+        HeadwiseError: an adapter is merged into the weights, which are then others.
+    """
+    outside: set[int] = set()
+    for name, module in model.named_modules():
+        if getattr(module, "merged", False) is True and isinstance(getattr(module, "base_layer", None), nn.Module):
+            raise HeadwiseError(f"the weights cannot be fingerprinted: an adapter is merged into {name}: unmerge it")
+        for inner in _INSIDE:
+            if isinstance(base := getattr(module, inner, None), nn.Module):
+                outside |= {id(weight) for weight in module.parameters()} - {id(weight) for weight in base.parameters()}
+    for name, weight in model.named_parameters():
+        if id(weight) not in outside:
+            plain = ".".join(part for part in name.split(".") if part not in _INSIDE)
+            yield from _parts(plain, weight)
+
+
+def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those that one of another library's types is made of (torchao's quantised ones)."""
+    inside: Any = weight.data
+    if type(inside) is Tensor or is_sharded(weight) or not is_traceable_wrapper_subclass(inside):
+        yield name, weight
+        return
+    for part in inside.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(inside, part))
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -164,16 +201,16 @@ def config_info(
     config: Any, architecture: str, *, name: str, revision: str | None, weights_sha256: str | None
 ) -> ModelInfo:
     """What the artifact records of a model, by the configuration of its language part and the name of its class."""
-    num_heads = int(config.num_attention_heads)
+    num_heads = int(of_full_layers(config, "num_attention_heads"))
     shape: dict[str, Any] = {
         "architecture": architecture,
         "num_layers": int(config.num_hidden_layers),
         "num_heads": num_heads,
-        "num_kv_heads": int(getattr(config, "num_key_value_heads", None) or num_heads),
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // num_heads),
+        "num_kv_heads": int(of_full_layers(config, "num_key_value_heads") or num_heads),
+        "head_dim": int(of_full_layers(config, "head_dim") or config.hidden_size // num_heads),
         "rope": _plain(getattr(config, "rope_parameters", None) or {}),
     }
-    covered = shape | {field: _plain(getattr(config, field, None)) for field in _CONFIG_FIELDS}
+    covered = shape | {field: _plain(of_full_layers(config, field)) for field in _CONFIG_FIELDS}
     kinds = list(getattr(config, "layer_types", None) or ())
     # Some versions list the kinds of a model whose layers are all alike, some do not.
     covered["layer_types"] = kinds if set(kinds) - {"full_attention"} else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     from artifacts.sidecar import Array
     from runtime.applied import Applied
-    from runtime.caches import CacheBytes, MemoryReport
+    from runtime.caches.make import CacheBytes, MemoryReport
+
+_log = logging.getLogger("headwise")
 
 
 def load(
@@ -42,14 +45,51 @@ def load(
         HeadwiseError: several targets, one that no point meets (the line says what they offer), or no front to choose
             from; `verify` is no public key.
     """
-    artifact, arrays = artifacts.load_pair(path, verify=verify)
+    artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
     try:
         artifact = artifacts.at_target(
-            artifact, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
+            artifact, arrays, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
         )
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
     return Headwise(artifact, arrays)
+
+
+def apply_dense(model: nn.Module, *, by: str = "kernel") -> Applied:
+    """Serve every attention layer of a transformers model densely, without an artifact: the baseline of a sparse one.
+
+    Args:
+        model: a transformers model.
+        by: "kernel": Headwise's kernel over every key, wherever it can serve; "auto": the faster of it and what the
+            model had; "model": what it had.
+
+    Returns:
+        A context manager; leaving it, or its detach(), restores the model. Its settings.calls count what served.
+
+    Raises:
+        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is unknown.
+    """
+    from runtime.applied import attach_dense
+
+    return attach_dense(model, by=by)
+
+
+def warm_up(model: nn.Module, lengths: Sequence[int]) -> dict[int, float]:
+    """Serve a prompt of each length and two tokens after it, so that kernels are compiled and dense attention measured.
+
+    Args:
+        model: a model that an artifact is applied to (`apply`, `apply_dense`); nobody else may be using it yet.
+        lengths: tokens of the prompts that are to be expected: one below dense_below and the longest, as a rule.
+
+    Returns:
+        Seconds that each took, compiling and measuring included. stats() counts none of it.
+
+    Raises:
+        HeadwiseError: nothing is applied to the model; a length is no number of tokens that it can take.
+    """
+    from runtime import warm
+
+    return warm.warm_up(model, lengths)
 
 
 def memory_report(cache: Cache) -> MemoryReport:
@@ -57,9 +97,9 @@ def memory_report(cache: Cache) -> MemoryReport:
 
     Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
     """
-    from runtime import caches
+    from runtime.caches import make
 
-    return caches.memory_report(cache)
+    return make.memory_report(cache)
 
 
 class Headwise:
@@ -81,6 +121,7 @@ class Headwise:
         watch: bool = False,
         min_recall: float | None = None,
         dense_kernels: bool = True,
+        check_fingerprint: bool = False,
     ) -> Handle:
         """Serve the model's prefill with the artifact's patterns, from now on until the handle is undone.
 
@@ -95,9 +136,13 @@ class Headwise:
             watch: keep density, estimated recall and times of each layer and head: see Handle.stats.
             min_recall: a head whose recall, estimated from the last queries, is lower than this is served densely, for
                 this sequence and call; implies `watch`. None leaves it.
-            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa. Layers that
-                slide compute their window and no mask ("window by kernel" in stats()); on the CPU decode attends to
-                every key, in half precision and on 256 keys or more ("decode by kernel").
+            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa; that is measured
+                once for a machine, dtype, head dim and class of lengths (runtime.dense). Prefills on 1,024 keys or
+                more ("dense by kernel" in stats()); layers that slide compute their window and no mask ("window by
+                kernel"); on the CPU decode attends to every key, in half precision and on 256 keys or more ("decode by
+                kernel").
+            check_fingerprint: refuse an artifact that does not say which model it is for, as an import does not; it
+                is applied with a warning otherwise, to any model of its shape.
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
@@ -108,6 +153,14 @@ class Headwise:
         """
         from runtime.applied import attach
 
+        if unknown := self.artifact.model.unknown:
+            name = one_line(self.artifact.model.name)
+            said = (
+                f"the artifact for {name} has no fingerprint ({', '.join(unknown)} open): any model of its shape passes"
+            )
+            if check_fingerprint:
+                raise HeadwiseError(f"{said}; python -m profiling.fidelity --update fills it in")
+            _log.warning("%s", said)
         applied = attach(
             self.artifact,
             self.arrays,
@@ -139,7 +192,7 @@ class Headwise:
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers; offload is unknown.
         """
-        from runtime.caches import make_cache
+        from runtime.caches.make import make_cache
 
         return make_cache(self.artifact, model, offload)
 
@@ -159,9 +212,15 @@ class Handle:
         """An empty cache for one generation: see Headwise.new_cache."""
         return self._headwise.new_cache(self._applied.model, offload=offload)
 
+    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
+        """See runtime.warm_up; with the caches that new_cache() makes."""
+        from runtime import warm
+
+        return warm.warm_up(self._applied.model, lengths, self.new_cache)
+
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
-        from runtime.caches import cache_bytes
+        from runtime.caches.make import cache_bytes
 
         return cache_bytes(cache)
 

@@ -22,8 +22,17 @@ def text_config(model: PreTrainedModel) -> Any:
 def heads_of(model: Any) -> tuple[int, int]:
     """Query and KV heads of a model, in all processes together."""
     config = text_config(model)
-    heads = int(config.num_attention_heads)
-    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+    heads = int(of_full_layers(config, "num_attention_heads"))
+    return heads, int(of_full_layers(config, "num_key_value_heads") or heads)
+
+
+def of_full_layers(config: Any, name: str) -> Any:
+    """A field of a configuration, None where it has none; of layers that differ in it (Gemma 4), the full ones'."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    layers = getattr(config, "per_layer_config", None)
+    if not layers or "full_attention" not in kinds:
+        return getattr(config, name, None)
+    return getattr(layers[kinds.index("full_attention")], name, None)
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from artifacts import Artifact
-from runtime.state import Settings
+from runtime.attention.state import Settings
 
 if TYPE_CHECKING:
     from runtime.watch import Seen

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from artifacts import Artifact, Static
-from artifacts.static import check_static
+from artifacts.arrays import check_static
 from kernels.patterns import Growth, Pattern, make
 
 if TYPE_CHECKING:

@@ -8,6 +8,10 @@ Shapes: B batch, S sequences, H query heads, G KV heads, Q query length, K key l
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +21,8 @@ from torch import Tensor
 from kernels.attention.recall import dense_where, estimate_recall
 from kernels.patterns.base import on_device
 from kernels.ragged import Ragged
-from runtime.clock import Clock
-from runtime.sinks import attend_with_sinks
-from runtime.state import Layer
+from runtime.attention.kernel import launch
+from runtime.attention.state import Layer
 
 # Rows of tiles that density is counted in: all of them up to 32K tokens.
 _MOST_ROWS = 512
@@ -50,7 +53,7 @@ class Watch:
         sinks: Tensor | None,
         ragged: Ragged | None,
     ) -> Tensor:
-        """See runtime.sparse.attend_by_patterns."""
+        """See runtime.attention.kernel.attend_layer."""
         plan = layer.plan
         assert plan is not None
         some, heads = (plan, range(q.shape[1])) if kv_heads is None else (plan.of(kv_heads), plan.query_heads(kv_heads))
@@ -67,7 +70,7 @@ class Watch:
                 index = dense_where(index, low)
             density = index.density(_MOST_ROWS)
         with clock.timing("attention", q.device):
-            out = attend_with_sinks(q, k, v, index, sinks=sinks, **how)
+            out = launch(q, k, v, index, sinks=sinks, **how)
         with self._lock:
             self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), density, recall, low)
         return out
@@ -124,3 +127,48 @@ class _Layer:
             return Seen(self.clock.read(), [], [], [], [], [], [])
         sequences, density, known, recall, fallbacks = self.sums.tolist()
         return Seen(self.clock.read(), sequences, density, known, recall, fallbacks, self.lowest.tolist())
+
+
+class Clock:
+    """Seconds of each stage so far, in any number of threads: CUDA events where a GPU computes, else the wall clock."""
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._seconds = dict.fromkeys(stages, 0.0)
+        self._open: deque[tuple[str, Any, Any]] = deque()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def timing(self, stage: str, device: torch.device) -> Iterator[None]:
+        """Time what is inside; on a GPU what it has launched, in the current stream. Nothing counts if it fails."""
+        if device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._add(stage, time.perf_counter() - start)
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        yield
+        end.record(stream)
+        with self._lock:
+            self._open.append((stage, begin, end))
+        self._collect()
+
+    def read(self) -> dict[str, float]:
+        """Seconds by stage; waits for what still runs on a GPU."""
+        self._collect(wait=True)
+        with self._lock:
+            return dict(self._seconds)
+
+    def _add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[stage] += seconds
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Take in the events that have passed: held back, they would pile up."""
+        with self._lock:
+            while self._open and (wait or self._open[0][2].query()):
+                stage, begin, end = self._open.popleft()
+                if wait:
+                    end.synchronize()
+                self._seconds[stage] += begin.elapsed_time(end) / 1000

@@ -13,8 +13,9 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.compare import Comparison, Result, compare, table
 from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
-from search.head_budget import DEFAULT_BUDGET, HeadSearch, resolve, search_model
-from search.report import print_report
+from search.common.report import print_report
+from search.published.config import DEFAULT_BUDGET, HeadSearch
+from search.published.head_budget import resolve, search_model
 
 # Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.
 PASSKEY_LENGTH = 4096

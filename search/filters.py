@@ -12,221 +12,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, update
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import check_writable
-from profiling.models.loading import load_model
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.prompts.prompt import TASKS
-from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig, measure
-from profiling.similarities.similarity_profile import Profile, load_profile
-from runtime.fingerprint import check
-from search.filter_layers import (
-    Choice,
-    Rules,
-    best_choice,
-    by_hand,
-    cheapest,
-    evenly_spaced,
-    kept,
-    random_choices,
-    total,
-)
-
-if TYPE_CHECKING:
-    from artifacts.sidecar import Array
-
-RANDOM_CHOICES = 50
-# Held-out prompts are made with another seed.
-_OTHER_SEED = 7919
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilterSearch:
-    """What to choose by. `profile` is measured if None; `layers` and `dense` are taken instead of the best."""
-
-    model: str
-    config: Path
-    out: Path
-    measured: SimilarityConfig
-    profile: Path | None = None
-    rules: Rules = field(default_factory=Rules)
-    layers: tuple[int, ...] | None = None
-    dense: tuple[int, ...] = ()
-    min_kept: float | None = None
-    max_error: float | None = None
-    budget: int | float = 2048
-    selector: str = "last"
-    window: int = 16
-    prefill_ratio: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """A choice on some prompts: mean attention mass kept, and summed errors."""
-
-    choice: Choice
-    kept: float
-    error: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The choice on the prompts it was made by, and it and others like it on held-out ones."""
-
-    made_by: Score
-    held_out: Score
-    even: Score
-    random: tuple[Score, ...]
-    profile: Profile
-
-    @property
-    def choice(self) -> Choice:
-        return self.made_by.choice
-
-    @property
-    def random_kept(self) -> float:
-        return float(np.mean([score.kept for score in self.random]))
-
-    @property
-    def random_error(self) -> float:
-        return float(np.mean([score.error for score in self.random]))
-
-
-def run(config: FilterSearch) -> tuple[Artifact, Found]:
-    """Measure, choose, compare, and write the artifact; nothing is written where an error is raised.
-
-    Raises:
-        HeadwiseError: anything that the user has to put right.
-    """
-    check_writable(config.out)
-    artifact = load(config.config)
-    former = None if config.profile is None else load_profile(config.profile)
-    loaded = load_model(config.model, dtype=config.measured.dtype, device=config.measured.device)
-    check(artifact.model, loaded.model)
-    if former is None:
-        former = measure(config.measured, loaded)
-    elif former.about["weights_sha256"] != artifact.model.weights_sha256:
-        raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
-    choice = choose(config, former)
-    again = replace(config.measured, seed=config.measured.seed + _OTHER_SEED, top_k=former.about["top_k"])
-    found = compare(choice, former, measure(again, loaded))
-
-    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
-        # Measuring took a while, and other commands write into the same file.
-        if now.model != artifact.model:
-            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_filters(now, config, found), _arrays(arrays, found)
-
-    return update(config.config, change, out=config.out), found
-
-
-def choose(config: FilterSearch, profile: Profile) -> Choice:
-    """The choice that the configuration asks for, by the mean over all tasks."""
-    layers, rules = profile.layers, config.rules
-    if config.layers is not None:
-        return by_hand(layers, rules, config.layers, config.dense)
-    if config.min_kept is None and config.max_error is None:
-        return best_choice(profile.error(), layers, rules)
-    if config.max_error is not None:
-        cost, limit = profile.error(), config.max_error
-    else:
-        assert config.min_kept is not None
-        cost, limit = 1 - profile.mass(), (1 - config.min_kept) * len(layers)
-    choice = cheapest(cost, layers, rules, limit)
-    if choice is None:
-        best = score(best_choice(cost, layers, rules), profile)
-        wanted = "--max-error" if config.max_error is not None else "--min-kept"
-        raise HeadwiseError(
-            f"no {rules.most} filter layers and {rules.full(len(layers))} layers in all that attend to everything meet "
-            f"{wanted}: {_named(best.choice.filter_layers)} with {_named(best.choice.dense_layers)} dense keep "
-            f"{best.kept:.3f} of the mass at an error of {best.error:.4f}; allow more filter layers, a lower --sparse "
-            "or a larger budget"
-        )
-    return choice
-
-
-def score(choice: Choice, profile: Profile) -> Score:
-    """What a choice keeps and changes on the prompts of a profile."""
-    layers = profile.layers
-    return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=total(profile.error(), layers, choice))
-
-
-def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
-    """The choice on held-out prompts beside evenly spaced and random filter layers: as many, with as many dense."""
-    layers, count, dense = held_out.layers, len(choice.filter_layers), choice.dense_layers
-    drawn = random_choices(layers, count, dense, samples=RANDOM_CHOICES, seed=0)
-    return Found(
-        made_by=score(choice, profile),
-        held_out=score(choice, held_out),
-        even=score(evenly_spaced(layers, count, dense), held_out),
-        random=tuple(score(other, held_out) for other in drawn),
-        profile=profile,
-    )
-
-
-def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Artifact:
-    """The artifact with the choice as its decode section."""
-    section = OmniKV(
-        filter_layers=found.choice.filter_layers,
-        dense_layers=found.choice.dense_layers,
-        selector=config.selector,  # type: ignore[arg-type]
-        window=config.window,
-        budget=config.budget,
-        prefill_ratio=config.prefill_ratio,
-        similarity=Similarity(
-            kept=found.held_out.kept,
-            evenly_spaced=found.even.kept,
-            random=found.random_kept,
-            random_samples=len(found.random),
-            top_k=found.profile.about["top_k"],
-            tasks=tuple(found.profile.tasks),
-        ),
-    )
-    return artifact.model_copy(update={"decode": Decode(omnikv=section)})
-
-
-def _arrays(arrays: Mapping[str, Array], found: Found) -> dict[str, Array]:
-    measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()}
-    return {**arrays, **{name: array.astype(np.float32) for name, array in measured.items()}}
-
-
-def report(found: Found) -> str:
-    """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
-    choice, n = found.choice, len(found.profile.layers)
-
-    def line(what: str, mass: float, error: float, note: str = "") -> str:
-        return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
-
-    lines = [
-        f"filter layers {_named(choice.filter_layers)}; dense {_named(choice.dense_layers)}; "
-        f"{n - choice.full} of {n} full-attention layers are sparse",
-        f"with the top {found.profile.about['top_k']} tokens",
-        f"{'':<27}kept       error",
-        line("chosen on", found.made_by.kept, found.made_by.error),
-        line("held-out prompts", found.held_out.kept, found.held_out.error),
-        line("evenly spaced", found.even.kept, found.even.error, f"({_named(found.even.choice.filter_layers)})"),
-        line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
-        line(
-            "best of these",
-            max(other.kept for other in found.random),
-            min(other.error for other in found.random),
-        ),
-        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
-        "the residual stream, summed",
-    ]
-    return "\n".join(lines)
-
-
-def _named(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"
+from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig
+from search.decode.filter_layers import Rules
+from search.decode.filter_search import FilterSearch, report, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -252,9 +46,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--length", type=int, help="their length in tokens")
     p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
     p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt")
-    p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
+    p.add_argument("--seed", type=natural, default=SimilarityConfig.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
 
@@ -314,6 +109,7 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         selector=options.selector,
         window=options.window,
         prefill_ratio=options.prefill_ratio,
+        fresh=options.fresh,
     )
 
 

@@ -1,31 +1,43 @@
 """python -m search.heads: find a sparse pattern for every attention head of a model and write the artifact.
 
 By default one budget is spent over all heads of the model, in seconds of this machine, and what comes out is proven end
-to end (search.model_budget). --allocation heads is the published search, a budget for each head (search.head_budget).
+to end. --allocation heads is the published search, a budget for each head (MInference 1.0, Algorithm 1).
+
+    torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml      several processes share the work
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
-from profiling.prompts.prompt import TASKS
-from search.gate import DEFAULT_TASKS, MAX_DROP, MAX_KL, Limits
-from search.head_budget import DEFAULT_BUDGET as HEAD_BUDGET
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_heads
-from search.model_budget import DEFAULT_BUDGET, DEFAULT_TRIALS, DENSE_TAIL, ModelSearch
-from search.model_budget import run as run_model
-from search.report import print_report
-from search.storage import without_passwords
+from artifacts.command_line import ArgumentParser, natural, run_command
+from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
+from search.common.report import print_report
+from search.gate import add_limits, limits_of
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.pipeline import run as run_model
+from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_heads
 
 # What only one of the two searches knows, by option.
-_OF_MODEL = ("cost", "cost_table", "n_trials", "timeout", "storage", "workers", "max_kl", "max_drop")
+_OF_MODEL = (
+    "cost",
+    "cost_table",
+    "n_trials",
+    "storage",
+    "tensor_parallel",
+    "max_kl",
+    "max_perplexity",
+    "max_nll",
+    "max_lost",
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,20 +78,24 @@ def parser() -> argparse.ArgumentParser:
         "--n-trials",
         type=int,
         default=DEFAULT_TRIALS,
-        help=f"end-to-end trials in all, baselines included: at least those are run (default {DEFAULT_TRIALS})",
+        help=f"ways of spending the budget that are tried on the whole model (default {DEFAULT_TRIALS})",
     )
-    p.add_argument("--timeout", type=float, help="seconds of trials after which none is begun any more")
-    p.add_argument("--max-kl", type=float, default=MAX_KL, help=f"gate: nats a token on held-out prompts ({MAX_KL})")
-    p.add_argument("--max-drop", type=float, default=MAX_DROP, help=f"gate: rise of perplexity there ({MAX_DROP})")
-    p.add_argument("--storage", metavar="URL", help="Optuna storage that processes share (default: a journal by --out)")
-    p.add_argument("--workers", type=int, default=1, help="processes on this machine (default 1)")
+    p.add_argument("--storage", metavar="URL", help="where Optuna keeps the study of the trials (default: in memory)")
+    p.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that will serve: the slowest counts",
+    )
+    add_limits(p)
     p.add_argument(
         "--preset",
         choices=("scaled", "paper"),
         default="scaled",
         help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
     )
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=natural, default=0)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
@@ -90,7 +106,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dense-tail",
         type=int,
-        help=f"last queries of a prompt that see every key (default {DENSE_TAIL}, with --preset paper 0)",
+        help=f"last queries of a prompt that see every key (default: the best of {', '.join(map(str, TAILS))}; with "
+        "--allocation heads 64, with --preset paper 0)",
     )
     p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted search left")
@@ -103,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser()
     options = vars(arguments.parse_args(argv))
-    command = without_passwords("python -m search.heads " + shlex.join(argv))
+    command = "python -m search.heads " + shlex.join(_without_passwords(argv))
     allocation = options.pop("allocation") or ("heads" if options["preset"] == "paper" else "model")
     if allocation == "heads":
         for name in _OF_MODEL:
@@ -111,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise HeadwiseError(f"--{name.replace('_', '-')} goes with one budget for the model, not one a head")
         artifact = run_heads(_for_heads(options, command))
     else:
-        found = run_model(_for_model(options, command, argv))
+        found = run_model(_for_model(options, command))
         if found is None:
             return 0
         artifact = found
@@ -127,10 +144,10 @@ def _for_heads(options: dict[str, Any], command: str) -> HeadSearch:
     return HeadSearch(**options, command=command)
 
 
-def _for_model(options: dict[str, Any], command: str, argv: list[str]) -> ModelSearch:
+def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
     if options.pop("preset") == "paper":
         raise HeadwiseError("--preset paper is a budget for each head: leave --allocation model out")
-    limits = Limits(kl=options.pop("max_kl"), drop=options.pop("max_drop"))
+    limits = limits_of(options)
     tasks, lengths, budget = (options.pop(name) for name in ("calibration", "length", "budget"))
     try:
         share = DEFAULT_BUDGET if budget is None else float(budget)
@@ -139,8 +156,6 @@ def _for_model(options: dict[str, Any], command: str, argv: list[str]) -> ModelS
             f"--budget {budget!r} must be a share of all of attention such as 0.25; a_shape:SINK,WINDOW goes with "
             "--allocation heads"
         ) from None
-    if options["dense_tail"] is None:
-        options["dense_tail"] = DENSE_TAIL
     return ModelSearch(
         **options,
         tasks=tuple(tasks or DEFAULT_TASKS),
@@ -148,8 +163,12 @@ def _for_model(options: dict[str, Any], command: str, argv: list[str]) -> ModelS
         budget=share,
         limits=limits,
         command=command,
-        argv=tuple(argv),
     )
+
+
+def _without_passwords(argv: list[str]) -> list[str]:
+    """The arguments with `user:password@` in a storage's URL cut to `user@`: the command goes into the artifact."""
+    return [re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", argument) for argument in argv]
 
 
 if __name__ == "__main__":

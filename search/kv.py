@@ -5,7 +5,7 @@ python -m search.kv --model smollm2 --config cfg.yaml --out cfg.yaml --target-by
 
 Heads that find what they need in few tokens give their room to those that do not. Each head's curve of error against
 budget is measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared with the
-same total spent evenly, on held-out prompts; where even is better, even is written.
+same total spent evenly, on held-out prompts; where even is better, even is written. Others report.
 """
 
 from __future__ import annotations
@@ -13,226 +13,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from pydantic import ValidationError
-
-from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, update
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import check_writable
-from artifacts.kv_cache import Policy
-from profiling.caches.budget_curves import BudgetCurves, measure
-from profiling.caches.policies import with_section
+from artifacts import HeadwiseError
+from artifacts.command_line import ArgumentParser, natural, run_command
 from profiling.memory_use.sizes import bytes_of
-from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import TASKS, Prompt, make_prompts
-from profiling.quality.divergence import Divergence, divergences
-from runtime.fingerprint import check
-from runtime.layers import attention_layers, sliding_layers, window_of
-from search.allocate import allocate
-
-if TYPE_CHECKING:
-    from artifacts.sidecar import Array
-
-# Held-out prompts are made with another seed.
-_OTHER_SEED = 7919
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVSearch:
-    """What to choose by: `share` of all tokens, or `target_bytes` of a cache of `context` tokens."""
-
-    model: str
-    config: Path
-    out: Path
-    share: float | None
-    target_bytes: int | None = None
-    context: int | None = None
-    tasks: tuple[str, ...] = ("multi_hop", "passkey")
-    length: int = 2048
-    samples: int = 2
-    forced: int = 128
-    normalised: bool = True
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Found:
-    """What was written, and how it and the same total spent evenly do on held-out prompts. `share` is what it uses."""
-
-    section: KVCache
-    share: float
-    searched: Divergence
-    even: Divergence
-    curves: BudgetCurves
-
-    @property
-    def better(self) -> bool:
-        return self.searched.mean_kl < self.even.mean_kl
-
-
-def run(config: KVSearch) -> tuple[Artifact, Found]:
-    """Measure, choose, compare, and write the artifact; nothing is written where an error is raised.
-
-    Raises:
-        HeadwiseError: anything that the user has to put right.
-    """
-    check_writable(config.out)
-    artifact = load(config.config)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    check(artifact.model, loaded.model)
-    # What cannot be written is refused before anything is measured.
-    with_cache(artifact, _everywhere(loaded, H2O()))
-    share = config.share if config.share is not None else _share_of_bytes(config, loaded)
-    curves = measure(loaded, _prompts(config, loaded, config.seed))
-    even = even_section(curves, share, config.normalised)
-    section, used = choose(curves, share, config.normalised)
-    held_out = _prompts(config, loaded, config.seed + _OTHER_SEED)
-    searched, evenly = compare(loaded, [section, even], held_out, config.forced)
-    found = Found(section=section, share=used, searched=searched, even=evenly, curves=curves)
-    section = found.section if found.better else even
-
-    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
-        # Measuring took a while, and other commands write into the same file.
-        if now.model != artifact.model:
-            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_cache(now, section), {**arrays, **_arrays(curves)}
-
-    return update(config.config, change, out=config.out), found
-
-
-def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple[KVCache, float]:
-    """The section that leaves the least error at a share of all tokens, and the share that it uses.
-
-    Raises:
-        HeadwiseError: the share is below what the smallest budgets need.
-    """
-    layers = curves.layers
-    sizes = (*curves.shares, 1.0)
-    costs = np.concatenate([curves.error[layers], np.zeros((len(layers), curves.error.shape[1], 1))], axis=-1)
-    costs = costs.reshape(-1, len(sizes))
-    if share < sizes[0]:
-        raise HeadwiseError(f"a share of {share:.4f} is below the least that was measured, {sizes[0]:.4f}")
-    at = allocate(costs, sizes, share * len(costs))
-    names = [_name(sizes[place]) for place in at]
-    policies: dict[str, Policy] = {_name(size): _policy(size, normalised) for size in sizes if _name(size) in names}
-    heads = curves.error.shape[1]
-    rows: list[Any] = [None] * len(curves.error)
-    for i, layer in enumerate(layers):
-        row = tuple(names[i * heads : (i + 1) * heads])
-        rows[layer] = row[0] if len(set(row)) == 1 else row
-    return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[place] for place in at) / len(at)
-
-
-def _everywhere(loaded: LoadedModel, policy: Policy) -> KVCache:
-    modules = attention_layers(loaded.model)
-    sliding = sliding_layers(modules)
-    layers = range(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
-    rows = tuple(None if layer in sliding or layer not in modules else "one" for layer in layers)
-    return KVCache(policies={"one": policy} if any(rows) else {}, layers=rows)
-
-
-def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
-    """The same share for every head."""
-    rows = tuple("even" if layer in curves.layers else None for layer in range(len(curves.error)))
-    return KVCache(policies={"even": _policy(share, normalised)}, layers=rows)
-
-
-def _policy(share: float, normalised: bool) -> Full | H2O:
-    return Full() if share >= 1 else H2O(heavy=share / 2, recent=share / 2, normalised=normalised)
-
-
-def _name(share: float) -> str:
-    return "full" if share >= 1 else f"h2o_{share:.4g}"
-
-
-def compare(
-    loaded: LoadedModel, sections: list[KVCache], prompts: list[Prompt], forced: int
-) -> tuple[Divergence, Divergence]:
-    """How far decode under each section is from decode with a full cache."""
-    full = partial(with_section(loaded, None).new_cache, loaded.model)
-    found = []
-    for section in sections:
-        headwise = with_section(loaded, section)
-        with headwise.apply(loaded.model, check_weights=False):
-            # The full cache under the same attention, so that only what is dropped differs.
-            kept = partial(headwise.new_cache, loaded.model)
-            found += divergences(loaded.model, full, [kept], prompts, forced)
-    return found[0], found[1]
-
-
-def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
-    """The artifact with this kv_cache section; its other sections stay.
-
-    Raises:
-        HeadwiseError: they do not go together.
-    """
-    try:
-        return Artifact(**{**dict(artifact), "kv_cache": section})
-    except ValidationError as error:
-        raise HeadwiseError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-
-
-def _arrays(curves: BudgetCurves) -> dict[str, Array]:
-    return {
-        "kv.shares": np.array(curves.shares, dtype=np.float32),
-        "kv.error": curves.error.astype(np.float32),
-        "kv.kept": curves.kept.astype(np.float32),
-    }
-
-
-def _prompts(config: KVSearch, loaded: LoadedModel, seed: int) -> list[Prompt]:
-    made = []
-    for task in config.tasks:
-        made += make_prompts(task, loaded.tokenizer, length=config.length, samples=config.samples, seed=seed)
-    return made
-
-
-def _share_of_bytes(config: KVSearch, loaded: LoadedModel) -> float:
-    """The share of tokens that layers which see everything may keep, after what sliding layers hold anyway."""
-    assert config.target_bytes is not None and config.context is not None
-    modules = attention_layers(loaded.model)
-    sliding = sliding_layers(modules)
-    settings = loaded.model.config.get_text_config(decoder=True)
-    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-    token = 2 * heads * head_dim * loaded.model.dtype.itemsize
-    windows = sum(min(config.context, window_of(modules[layer])) * token for layer in sliding)
-    full = (len(modules) - len(sliding)) * config.context * token
-    share = (config.target_bytes - windows) / full
-    if share <= 0:
-        raise HeadwiseError(
-            f"--target-bytes {config.target_bytes} is too small: sliding layers alone hold {windows} bytes"
-        )
-    return min(share, 1.0)
-
-
-def report(found: Found) -> str:
-    """What was chosen, and what it is worth beside the same total spent evenly."""
-    counts = Counter(
-        name
-        for layer, row in enumerate(found.section.layers)
-        if row is not None
-        for name in (found.section.heads(layer, found.curves.error.shape[1]) or ())
-    )
-    budgets = ", ".join(f"{name} x{counts[name]}" for name in found.section.policies)
-    lines = [
-        f"{found.share:.4f} of all tokens are kept: {budgets}",
-        "held-out prompts, against a full cache:",
-        f"  searched   KL {found.searched.mean_kl:.5f}  perplexity {100 * (found.searched.perplexity_ratio - 1):+.2f}%",
-        f"  even       KL {found.even.mean_kl:.5f}  perplexity {100 * (found.even.perplexity_ratio - 1):+.2f}%",
-    ]
-    if not found.better:
-        lines.append("even is better here, so even is what was written")
-    return "\n".join(lines)
+from profiling.prompts.prompt import TASKS
+from search.decode.kv_search import KVSearch, report, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -255,9 +42,10 @@ def parser() -> argparse.ArgumentParser:
         default=KVSearch.normalised,
         help="divide scores by how many queries could see a token (default), or keep H2O's sums",
     )
-    p.add_argument("--seed", type=int, default=KVSearch.seed)
+    p.add_argument("--seed", type=natural, default=KVSearch.seed)
     p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     p.add_argument("--device", default="cpu")
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
 
@@ -292,6 +80,7 @@ def config_from(options: argparse.Namespace) -> KVSearch:
         seed=options.seed,
         dtype=options.dtype,
         device=options.device,
+        fresh=options.fresh,
     )
 
 

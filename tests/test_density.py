@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 import artifacts
 from artifacts.density import LONGEST, densities, density, mean_density
+from artifacts.fields import LARGEST
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.vertical_slash import VerticalSlash, select
 from tests.artifacts.conftest import build, build_every_kind
@@ -75,12 +76,12 @@ def test_a_million_tokens() -> None:
 def test_sizes_beyond_all_measure() -> None:
     """Whatever a file says, counting ends: in no time, and within memory."""
     for pattern in (
-        artifacts.AShape(sink=10**30, window=10**30),
-        artifacts.Strided(sink=1, window=1, stride=10**30),
-        artifacts.VerticalSlash(vertical=10**12, slash=10**12),
-        artifacts.TriShape(sink=1, window=1, last=10**30),
-        artifacts.BlockSparse(blocks=10**30),
-        artifacts.MemoryUnits(sink=10**30, window=10**30, units=10**30),
+        artifacts.AShape(sink=LARGEST, window=LARGEST),
+        artifacts.Strided(sink=1, window=1, stride=LARGEST),
+        artifacts.VerticalSlash(vertical=LARGEST, slash=LARGEST),
+        artifacts.TriShape(sink=1, window=1, last=LARGEST),
+        artifacts.BlockSparse(blocks=LARGEST),
+        artifacts.MemoryUnits(sink=LARGEST, window=LARGEST, units=LARGEST),
     ):
         assert 0 < (density(pattern, 1 << 20) or 0) <= 1
         assert density(pattern, 1 << 20, dense_tail=10**30) == 1

@@ -28,8 +28,8 @@ HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
     "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},
-    "runtime/cache_layers.py": {"transformers"},
-    "runtime/policies/layer.py": {"transformers"},
+    "runtime/caches/growing.py": {"transformers"},
+    "runtime/caches/layer.py": {"transformers"},
 }
 
 

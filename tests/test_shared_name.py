@@ -103,6 +103,7 @@ def test_checkout_with_theirs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkout_without_theirs(tmp_path: Path) -> None:
     site = farm(tmp_path / "site", theirs=False)
     assert run(WITHOUT_THEIRS, ROOT, site, cwd=tmp_path) == "ours"
@@ -126,8 +127,8 @@ def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
     expected = {
         path.relative_to(ROOT).as_posix()
         for name in PACKAGES
-        for suffix in ("py", "cpp", "h")
-        for path in (ROOT / name).rglob(f"*.{suffix}")
+        for pattern in ("*.py", "*.cpp", "*.h", "py.typed")
+        for path in (ROOT / name).rglob(pattern)
     }
     assert {name for name in packed if ".dist-info/" not in name} == expected - {"kernels/__init__.py"}
     assert any(name.endswith("licenses/LICENSE") for name in packed)

@@ -1,16 +1,20 @@
 """The verbs of `python -m artifacts`, one module each.
 
-A verb's module has `Config`, a frozen dataclass whose fields are the destinations of its arguments; SHORT, what it does
-in a line; EXAMPLES, the end of its help; `add_arguments(parser)`; and `run(config)`, which gives what to print and the
-exit status: 0 fine, 1 findings or differences. Bad input is an error, with status 2.
+A verb's module has `Config`, a frozen dataclass that declares the verb's arguments; SHORT, what it does in a line;
+EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the exit status: 0 fine, 1 findings or
+differences. Bad input is an error, with status 2.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
+
+from artifacts.errors import HeadwiseError, one_line
 
 FOUND = 1
 
@@ -30,23 +34,53 @@ class Verb(Protocol):
     SHORT: str
     EXAMPLES: str
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Give the parser the verb's arguments, with the fields of Config as destinations."""
-
     def run(self, config: Any) -> Outcome:
         """Do it. Raises HeadwiseError where the input is bad."""
 
 
-def add_file(parser: argparse.ArgumentParser, name: str = "file", metavar: str = "FILE") -> None:
-    """The argument for an artifact's YAML file."""
-    parser.add_argument(name, metavar=metavar, type=Path, help="the artifact's YAML file, such as cfg.yaml")
+def answer(as_json: bool, facts: Any, lines: Iterable[str], *, status: int = 0) -> Outcome:
+    """The facts as one JSON object for programs, or the lines for people."""
+    if as_json:
+        return Outcome(text=json.dumps(facts) + "\n", status=status)
+    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines), status=status)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option for programs."""
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print one JSON object, for programs")
+def arg(*flags: str, default: Any = MISSING, group: str | None = None, **how: Any) -> Any:
+    """A field of a Config and its argument: flags and `how` as argparse has them; none of them is a positional one."""
+    return field(default=default, metadata={"flags": flags, "group": group, "how": how})
 
 
-def add_out(parser: argparse.ArgumentParser, what: str) -> None:
-    """The option that says where to write."""
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help=what)
+def file_arg(metavar: str = "FILE", help: str = "the artifact's YAML file, such as cfg.yaml") -> Any:
+    """An artifact's YAML file."""
+    return arg(metavar=metavar, type=Path, help=help)
+
+
+def out_arg(help: str, default: Any = MISSING) -> Any:
+    """Where to write."""
+    return arg("--out", metavar="FILE", type=Path, default=default, help=help)
+
+
+def json_flag() -> Any:
+    """For programs."""
+    return arg("--json", action="store_true", default=False, help="print one JSON object, for programs")
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Give the parser what the fields of a Config declare."""
+    groups: dict[str | None, Any] = {None: parser}
+    for each in fields(config):
+        flags, group, how = (each.metadata[name] for name in ("flags", "group", "how"))
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        given = None if each.default is MISSING else each.default
+        if not flags:
+            groups[group].add_argument(each.name, **how)
+        else:
+            required = {"required": True} if each.default is MISSING else {"default": given}
+            groups[group].add_argument(*flags, dest=each.name, **required, **how)
+
+
+def check_length(length: int | None) -> None:
+    """Raise HeadwiseError for a --length below 1."""
+    if length is not None and length < 1:
+        raise HeadwiseError(f"--length must be at least 1, got {length}")

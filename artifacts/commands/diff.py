@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from artifacts.commands import FOUND, Outcome, add_file, add_json
+from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
 from artifacts.difference import Difference, HeadChange, compare
-from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.schema import Artifact
-from artifacts.store import load, load_arrays
-
-if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+from artifacts.errors import ArtifactError, shorten
+from artifacts.store import load, read_pair
 
 SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 1 if anything did"
 EXAMPLES = """\
@@ -37,20 +31,13 @@ _SHOWN = 12
 class Config:
     """Which files, the length to count density at, and whether every head is listed."""
 
-    before: Path
-    after: Path
-    length: int | None = None
-    heads: bool = False
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    add_file(parser, "before", "A")
-    add_file(parser, "after", "B")
-    parser.add_argument("--length", metavar="N", type=int, help="count density on prompts of N tokens (as searched)")
-    parser.add_argument("--heads", action="store_true", help="list every head that changed")
-    add_json(parser)
+    before: Path = file_arg("A")
+    after: Path = file_arg("B")
+    length: int | None = arg(
+        "--length", metavar="N", type=int, default=None, help="count density on prompts of N tokens (as searched)"
+    )
+    heads: bool = arg("--heads", action="store_true", default=False, help="list every head that changed")
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -59,26 +46,22 @@ def run(config: Config) -> Outcome:
     Raises:
         ArtifactError: one of the YAML files is not as it should be.
     """
-    if config.length is not None and config.length < 1:
-        raise ArtifactError(f"--length must be at least 1, got {config.length}")
-    before, after = (load(file, check_sidecar=False) for file in (config.before, config.after))
-    (old, fault_old), (new, fault_new) = _arrays(config.before, before), _arrays(config.after, after)
+    check_length(config.length)
+    (before, old, *faults), (after, new, *more) = map(_read, (config.before, config.after))
     found = compare(before, after, old, new, length=config.length)
-    status = FOUND if found else 0
-    if config.as_json:
-        return Outcome(text=json.dumps({"differs": bool(found), **asdict(found)}) + "\n", status=status)
-    faults = [f"sidecar    {fault}" for fault in (fault_old, fault_new) if fault]
     lines = list(_lines(found, config.heads)) if found else ["no difference"]
-    return Outcome(text="".join(f"{one_line(line)}\n" for line in (*faults, *lines)), status=status)
+    said = [f"sidecar    {fault}" for fault in (*faults, *more)]
+    facts = {"differs": bool(found), **asdict(found)}
+    return answer(config.as_json, facts, [*said, *lines], status=FOUND if found else 0)
 
 
-def _arrays(file: Path, artifact: Artifact) -> tuple[dict[str, Array], str | None]:
-    if artifact.sidecar is None:
-        return {}, None
+def _read(file: Path) -> tuple[Any, ...]:
+    """The artifact, its arrays, and what is wrong with its sidecar where anything is."""
+    artifact = load(file, check_sidecar=False)
     try:
-        return load_arrays(file), None
+        return (artifact, read_pair(file).arrays) if artifact.sidecar else (artifact, {})
     except ArtifactError as error:
-        return {}, str(error)
+        return artifact, {}, str(error)
 
 
 def _lines(found: Difference, every: bool) -> Iterator[str]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts.commands import FOUND, Outcome, add_file, add_json
-from artifacts.errors import ArtifactError, one_line
+from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
+from artifacts.errors import ArtifactError, plural
 from artifacts.lint import SEVERITIES, Finding, Severity
 from artifacts.lint.fields import broken
 from artifacts.lint.finding import Case
 from artifacts.lint.run import lint
-from artifacts.store import load, load_arrays
+from artifacts.store import load, read_pair
 
 SHORT = "say what is odd: uniform patterns, patterns as dense as dense, impossible budgets, scores of two scales"
 EXAMPLES = """\
@@ -42,20 +40,13 @@ examples:
 class Config:
     """Which file, from which severity on it fails, which codes it leaves out, and a length to look at."""
 
-    file: Path
-    level: Severity = "warning"
-    ignore: tuple[str, ...] = ()
-    length: int | None = None
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    add_file(parser)
-    parser.add_argument("--level", choices=SEVERITIES, default="warning", help="exit with 1 from this severity on")
-    parser.add_argument("--ignore", metavar="CODE", nargs="+", default=(), help="leave findings of these codes out")
-    parser.add_argument("--length", metavar="N", type=int, help="look at prompts of this length, too, in tokens")
-    add_json(parser)
+    file: Path = file_arg()
+    level: Severity = arg("--level", choices=SEVERITIES, default="warning", help="exit with 1 from this severity on")
+    ignore: tuple[str, ...] = arg("--ignore", metavar="CODE", nargs="+", default=(), help="leave these codes out")
+    length: int | None = arg(
+        "--length", metavar="N", type=int, default=None, help="look at prompts of this length, too, in tokens"
+    )
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -64,23 +55,19 @@ def run(config: Config) -> Outcome:
     Raises:
         ArtifactError: the file is no artifact at all, so that there is nothing to look at.
     """
-    if config.length is not None and config.length < 1:
-        raise ArtifactError(f"--length must be at least 1, got {config.length}")
+    check_length(config.length)
     found = [finding for finding in findings(config.file, config.length) if finding.code not in config.ignore]
     failing = SEVERITIES[: SEVERITIES.index(config.level) + 1]
-    status = FOUND if any(finding.severity in failing for finding in found) else 0
     counts = Counter(finding.severity for finding in found)
-    if config.as_json:
-        whole = {
-            "file": str(config.file),
-            "findings": [asdict(finding) for finding in found],
-            "counts": {severity: counts[severity] for severity in SEVERITIES},
-        }
-        return Outcome(text=json.dumps(whole) + "\n", status=status)
+    facts = {
+        "file": str(config.file),
+        "findings": [asdict(finding) for finding in found],
+        "counts": {severity: counts[severity] for severity in SEVERITIES},
+    }
     lines = [f"{f.severity:<8} {f.code}  {f.where}: {f.message}" for f in found]
-    total = ", ".join(f"{counts[severity]} {severity}{'s' * (counts[severity] != 1)}" for severity in SEVERITIES)
-    lines.append(f"{config.file}: {total}" if found else f"{config.file}: nothing odd")
-    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines), status=status)
+    total = ", ".join(plural(counts[severity], severity) for severity in SEVERITIES) if found else "nothing odd"
+    status = FOUND if any(finding.severity in failing for finding in found) else 0
+    return answer(config.as_json, facts, [*lines, f"{config.file}: {total}"], status=status)
 
 
 def findings(file: Path, length: int | None = None) -> list[Finding]:
@@ -96,7 +83,7 @@ def findings(file: Path, length: int | None = None) -> list[Finding]:
             return faults
         raise
     try:
-        return lint(Case(artifact=artifact, arrays=load_arrays(file), length=length))
+        return lint(Case(artifact=artifact, arrays=read_pair(file).arrays, length=length))
     except ArtifactError as error:
         fault = str(error).removeprefix(f"{file}: ")
         return lint(Case(artifact=artifact, arrays=None, fault=fault, length=length))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from artifacts.commands import Outcome, add_json, add_out
-from artifacts.errors import ArtifactError, one_line
+from artifacts.commands import Outcome, answer, arg, file_arg, json_flag, out_arg
+from artifacts.errors import ArtifactError
 from artifacts.files import check_writable
 from artifacts.merging import Part, merge
 from artifacts.schema import Artifact
@@ -38,22 +36,18 @@ _SECTIONS = ("decode", "kv_cache")
 class Config:
     """The file that gives what is not named, and of each section its file, `none`, or None for the first file."""
 
-    file: Path
-    out: Path
-    prefill: Path | None = None
-    decode: str | None = None
-    kv_cache: str | None = None
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="gives every section that no option names")
-    parser.add_argument("--prefill", metavar="FILE", type=Path, help="search, patterns and prefill of this artifact")
-    parser.add_argument("--decode", metavar="FILE", help="the decode section of this artifact, or none")
-    parser.add_argument("--kv-cache", metavar="FILE", help="the kv_cache section of this artifact, or none")
-    add_out(parser, "the artifact to write; may be one of those read")
-    add_json(parser)
+    file: Path = file_arg(help="gives every section that no option names")
+    prefill: Path | None = arg(
+        "--prefill", metavar="FILE", type=Path, default=None, help="search, patterns and prefill of this artifact"
+    )
+    decode: str | None = arg(
+        "--decode", metavar="FILE", default=None, help="the decode section of this artifact, or none"
+    )
+    kv_cache: str | None = arg(
+        "--kv-cache", metavar="FILE", default=None, help="the kv_cache section of this artifact, or none"
+    )
+    out: Path = out_arg("the artifact to write; may be one of those read")
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -78,19 +72,13 @@ def run(config: Config) -> Outcome:
     else:
         artifact, arrays = merge(*_chosen(config, parts))
         saved = save(artifact, config.out, arrays)
-    _, prefill, decode, kv_cache = _chosen(config, parts)
-    origin = {
-        "prefill": str(prefill.file),
-        "decode": None if decode is None else str(decode.file),
-        "kv_cache": None if kv_cache is None else str(kv_cache.file),
-    }
-    if config.as_json:
-        whole = {"wrote": str(config.out), "sections": origin, "content_sha256": saved.content_sha256}
-        return Outcome(text=json.dumps(whole) + "\n")
+    chosen = zip(("prefill", *_SECTIONS), _chosen(config, parts)[1:], strict=True)
+    origin = {section: None if part is None else str(part.file) for section, part in chosen}
+    whole = {"wrote": str(config.out), "sections": origin, "content_sha256": saved.content_sha256}
     lines = [f"wrote {config.out}", *(f"  {section:<9} {file or 'none'}" for section, file in origin.items())]
-    if saved.evidence:
-        lines.append(f"  evidence  {len(saved.evidence)} measured on the parts: measure the whole again")
-    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
+    if count := len(saved.evidence.measurements):
+        lines.append(f"  evidence  {count} measured on the parts: measure the whole again")
+    return answer(config.as_json, whole, lines)
 
 
 def _file(given: str | None, name: str) -> Path | None:

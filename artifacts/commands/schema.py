@@ -2,58 +2,120 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from artifacts.commands import Outcome
-from artifacts.field_docs import DOCS, tables
+from pydantic import BaseModel
+
+from artifacts.commands import Outcome, arg, out_arg
+from artifacts.errors import one_line
+from artifacts.files import atomic_write, check_writable
 from artifacts.schema import SCHEMA_VERSION, Artifact
+from artifacts.store import SCHEMA_FILE
 
 SHORT = "print the JSON Schema of the current version, with what every field means"
-EXAMPLES = """\
+EXAMPLES = f"""\
 The schema is of the fields alone. That rows and names go together, that hashes are right and that the YAML
-is the subset that artifacts use, only `validate` knows.
+is the subset that artifacts use, only `validate` knows. An artifact's first line names the schema as
+{SCHEMA_FILE}: where that file lies beside it, editors with the YAML language server show
+what every field means and complete names.
 
 examples:
-  python -m artifacts schema > artifact.schema.json
+  python -m artifacts schema --out .                  writes ./{SCHEMA_FILE}
   python -m artifacts schema | jq '."$defs".VerticalSlash.properties'
   python -m artifacts schema --markdown               the tables of docs/artifact.md
 """
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "object": "mapping"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Whether as Markdown; the schema is JSON with and without as_json."""
+    """Whether as Markdown, and where to; the schema is JSON with and without as_json."""
 
-    markdown: bool = False
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print tables of the fields for people")
-    form.add_argument("--json", dest="as_json", action="store_true", help="print the schema on one line, for programs")
+    markdown: bool = arg("--markdown", action="store_true", default=False, help="print tables of the fields")
+    as_json: bool = arg("--json", action="store_true", default=False, help="the schema on one line, for programs")
+    out: Path | None = out_arg(f"write a file; in a folder it is {SCHEMA_FILE}", default=None)
 
 
 def run(config: Config) -> Outcome:
-    """The schema."""
-    if config.markdown:
-        return Outcome(text=tables())
-    return Outcome(text=json.dumps(schema(), indent=None if config.as_json else 2) + "\n")
+    """The schema, or one line on where it was written.
+
+    Raises:
+        HeadwiseError: the file cannot be written.
+    """
+    text = tables() if config.markdown else json.dumps(schema(), indent=None if config.as_json else 2) + "\n"
+    if config.out is None:
+        return Outcome(text=text)
+    out = config.out / SCHEMA_FILE if config.out.is_dir() else config.out
+    check_writable(out)
+    atomic_write(out, text.encode())
+    return Outcome(text=one_line(f"wrote {out}") + "\n")
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of the current version; every property has a description with its unit and first version."""
+    """The JSON Schema of the current version; every property has a description."""
     made = Artifact.model_json_schema(mode="validation")
-    for name, (_, fields) in DOCS.items():
-        part = made if name == "Artifact" else made["$defs"][name]
-        for field, doc in fields.items():
-            said = f"{doc.type}: {doc.meaning} (since version {doc.since})"
-            # Beside a $ref a description is allowed from this dialect on.
-            part["properties"][field]["description"] = said.replace("`", "")
-    title = f"Headwise artifact, version {SCHEMA_VERSION}"
-    return {"$schema": _DIALECT, **made, "title": title}
+    return {"$schema": _DIALECT, **made, "title": f"Headwise artifact, version {SCHEMA_VERSION}"}
+
+
+def tables() -> str:
+    """The fields as Markdown: a heading and a table for each part of the file."""
+    made = schema()
+    places: dict[type[BaseModel], list[str]] = {}
+    for model, place in _parts(Artifact, ""):
+        places.setdefault(model, []).append(place)
+    parts = []
+    for model, where in places.items():
+        part = made if model is Artifact else made["$defs"][model.__name__]
+        lines = [f"### {', '.join(where)}", "", "| field | type | meaning |", "|---|---|---|"]
+        for name, field in part["properties"].items():
+            lines.append(f"| `{name}` | {_type(field, made['$defs'])} | {field['description']} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _parts(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    """The models that a file is made of, each with where it lies."""
+    yield model, path or "the file"
+    for name, field in model.model_fields.items():
+        below = f"{path}.{name}" if path else name
+        found = list(_models(field.annotation))
+        for inner in found:
+            if "kind" in inner.model_fields:
+                yield from _parts(inner, f"{below}, kind {inner.model_fields['kind'].default}")
+            else:
+                yield from _parts(
+                    inner, below if field.annotation is inner or _optional(field.annotation) else f"{below}, each entry"
+                )
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
+
+
+def _optional(annotation: Any) -> bool:
+    return type(None) in get_args(annotation)
+
+
+def _type(field: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """What a field holds, from its JSON Schema."""
+    if "$ref" in field or "discriminator" in field:
+        return "mapping"
+    for values in (field.get("enum"), [field["const"]] if "const" in field else None):
+        if values:
+            return ", ".join(f"`{value}`" for value in values)
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_type(each, models) for each in field["anyOf"]))
+    if field.get("type") == "array":
+        return f"list of {_type(field['items'], models)}" if "items" in field else "list"
+    extra = field.get("additionalProperties")
+    if isinstance(extra, dict):
+        return "mapping" if extra.get("$ref", "").endswith("JsonValue") else f"name: {_type(extra, models)}"
+    return _TYPES.get(str(field.get("type")), str(field.get("type")))

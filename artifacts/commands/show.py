@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.commands import Outcome, add_file, add_json
+from artifacts.commands import Outcome, file_arg, json_flag
 from artifacts.errors import ArtifactError
-from artifacts.page import render
-from artifacts.store import load, load_arrays
+from artifacts.page import ARRAYS, render
+from artifacts.store import load, read_pair
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\
@@ -26,14 +25,8 @@ examples:
 class Config:
     """Which file, and whether as JSON."""
 
-    file: Path
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    add_file(parser)
-    add_json(parser)
+    file: Path = file_arg()
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -45,13 +38,16 @@ def run(config: Config) -> Outcome:
     artifact = load(config.file, check_sidecar=False)
     if config.as_json:
         return Outcome(text=artifact.model_dump_json() + "\n")
+    arrays, state = {}, "none"
+    if artifact.sidecar is not None:
+        try:
+            pair = read_pair(config.file)
+            shape = (artifact.model.num_layers, artifact.model.num_heads)
+            fitting = [name for name in ARRAYS if name in pair.entries and pair.entries[name].shape[-2:] == shape]
+            arrays = {name: pair.arrays[name] for name in fitting}
+            state = f"{artifact.sidecar.file} (arrays: {len(pair.entries)})"
+        except ArtifactError as error:
+            # The page needs only the YAML, which may well travel without its arrays.
+            state = f"PROBLEM: {error}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
-    if artifact.sidecar is None:
-        return Outcome(text=render(artifact, file=config.file.name, arrays={}, sidecar="none", width=width))
-    try:
-        arrays = load_arrays(config.file)
-        state = f"{artifact.sidecar.file} (arrays: {len(arrays)})"
-    except ArtifactError as error:
-        # The page needs only the YAML, which may well travel without its arrays.
-        arrays, state = {}, f"PROBLEM: {error}"
     return Outcome(text=render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width))

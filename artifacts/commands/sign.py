@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from dataclasses import dataclass
+from getpass import getpass
 from pathlib import Path
 
-from artifacts.commands import Outcome, add_file, add_json
-from artifacts.errors import one_line
-from artifacts.signing import sign
+from artifacts.commands import Outcome, answer, arg, file_arg, json_flag
+from artifacts.store import sign
 
 SHORT = "sign it: FILE.sig, by which others see that it comes from you and was not changed"
 EXAMPLES = """\
-The artifact is checked first. The signature holds for the bytes of the YAML file, which name the hash of
-the sidecar; a changed artifact has to be signed again. Move the three files together.
+The artifact is checked first, and signed are the bytes that were checked: those of the YAML file, which name
+the hash of the sidecar. A changed artifact has to be signed again. Move the three files together.
 
 examples:
   python -m artifacts keygen me.key                  once
@@ -26,25 +25,18 @@ examples:
 class Config:
     """What to sign by which private key."""
 
-    file: Path
-    key: Path
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    add_file(parser)
-    parser.add_argument("--key", metavar="KEY", type=Path, required=True, help="your private key, from keygen")
-    add_json(parser)
+    file: Path = file_arg()
+    key: Path = arg("--key", metavar="KEY", type=Path, help="your private key, from keygen")
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
     """One new file.
 
     Raises:
-        HeadwiseError: the artifact is not whole, the key is none, or cryptography is missing.
+        HeadwiseError: the artifact is not whole, the key is none or not yours alone, or cryptography is missing.
     """
-    file, fingerprint = sign(config.file, config.key)
-    if config.as_json:
-        return Outcome(text=json.dumps({"signature": str(file), "fingerprint": fingerprint}) + "\n")
-    return Outcome(text=one_line(f"wrote {file}, signed by the key {fingerprint}") + "\n")
+    asked = (lambda: getpass(f"passphrase of {config.key}: ").encode()) if sys.stdin.isatty() else None
+    file, fingerprint = sign(config.file, config.key, asked)
+    whole = {"signature": str(file), "fingerprint": fingerprint}
+    return answer(config.as_json, whole, [f"wrote {file}, signed by the key {fingerprint}"])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.commands import Outcome, add_file, add_json
-from artifacts.errors import one_line
-from artifacts.store import load_pair
+from artifacts.commands import Outcome, answer, file_arg, json_flag
+from artifacts.store import read_pair
 
 SHORT = "check fields, hashes and sidecar; exit status 2 and one line if anything is wrong"
 EXAMPLES = """\
@@ -25,14 +22,8 @@ examples:
 class Config:
     """Which file, and whether as JSON."""
 
-    file: Path
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    add_file(parser)
-    add_json(parser)
+    file: Path = file_arg()
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -41,18 +32,19 @@ def run(config: Config) -> Outcome:
     Raises:
         ArtifactError: the pair is not whole.
     """
-    artifact, arrays = load_pair(config.file)
+    pair = read_pair(config.file)
+    artifact, entries = pair.artifact, pair.entries
     file = artifact.sidecar.file if artifact.sidecar else None
-    if config.as_json:
-        whole = {
-            "valid": True,
-            "file": str(config.file),
-            "schema_version": artifact.schema_version,
-            "content_sha256": artifact.content_sha256,
-            "sidecar": file,
-            "arrays": {name: {"dtype": str(a.dtype), "shape": list(a.shape)} for name, a in sorted(arrays.items())},
-        }
-        return Outcome(text=json.dumps(whole) + "\n")
-    beside = f"sidecar {file}, arrays: {len(arrays)}" if file else "no sidecar"
-    facts = f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, {beside}"
-    return Outcome(text=one_line(f"ok: {config.file} ({facts})") + "\n")
+    whole = {
+        "valid": True,
+        "file": str(config.file),
+        "schema_version": artifact.schema_version,
+        "content_sha256": artifact.content_sha256,
+        "fingerprint": not artifact.model.unknown,
+        "sidecar": file,
+        "arrays": {name: {"dtype": e.dtype, "shape": list(e.shape)} for name, e in sorted(entries.items())},
+    }
+    beside = f"sidecar {file}, arrays: {len(entries)}" if file else "no sidecar"
+    fits = f"; fits any model of its shape: {', '.join(unknown)} open" if (unknown := artifact.model.unknown) else ""
+    facts = f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, {beside}{fits}"
+    return answer(config.as_json, whole, [f"ok: {config.file} ({facts})"])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.commands import Outcome, add_file, add_json
-from artifacts.errors import one_line
-from artifacts.signing import fingerprint
-from artifacts.store import load_pair
+from artifacts.commands import Outcome, answer, arg, file_arg, json_flag
+from artifacts.store import read_pair
 
 SHORT = "check that it is whole and signed by the holder of a key; exit status 2 if not"
 EXAMPLES = """\
@@ -19,7 +15,8 @@ When a model is served: runtime.load("cfg.yaml", verify="me.key.pub").
 
 examples:
   python -m artifacts verify cfg.yaml --key me.key.pub
-  openssl pkeyutl -verify -pubin -inkey me.key.pub -rawin -in cfg.yaml -sigfile cfg.yaml.sig
+  head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed && tail -n 1 cfg.yaml.sig | base64 -d > signature
+  openssl pkeyutl -verify -pubin -inkey me.key.pub -rawin -in signed -sigfile signature
 """
 
 
@@ -27,16 +24,9 @@ examples:
 class Config:
     """What to check by which public key."""
 
-    file: Path
-    key: Path
-    as_json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See Verb."""
-    add_file(parser)
-    parser.add_argument("--key", metavar="PUBKEY", type=Path, required=True, help="the signer's public key")
-    add_json(parser)
+    file: Path = file_arg()
+    key: Path = arg("--key", metavar="PUBKEY", type=Path, help="the signer's public key")
+    as_json: bool = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -45,10 +35,8 @@ def run(config: Config) -> Outcome:
     Raises:
         HeadwiseError: it is not signed by the key, not whole, the key is none, or cryptography is missing.
     """
-    artifact, _ = load_pair(config.file, verify=config.key)
-    key = fingerprint(config.key)
-    if config.as_json:
-        whole = {"signed": True, "fingerprint": key, "content_sha256": artifact.content_sha256}
-        return Outcome(text=json.dumps(whole) + "\n")
-    facts = f"signed by the key {key}, content {artifact.content_sha256[:12]}"
-    return Outcome(text=one_line(f"ok: {config.file} ({facts})") + "\n")
+    pair = read_pair(config.file, verify=config.key)
+    content = pair.artifact.content_sha256
+    whole = {"signed": True, "fingerprint": pair.signed_by, "content_sha256": content}
+    facts = f"signed by the key {pair.signed_by}, content {content[:12]}"
+    return answer(config.as_json, whole, [f"ok: {config.file} ({facts})"])

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.errors import ArtifactError, one_line, reason, shorten
 
 # A hundred layers of a hundred heads, a value a line, come to 1.5 MiB.
 MAX_BYTES = 4 * 2**20
-MOST = 4096
 
 
 def read_bytes(path: Path) -> bytes:
@@ -28,7 +27,7 @@ def read_bytes(path: Path) -> bytes:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ArtifactError(f"{shown}: cannot be read, {(error.strerror or str(error)).lower()}") from None
+        raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
     if len(data) > MAX_BYTES:
         raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for a file of head patterns")
     return data
@@ -77,3 +76,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> Any:
     raise ArtifactError(f"holds {name}: numbers must be finite")
+
+
+def bare(path: Path) -> str:
+    """The file's name, as an artifact records it."""
+    return path.name.encode(errors="replace").decode()

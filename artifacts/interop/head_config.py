@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.interop.files import MOST, parse_json
+from artifacts.fields import MOST
+from artifacts.interop.files import parse_json
 from artifacts.patterns import AnyPattern, AShape, BlockSparse, VerticalSlash
 
 NAMES = ("vertical_and_slash", "stream_llm", "block_sparse", "flex_vertical_and_slash")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.interop.head_config import BLOCKS, FEW_COLUMNS, LEFT_OUT, MORE_COLUMNS, NAMES, Entry, to_pattern
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 Changes = list[tuple[Effect, str]]
 
 
-def export_heads(artifact: Artifact, arrays: Mapping[str, Array], format: HeadFormat) -> tuple[bytes, Report]:
-    """The file's bytes, and how true they are.
+def export_heads(
+    artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format: HeadFormat
+) -> tuple[list[tuple[Path, bytes]], Report]:
+    """The file for `out`, and how true it is.
 
     A head that was imported and not changed since is written as it was read, with its score; another with its recall,
     where the sidecar has it. What the format lacks is written as the nearest that it has.
@@ -60,7 +63,7 @@ def export_heads(artifact: Artifact, arrays: Mapping[str, Array], format: HeadFo
     scores = [entry.score for row in entries for entry in row if entry.score is not None]
     whole = any(scores) and all(score == int(score) for score in scores)
     listed = [{str(head): entry.as_json(whole=whole) for head, entry in enumerate(row)} for row in entries]
-    return json.dumps(listed).encode() + b"\n", report
+    return [(out, json.dumps(listed).encode() + b"\n")], report
 
 
 def express(

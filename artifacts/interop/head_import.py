@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from artifacts.density import mean_density
 from artifacts.errors import ArtifactError, one_line
-from artifacts.imported import Imported
-from artifacts.interop.files import read_bytes
+from artifacts.fields import Imported
+from artifacts.interop.files import bare, read_bytes
 from artifacts.interop.head_config import FEW_COLUMNS, LEFT_OUT, MORE_COLUMNS, NAMES, Entry, read, scores_of, to_pattern
-from artifacts.interop.report import Notes, Report
+from artifacts.interop.report import Conversion, Notes, Report
 from artifacts.interop.shape import Given, Shape, model_shape
 from artifacts.patterns import TILE, AnyPattern, VerticalSlash, pattern_name
 from artifacts.schema import Artifact, Prefill
@@ -28,24 +27,15 @@ _THRESHOLD = 32768
 _WORTH_IT = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What an import makes: the artifact, its sidecar's arrays, and how true both are to the file."""
-
-    artifact: Artifact
-    arrays: dict[str, Array]
-    report: Report
-
-
 def import_heads(
-    path: Path, format: HeadFormat, given: Given, *, dense_below: int | None = None, dense_tail: int = 0
+    path: Path, given: Given, *, format: HeadFormat, dense_below: int | None = None, dense_tail: int | None = None
 ) -> Conversion:
     """Read a file of MInference's, or one for vLLM and SGLang.
 
     Args:
         path: the JSON file.
-        format: which tool it is for, and so what is made of its entries.
         given: what is known of the model beside the file.
+        format: which tool it is for, and so what is made of its entries.
         dense_below: in tokens; None is as the tool does it, and where it has no such limit, the length from which the
             patterns leave out a fifth of the causal area.
         dense_tail: last queries that see every key; neither tool has any.
@@ -58,7 +48,8 @@ def import_heads(
     heads = max((head + 1 for row in layers for head in row), default=0)
     if not heads:
         raise ArtifactError(f"{one_line(str(path))}: names no head")
-    shape = model_shape(given, path, num_layers=len(layers), **({"num_heads": heads} if _full(layers, heads) else {}))
+    shown = {"num_heads": heads} if _full(layers, heads) else {}
+    shape = model_shape(given, path, own=None, num_layers=len(layers), **shown)
     if heads > shape.model.num_heads:
         raise ArtifactError(
             f"{one_line(str(path))}: names head {heads - 1}, the model has {shape.model.num_heads} query heads"
@@ -77,15 +68,13 @@ def import_heads(
     scores = scores_of([entry for row in table for entry in row])
     if scores == "other":
         notes.add("same", "the scores are no recalls (some are above 1); they are kept in the sidecar", 0)
-    artifact = Artifact(
-        model=shape.model,
-        search=None,
+    artifact = shape.artifact(
         patterns={pattern_name(p): p for row in made for p in row if pattern_name(p) in used},
         prefill=Prefill(
             dense_below=dense_below or 0,
-            dense_tail=dense_tail,
+            dense_tail=dense_tail or 0,
             layers=tuple(rows),
-            imported=Imported(format=format, file=path.name, sha256=hashlib.sha256(data).hexdigest(), scores=scores),
+            imported=Imported(format=format, file=bare(path), sha256=hashlib.sha256(data).hexdigest(), scores=scores),
         ),
     )
     if dense_below is None:

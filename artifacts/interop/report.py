@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from artifacts.errors import plural
+from artifacts.schema import Artifact
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
 
 Effect = Literal["keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"]
 # Where a head computes more, it keeps all that it kept: nothing is lost but time.
@@ -28,12 +34,13 @@ class Note:
 class Report:
     """How true a conversion is.
 
-    heads: that the file speaks of. exact: those with the same pattern and sizes on both sides. measure: the command
-    that measures what the conversion costs in recall, given a model.
+    heads: that the file speaks of, or layers, as `unit` says. exact: those that are the same on both sides. measure:
+    the command that measures what the conversion costs in recall, given a model.
     """
 
     heads: int
     exact: int
+    unit: str = "head"
     notes: tuple[Note, ...] = ()
     measure: str = ""
 
@@ -44,9 +51,9 @@ class Report:
 
     def lines(self) -> Iterator[str]:
         """The report for people."""
-        yield f"heads: {self.exact:,} of {self.heads:,} exactly"
+        yield f"{self.unit}s: {self.exact:,} of {self.heads:,} exactly"
         for note in self.notes:
-            where = f"{note.heads:,} head{'s' * (note.heads != 1)}" if note.heads else "the file"
+            where = plural(note.heads, self.unit) if note.heads else "the file"
             yield f"  {note.effect}: {where}: {note.what}"
         if self.measure:
             yield f"recall: needs the model; {self.measure}"
@@ -54,6 +61,15 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The report for programs."""
         return {"lossy": self.lossy, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What an import makes: the artifact, its sidecar's arrays, and how true both are to the file."""
+
+    artifact: Artifact
+    arrays: dict[str, Array]
+    report: Report
 
 
 class Notes:
@@ -65,6 +81,11 @@ class Notes:
     def add(self, effect: Effect, what: str, heads: int = 1) -> None:
         """Note it for one more head, or for so many; 0 for the whole file."""
         self._heads[effect, what] = self._heads.get((effect, what), 0) + heads
+
+    def some(self, effect: Effect, what: str, heads: int) -> None:
+        """Note it for so many heads, and not at all for none."""
+        if heads:
+            self.add(effect, what, heads)
 
     def all(self) -> tuple[Note, ...]:
         """The notes in the order in which they first came up."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.interop.files import MOST, parse_json, read_bytes
-from artifacts.schema import ModelInfo
+from artifacts.fields import LARGEST, MOST
+from artifacts.interop.files import parse_json, read_bytes
+from artifacts.schema import Artifact, ModelInfo, Prefill
 
 # Of each size: its names in config.json, its flag, what it is.
 _SIZES = {
@@ -19,6 +20,8 @@ _SIZES = {
     "head_dim": (("head_dim",), "--head-dim", "channels a head"),
     "max_positions": (("max_position_embeddings", "n_positions"), "--max-positions", "positions"),
 }
+
+_KEYS = {key for keys, _, _ in _SIZES.values() for key in keys}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +46,19 @@ class Shape:
     sliding: frozenset[int]
     config: Mapping[str, Any]
 
+    def artifact(self, **fields: Any) -> Artifact:
+        """An artifact for the model with these fields, without patterns where none are among them."""
+        nothing = Prefill(dense_below=0, layers=(None,) * self.model.num_layers)
+        return Artifact(**{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields)
 
-def model_shape(given: Given, file: Path, **of_file: int) -> Shape:
+
+def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = None, **of_file: int) -> Shape:
     """Put the model together.
 
     Args:
         given: the user's config.json and flags.
         file: the imported file, which names the model where nothing else does.
+        own: the file's own fields, where it may be the model's config.json; it counts where no other is given.
         of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of layers is a minimum:
             a file may leave the last ones out.
 
@@ -57,6 +66,8 @@ def model_shape(given: Given, file: Path, **of_file: int) -> Shape:
         ArtifactError: a size is missing, or two places disagree about one; the line says where it can come from.
     """
     path, config = _config(given.config)
+    if path is None and own is not None and set(own) & _KEYS:
+        path, config = file, own
     found = {name: _size(name, given, path, config, of_file) for name in _SIZES}
     sizes = {name: size for name, size in found.items() if size is not None}
     if missing := [_SIZES[name] for name, size in found.items() if size is None]:
@@ -117,7 +128,7 @@ def _size(
     if not found:
         return None
     for where, size in found:
-        most = 2**31 - 1 if name in ("max_positions", "head_dim") else MOST
+        most = {"max_positions": LARGEST, "head_dim": 65_536}.get(name, MOST)
         if not 1 <= size <= most:
             raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
         if size != found[0][1]:

@@ -25,15 +25,6 @@ def broken(path: Path, error: ArtifactError) -> list[Finding]:
     return [Finding(code="invalid", severity="error", where="file", message=message), *_table(fields)]
 
 
-def _names_of_front(prefill: Any) -> set[str]:
-    """The patterns that points of the front name, as far as it is laid out as one."""
-    front = prefill.get("front")
-    points = front.get("points") if isinstance(front, dict) else None
-    layers = [point.get("layers") for point in (points if isinstance(points, list) else ()) if isinstance(point, dict)]
-    rows = [row for table in layers if isinstance(table, list) for row in table if isinstance(row, list)]
-    return {name for row in rows for name in row if isinstance(name, str)}
-
-
 def _table(fields: Mapping[str, Any]) -> Iterator[Finding]:
     model, prefill, patterns = (fields.get(name) for name in ("model", "prefill", "patterns"))
     rows = prefill.get("layers") if isinstance(prefill, dict) else None
@@ -67,8 +58,12 @@ def _table(fields: Mapping[str, Any]) -> Iterator[Finding]:
             message=f"{used[unknown[0]]} heads have {shorten(unknown[0])}, which patterns does not hold"
             + (f" (and {len(unknown) - 1} names more)" if len(unknown) > 1 else ""),
         )
-    chosen = _names_of_front(prefill)
-    if unused := [name for name in patterns if name not in used and name not in chosen]:
+    # What the points of a front use, the sidecar says.
+    if (
+        isinstance(prefill, dict)
+        and not prefill.get("front")
+        and (unused := [name for name in patterns if name not in used])
+    ):
         yield Finding(
             code="unused-pattern",
             severity="error",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from artifacts.front import FRONT_ROWS, served_point
 from artifacts.lint.finding import Case, Finding
 
 
@@ -45,7 +46,7 @@ def front(case: Case) -> Iterator[Finding]:
             message="kl and recall of the points are from prompts that the search chose them by: others lose more; "
             "measure with python -m profiling.compare before relying on a target",
         )
-    if all(point.layers != case.artifact.prefill.layers for point in found.points):
+    if FRONT_ROWS in (case.arrays or {}) and served_point(case.artifact, case.arrays) is None:
         yield Finding(
             code="off-front",
             severity="note",

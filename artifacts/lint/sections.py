@@ -13,8 +13,8 @@ _SECONDS = ("s", "ms", "us", "s/token", "ms/token")
 
 def evidence(case: Case) -> Iterator[Finding]:
     """Nothing measured, nothing to compare with, or a measurement that speaks against the artifact."""
-    entries = case.artifact.evidence
-    if not entries:
+    entries = case.artifact.evidence.measurements
+    if not case.artifact.evidence:
         yield Finding(
             code="no-evidence",
             severity="warning",
@@ -27,7 +27,7 @@ def evidence(case: Case) -> Iterator[Finding]:
             yield Finding(
                 code="no-baseline",
                 severity="note",
-                where=f"evidence[{i}]",
+                where=f"evidence.measurements[{i}]",
                 message=f"{entry.name} has no baseline: {entry.value:.4g} {entry.unit} beside nothing says little; "
                 "measure dense attention in the same run",
             )
@@ -36,7 +36,7 @@ def evidence(case: Case) -> Iterator[Finding]:
             yield Finding(
                 code="slower",
                 severity="warning",
-                where=f"evidence[{i}]",
+                where=f"evidence.measurements[{i}]",
                 message=f"{entry.name} took {entry.value:.4g} {entry.unit}{length}, {entry.baseline_name} "
                 f"{entry.baseline:.4g}: raise dense_below above that length, or take smaller sizes",
             )

@@ -1,4 +1,4 @@
-"""Compiles the native kernels for this machine at first use, into one library that stays in the cache folder."""
+"""Loads the native kernels: what a wheel brought, or compiled for this machine at first use and kept in the cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,16 @@ from pathlib import Path
 
 import torch
 
+from kernels.native import prebuilt
+
 _KERNELS = Path(__file__).parents[1]
-SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "patterns", "scored"))
+SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "gradient", "patterns", "scored"))
 HEADERS = tuple(
     _KERNELS / name for name in ("native/vectors.h", "native/engines.h", "attention/index.h", "attention/panels.h")
 )
 _FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -36,6 +38,7 @@ _FLAGS = (
     # Tuning for AMD splits each fused multiply-add in two: a fifth slower, also there.
     *(("-mtune=generic",) if platform.machine() in ("x86_64", "AMD64") else ()),
 )
+_THIS_MACHINE = ("-march=native",)
 _log = logging.getLogger("headwise")
 
 
@@ -48,10 +51,12 @@ _LONGEST_BUILD = 600
 def load() -> str | None:
     """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
 
-    It is tried once a process, and once a machine by all processes that start together: they wait for the first. The
-    library is compiled beside its place and renamed into it, so that an interrupted build does no harm. One that is
-    there and does not load (cut off, or of another machine that shares the folder) is compiled again.
-    HEADWISE_CACHE moves the cache folder, CXX names another compiler.
+    A library that the wheel brought for this processor is taken, unless CXX asks for a compiler. Else it is compiled,
+    which is tried once a process, and done once by all processes of a machine that start together: they wait for the
+    first. It is compiled beside its place and renamed into it, so that an interrupted build does no harm. One that is
+    there and does not load (cut off, or of another machine that shares the folder) is compiled again. The folder must
+    be the user's own and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
+    compiler.
     """
     # Threads that come first together would compile and load two, and torch takes operators of a name only once.
     with _loading:
@@ -59,14 +64,22 @@ def load() -> str | None:
 
 
 def _load() -> str | None:
-    compiler = _compiler()
+    brought = None if os.environ.get("CXX") else prebuilt.find()
+    if brought is not None:
+        if (reason := _why_not_loaded(brought)) is None:
+            return None
+        _log.warning("the CPU kernels of the wheel are not used: %s", reason)
+    compiler = find_compiler()
     if isinstance(compiler, str):
         return compiler
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
+        if (reason := _make_private(library.parent)) is not None:
+            return reason
+        if (reason := _not_ours(library.parent.parent) or _not_ours(library)) is not None:
+            return f"compiled kernels are not taken from there: {reason} (HEADWISE_CACHE moves the cache folder)"
         if library.exists() and _why_not_loaded(library) is None:
             return None
-        library.parent.mkdir(parents=True, exist_ok=True)
         with _lock(library):
             found = library.exists()
             # Another process may have compiled it in the meantime.
@@ -74,7 +87,7 @@ def _load() -> str | None:
                 if found:
                     _log.warning("the compiled CPU kernels do not load: compiling them again")
                 _log.info("compiling the CPU kernels, once for this machine")
-                _compile(compiler, library)
+                compile_library(compiler, library)
                 return _why_not_loaded(library)
     except subprocess.CalledProcessError as error:
         return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
@@ -100,6 +113,23 @@ def _lock(library: Path) -> Iterator[None]:
         lock.release()
 
 
+def _make_private(folder: Path) -> str | None:
+    """Make the folder, for its user alone; why nothing is loaded from it, else None.
+
+    Whoever can write there runs code as whoever loads from it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid():
+        return f"{folder} belongs to another user, nothing is loaded from it (HEADWISE_CACHE moves the cache folder)"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to {folder}, nothing is loaded from it: empty it and chmod 700 it"
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+    return None
+
+
 def _why_not_loaded(library: Path) -> str | None:
     if _cut_off(library):
         return "the compiled library cannot be loaded: it is cut off"
@@ -107,6 +137,19 @@ def _why_not_loaded(library: Path) -> str | None:
         torch.ops.load_library(str(library))
     except OSError as error:
         return f"the compiled library cannot be loaded: {error}"
+    return None
+
+
+def _not_ours(path: Path) -> str | None:
+    """Why what lies there may be somebody else's: loading a library runs it."""
+    if os.name != "posix" or not path.exists():
+        return None
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"
+    # In a folder such as /tmp nobody can rename what is another's.
+    if found.st_mode & 0o022 and not (path.is_dir() and found.st_mode & stat.S_ISVTX):
+        return f"others can write to {path} (mode {found.st_mode & 0o777:03o}): chmod go-w it"
     return None
 
 
@@ -126,8 +169,8 @@ def cache_folder() -> Path:
     return Path(root) / "kernels"
 
 
-def _compiler() -> list[str] | str:
-    """The compiler's command, or why there is none."""
+def find_compiler() -> list[str] | str:
+    """The compiler's command (CXX, c++ or g++), or why there is none."""
     if chosen := os.environ.get("CXX"):
         command = shlex.split(chosen)
         return command if command and shutil.which(command[0]) else f"no C++ compiler found: CXX is {chosen!r}"
@@ -140,13 +183,17 @@ def _first_error(message: str) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
 
 
-def _compile(compiler: list[str], library: Path) -> None:
+def compile_library(compiler: list[str], library: Path, machine: tuple[str, ...] = _THIS_MACHINE) -> None:
+    """Compile all sources into one library, for the processors that the flags `machine` name.
+
+    Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be stored.
+    """
     from torch.utils.cpp_extension import include_paths
 
     libraries = Path(torch.__file__).parent / "lib"
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    command = [*compiler, *_FLAGS, *openmp, abi]
+    command = [*compiler, *machine, *_FLAGS, *openmp, abi]
     includes = [f"-I{path}" for path in include_paths()]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
         objects = [str(Path(folder) / f"{at}.o") for at in range(len(SOURCES))]
@@ -157,6 +204,8 @@ def _compile(compiler: list[str], library: Path) -> None:
             pass
         built = Path(folder) / library.name
         _run([*command, "-shared", *objects, "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
+        # Whatever the umask: one that others could write to would not be loaded.
+        built.chmod(0o755)
         os.replace(built, library)
 
 
@@ -165,11 +214,18 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: list[str]) -> str:
-    """What the library depends on: sources, flags, torch and the instructions of this processor."""
-    processor = platform.machine()
-    if (cpuinfo := Path("/proc/cpuinfo")).exists():
-        flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
-        processor += flags[0] if flags else ""
+    """What the library depends on: sources, flags, compiler, torch and the instructions of this processor."""
+    processor = (platform.machine(), *sorted(prebuilt.processor_flags()))
     texts = (path.read_text() for path in (*SOURCES, *HEADERS))
-    parts = (*texts, *_FLAGS, *compiler, torch.__version__, sys.platform, processor)
+    flags = (*_THIS_MACHINE, *_FLAGS)
+    parts = (*texts, *flags, *compiler, _version(compiler), torch.__version__, sys.platform, *processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _version(compiler: list[str]) -> str:
+    """What the compiler says it is; nothing where it does not say."""
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES, decode_attention
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.residual import ResidualStream
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
-from profiling.prompts.prompt import Prompt
+from profiling.progress import Phase, phase
+from profiling.prompts.prompt import Prompt, digest
 from runtime.layers import attention_layers
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
@@ -52,40 +53,55 @@ class BudgetCurves:
         return [int(layer) for layer in np.flatnonzero(np.isfinite(self.error).all((1, 2)))]
 
 
-def measure(loaded: LoadedModel, prompts: Sequence[Prompt], shares: Sequence[float] = SHARES) -> BudgetCurves:
+def measure(
+    loaded: LoadedModel, prompts: Sequence[Prompt], shares: Sequence[float] = SHARES, ledger: Ledger | None = None
+) -> BudgetCurves:
     """Walk the prompts; the model is left as it was.
+
+    Args:
+        ledger: keeps each prompt's curves; its settings say which model they are of.
 
     Raises:
         HeadwiseError: every layer slides.
     """
-    model, modules = loaded.model, attention_layers(loaded.model)
+    found = []
+    layers = len(attention_layers(loaded.model))
+    with phase("budget curves", len(prompts) * layers, "layers") as shown:
+        for prompt in prompts:
+            unit = None if ledger is None else ledger.unit("curves", {"prompt": digest([prompt]), "shares": shares})
+            curves = None if ledger is None or unit is None else ledger.get(unit)
+            if curves is not None:
+                shown.skip(layers)
+            else:
+                curves = _of_prompt(loaded, prompt, shares, shown)
+                if ledger is not None and unit is not None:
+                    curves = ledger.put(unit, curves)
+            found.append(curves)
+    error, kept = (np.sum([curves[name] / len(prompts) for curves in found], axis=0) for name in ("error", "kept"))
+    if not np.isfinite(error).any():
+        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: there is no budget to choose")
+    return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
+
+
+def _of_prompt(loaded: LoadedModel, prompt: Prompt, shares: Sequence[float], shown: Phase) -> dict[str, np.ndarray]:
+    """Error and mass kept on one prompt, each (L, G, N), NaN where nothing is measured."""
+    model = loaded.model
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    shape = (config.num_hidden_layers, heads, len(shares))
-    error, kept = np.zeros(shape), np.zeros(shape)
-    measured: set[int] = set()
-    with tqdm(total=len(prompts) * len(modules), desc="budget curves", unit="layer", disable=None) as progress:
-        for prompt in prompts:
-            gained = np.zeros_like(error)
-            with ResidualStream(model) as stream:
+    error = np.full((config.num_hidden_layers, heads, len(shares)), np.nan)
+    kept = error.copy()
+    with ResidualStream(model) as stream:
 
-                def visit(inputs: LayerInputs, stream: ResidualStream = stream, gained: np.ndarray = gained) -> None:
-                    progress.update()
-                    if inputs.sliding_window is not None or inputs.sinks is not None:
-                        return
-                    gained[inputs.layer], mass = _walk(inputs, stream, shares)
-                    kept[inputs.layer] += mass / len(prompts)
-                    measured.add(inputs.layer)
+        def visit(inputs: LayerInputs) -> None:
+            shown.update()
+            if inputs.sliding_window is None and inputs.sinks is None:
+                error[inputs.layer], kept[inputs.layer] = _walk(inputs, stream, shares)
 
-                capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
-            # Known when the block is through: what a norm behind the attention makes of its output.
-            for layer in measured:
-                error[layer] += gained[layer] * float(stream.gain(layer)) / len(prompts)
-    if not measured:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: there is no budget to choose")
-    for layer in set(range(shape[0])) - measured:
-        error[layer] = kept[layer] = np.nan
-    return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
+        capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+    # Known when the block is through: what a norm behind the attention makes of its output.
+    for layer in np.flatnonzero(np.isfinite(kept).all((1, 2))):
+        error[layer] *= float(stream.gain(int(layer)))
+    return {"error": error, "kept": kept}
 
 
 def _walk(inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

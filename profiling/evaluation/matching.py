@@ -83,16 +83,18 @@ class Meter:
         self.heads = artifact.model.num_heads
         self.frozen: dict[int, list[Frozen]] = {}
         self._prepared: dict[int, dict[str, Callable[[Sequence[Any]], SparseIndex]]] = {}
-        self._densities: dict[int, list[float]] = {}
+        self._own: dict[int, SparseIndex] = {}
+        self._tail = artifact.prefill.dense_tail
         patterns = kernel_patterns(artifact, arrays)
+        without = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
         prompt = make_prompts(CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED)[0]
 
         def visit(inputs: LayerInputs) -> None:
-            plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+            plan = layer_plan(without, patterns, inputs.layer, slice(None), inputs.k.shape[1])
             if plan is None:
                 return
             index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-            self._densities[inputs.layer] = index.density()[0].tolist()
+            self._own[inputs.layer] = index
             self.frozen[inputs.layer] = frozen(index)
             heads = range(inputs.q.shape[1])
             self._prepared[inputs.layer] = {
@@ -107,7 +109,12 @@ class Meter:
     @property
     def target(self) -> float:
         """The artifact's own density: mean over the heads that have a pattern."""
-        found = [density for row in self._densities.values() for density in row]
+        return self.own(dense_tail=self._tail)
+
+    def own(self, *, dense_tail: int) -> float:
+        """The density of the artifact's patterns with so many of the last queries dense."""
+        some = [with_dense_tail(index, dense_tail) for index in self._own.values()]
+        found = [density for index in some for density in index.density()[0].tolist()]
         return sum(found) / len(found)
 
     def density(self, pattern: Pattern, *, dense_tail: int) -> float:
@@ -120,12 +127,13 @@ class Meter:
         ]
         return sum(means) / len(means)
 
-    def fit(self, name: str, *, dense_tail: int) -> tuple[dict[str, Any], float]:
-        """The largest sizes of SIZES[name] that cost no more than the artifact, and what they cost.
+    def fit(self, name: str, *, dense_tail: int, target: float | None = None) -> tuple[dict[str, Any], float]:
+        """The largest sizes of SIZES[name] that cost no more than `target`, and what they cost, the tail included.
 
-        The least there are where even these cost more. Returns the pattern's fields with its kind, and its density.
+        The target is the artifact's own density if None. The least sizes there are where even these cost more. Returns
+        the pattern's fields with its kind, and its density.
         """
-        line, target = SIZES[name], self.target
+        line, target = SIZES[name], self.target if target is None else target
 
         def fields(n: int) -> dict[str, Any]:
             return {"kind": line.kind, **line.at(n, target)}

@@ -1,4 +1,4 @@
-"""Quality of many methods on many tasks and lengths: each prompt under each method once, kept in a journal.
+"""Quality of many methods on many tasks and lengths: each prompt under each method once, kept in a ledger.
 
 What is there is not run again: tasks, lengths, samples and methods can be added, and a run that was killed goes on with
 the prompt that it was at.
@@ -7,31 +7,27 @@ the prompt that it was at.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.hashing import canonical_json
 from profiling.evaluation.methods import Method, Methods
-from profiling.journal import Journal
+from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
-from profiling.prompts.held_out import seen_by_searches
+from profiling.progress import Phase, phase
+from profiling.prompts.held_out import Seen, unseen_prompts
 from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, parse_task
-from profiling.prompts.unseen import Pieces, unseen_prompts
-from profiling.quality.trials import VERSION, trial
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
+from profiling.quality.contexts import by_context
+from profiling.quality.trials import VERSION, trials
 
-DEFAULT_TASKS = ("needle", "passkey", "number", "line_retrieval", "kv_retrieval", "two_stage_retrieval", "vt")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "needle"
-JOURNAL = "journal.jsonl"
+OUTPUT = "evaluation.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +102,7 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
             )
 
 
-def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Pieces) -> list[Set]:
+def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
     how: dict[str, Any] = {"samples": config.samples, "seed": config.seed, "seen": seen, "shorter": True}
     sets = []
@@ -121,35 +117,36 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Pieces) -
     return sets
 
 
-def open_journal(folder: Path, *, fresh: bool) -> Journal:
-    """The journal of all evaluations in a folder, whatever they were asked for."""
+def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
+    """The ledger of all evaluations in a folder, whatever they were asked for; it stays for those that come."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HeadwiseError(f"cannot make the folder {folder}: {error.strerror}") from None
-    return Journal.open(folder / JOURNAL, {"evaluation": 1}, fresh=fresh)
+    return Ledger(folder / OUTPUT, "evaluate", fresh=fresh)
 
 
-def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, journal: Journal) -> list[Outcome]:
-    """Every prompt under every method that is not in the journal yet; outcomes by length, task, depth and method."""
-    seen = Pieces(seen_by_searches([methods.artifact], config.tasks, loaded.tokenizer))
+def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> list[Outcome]:
+    """Every prompt under every method that is not in the ledger yet; outcomes by length, task, depth and method."""
+    seen = Seen.by([methods.arrays])
     sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, seen)]
-    of = _Keys(methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
+    of = _Units(ledger, methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     outcomes = []
-    with _Progress(total) as progress:
+    # In prompt tokens: they are what takes time.
+    with phase("evaluation", total, "tokens") as shown:
         for length in config.lengths:
             here = [each for each in sets if each.length == length]
             made = [methods.make(name, length) for name in config.methods]
             for method in made:
-                _run(loaded, method, here, of, journal, progress)
+                _run(loaded, method, here, of, ledger, shown)
             outcomes += [
                 Outcome(
                     task=each.task,
                     length=length,
                     depth=each.depth,
                     method=method.name,
-                    records=tuple(journal[of(method, prompt)] for prompt in each.prompts),
+                    records=tuple(ledger.get(of(method, prompt)) for prompt in each.prompts),
                     overlapping=each.overlapping,
                 )
                 for each in here
@@ -158,65 +155,39 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, journal:
     return outcomes
 
 
-def _run(
-    loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Keys, journal: Journal, progress: _Progress
-) -> None:
+def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, ledger: Ledger, shown: Phase) -> None:
     left = []
     for each in sets:
         for prompt in each.prompts:
-            if (key := of(method, prompt)) in journal:
-                progress.skip(each.length)
+            if (unit := of(method, prompt)) in ledger:
+                shown.skip(each.length)
             else:
-                left.append((each, prompt, key))
+                left.append((each, prompt, unit))
     if not left:
         return
     with method.apply(loaded.model):
-        for each, prompt, key in left:
-            progress.tell(f"{method.name} {each.task} {each.length}")
-            if key not in journal:
-                journal.add(key, trial(loaded.model, loaded.tokenizer, prompt, method))
-            progress.done(each.length)
+        for numbers in by_context([prompt for _, prompt, _ in left]):
+            some = [left[number] for number in numbers]
+            shown.note(f"{method.name} {some[0][0].task} {some[0][0].length}")
+            new = {unit.key: (unit, prompt) for _, prompt, unit in some if unit not in ledger}
+            units = [unit for unit, _ in new.values()]
+            for number, record in trials(loaded.model, loaded.tokenizer, [p for _, p in new.values()], method):
+                ledger.put(units[number], record)
+            shown.update(sum(each.length for each, _, _ in some))
 
 
-class _Keys:
-    """Under what a prompt's record stands: all that it depends on."""
+class _Units:
+    """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
-    def __init__(self, artifact: Artifact, dtype: str, device: str) -> None:
+    def __init__(self, ledger: Ledger, artifact: Artifact, dtype: str, device: str) -> None:
+        self._ledger = ledger
         weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
-        self._before = f"trial/{version('headwise')}.{VERSION}/{weights}/{dtype.removeprefix('torch.')}/{device}"
+        self._before = f"trial/{VERSION}/{weights}/{dtype.removeprefix('torch.')}/{device}"
 
-    def __call__(self, method: Method, prompt: Prompt) -> str:
-        fields = {**asdict(prompt), "finds": None}
+    def __call__(self, method: Method, prompt: Prompt) -> Unit:
+        fields = {**asdict(prompt), "finds": None, "task": None}
         digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
-        return f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
-
-
-class _Progress:
-    """A bar in prompt tokens: what is left to do is told by them better than by the number of prompts."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, desc="evaluation", unit="tok", unit_scale=True, disable=None, smoothing=0.05)
-        self._skipped = 0
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-        if self._skipped:
-            print(f"{self._skipped} prompts were in the journal already", file=sys.stderr)
-
-    def tell(self, what: str) -> None:
-        self._bar.set_postfix_str(what, refresh=False)
-
-    def skip(self, tokens: int) -> None:
-        # What was done by another run says nothing about the speed of this one.
-        self._skipped += 1
-        self._bar.total -= tokens
-        self._bar.refresh()
-
-    def done(self, tokens: int) -> None:
-        self._bar.update(tokens)
+        return self._ledger.unit(f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}")
 
 
 def groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:

@@ -1,5 +1,8 @@
 """What methods an evaluation knows, as one table: METHODS, and the caches that either prefill can have: CACHES.
 
+Every sparse method computes the last queries of a prompt densely, as many as the artifact does; `NAME-tail` is the same
+method without, its size fitted anew.
+
 `dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of the artifact.
 """
 
@@ -16,12 +19,11 @@ _SINKS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One row of METHODS. sizes: a name of SIZES; own: it is Headwise with one kind, so it has its dense tail."""
+    """One row of METHODS. sizes: a name of SIZES, where one size is fitted for all heads."""
 
     says: str
     source: str
     sizes: str | None = None
-    own: bool = False
 
 
 METHODS: dict[str, Kind] = {
@@ -31,13 +33,11 @@ METHODS: dict[str, Kind] = {
         says="the artifact's indices, frozen on one other prompt", source="MInference 1.0, Ours w/ static"
     ),
     "vertical_slash": Kind(
-        says="vertical-slash for all heads", source="MInference 1.0, ablation", sizes="vertical_slash", own=True
+        says="vertical-slash for all heads", source="MInference 1.0, ablation", sizes="vertical_slash"
     ),
-    "block_sparse": Kind(
-        says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse", own=True
-    ),
-    "vertical": Kind(says="columns alone for all heads", source="MInference 1.0, ablation", sizes="vertical", own=True),
-    "slash": Kind(says="diagonals alone for all heads", source="MInference 1.0, ablation", sizes="slash", own=True),
+    "block_sparse": Kind(says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse"),
+    "vertical": Kind(says="columns alone for all heads", source="MInference 1.0, ablation", sizes="vertical"),
+    "slash": Kind(says="diagonals alone for all heads", source="MInference 1.0, ablation", sizes="slash"),
     "a_shape": Kind(says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"),
     "tri_shape": Kind(
         says="sinks, a window, and the last tile dense", source="SCBench, Li et al. 2024", sizes="tri_shape"
@@ -71,6 +71,8 @@ CACHES: dict[str, tuple[CacheOf, str]] = {
 # These caches decide themselves how a prompt is attended to: patterns would change nothing.
 OF_PROMPTS = ("h2o", "streaming")
 OMNIKV, OWN = "omnikv", "own"
+# What a method's name ends with where it has no dense tail, and the tail of methods where the artifact has none.
+NO_TAIL, TAIL = "-tail", 64
 
 
 def method_names(artifact: Artifact) -> tuple[str, ...]:
@@ -79,14 +81,20 @@ def method_names(artifact: Artifact) -> tuple[str, ...]:
     if not any(artifact.prefill.layers):
         return ("dense", *(f"dense+{cache}" for cache in caches))
     with_caches = [f"{prefill}+{cache}" for cache in caches for prefill in ("dense", "headwise")]
-    return (*METHODS, *(name for name in with_caches if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}))
+    without = (f"{name}{NO_TAIL}" for name in METHODS if name != "dense")
+    return (
+        *METHODS,
+        *without,
+        *(name for name in with_caches if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}),
+    )
 
 
 def says(name: str) -> tuple[str, str]:
     """What a method is, in a line, and where it comes from."""
     prefill, _, cache = name.partition("+")
     if not cache:
-        return METHODS[name].says, METHODS[name].source
+        kind = METHODS[name.removesuffix(NO_TAIL)]
+        return kind.says + (", without a dense tail" if name.endswith(NO_TAIL) else ""), kind.source
     kept = {OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)", OWN: "the artifact's kv_cache section"}
     told = kept[cache] if cache in kept else f"cache: {CACHES[cache][1]}"
     return f"{METHODS[prefill].says}; {told}", ""

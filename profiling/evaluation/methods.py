@@ -15,13 +15,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from artifacts import Artifact, HeadwiseError, KVCache, Pattern, Prefill, Static, Streaming, pattern_name
+from artifacts import (
+    Artifact,
+    Dense,
+    Evidence,
+    HeadwiseError,
+    KVCache,
+    Pattern,
+    Prefill,
+    Static,
+    Streaming,
+    pattern_name,
+)
 from artifacts.density import density
 from artifacts.errors import shorten
 from artifacts.hashing import canonical_json
 from artifacts.kv_cache import Policy
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
-from profiling.evaluation.method_table import CACHES, METHODS, OF_PROMPTS, OMNIKV, OWN, method_names
+from profiling.evaluation.method_table import (
+    CACHES,
+    METHODS,
+    NO_TAIL,
+    OF_PROMPTS,
+    OMNIKV,
+    OWN,
+    TAIL,
+    method_names,
+)
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers, text_config
@@ -30,7 +51,7 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 # Raised where the way sizes are fitted or indices are frozen changes: what was measured before is of another method.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,7 +90,7 @@ class Method:
 
 
 class Methods:
-    """Makes methods; `memory` (a journal, or a dict) keeps what took a pass over a prompt to find."""
+    """Makes methods; a ledger keeps what took a pass over a prompt to find."""
 
     def __init__(
         self,
@@ -78,17 +99,22 @@ class Methods:
         arrays: Mapping[str, Array] | None = None,
         *,
         share: float = 0.2,
-        memory: Any = None,
+        density: float | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """share: of the prompt's keys and values that the caches of CACHES keep."""
-        self._loaded, self._arrays, self._share = loaded, dict(arrays or {}), share
+        """share: of the prompt's keys and values that the caches of CACHES keep.
+
+        density: what sizes are fitted to; None for the artifact's own.
+        """
+        self._loaded, self.arrays, self._share, self._density = loaded, dict(arrays or {}), share, density
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
-        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": ()})
-        self._memory = {} if memory is None else memory
+        self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
+        self._ledger = ledger
+        self._found: dict[str, Any] = {}
         self._meters: dict[int, Meter] = {}
         entries = {
-            name: hashlib.sha256(self._arrays[name].tobytes()).hexdigest()
+            name: hashlib.sha256(self.arrays[name].tobytes()).hexdigest()
             for pattern in artifact.patterns.values()
             if isinstance(pattern, Static)
             for name in pattern.arrays
@@ -114,42 +140,44 @@ class Methods:
     def _plain(self, name: str, length: int) -> Method:
         if name == "dense":
             return Method(name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, evicts=False, sizes="")
-        if name == "headwise":
-            artifact, sizes = self._patterns_of(), f"{len(self.artifact.patterns)} patterns"
-            density = self._remember("density", length, lambda: self._meter(length).target)
-            make, identity = partial(Headwise, artifact, self._arrays), _identity(artifact)
-        elif name == "headwise_static":
-            make, sizes = partial(self._frozen, length), "frozen"
+        kind, tailed = name.removesuffix(NO_TAIL), not name.endswith(NO_TAIL)
+        tail = self.artifact.prefill.dense_tail if tailed else 0
+        if kind == "headwise":
+            artifact, sizes = _with_tail(self._patterns_of(), tail), f"{len(self.artifact.patterns)} patterns"
+            density = self._remember(f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail))
+            make, identity = partial(Headwise, artifact, self.arrays), _identity(artifact)
+        elif kind == "headwise_static":
+            make, sizes = partial(self._frozen, length, tail), "frozen"
             density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
             # The entries follow from these; looking at them would take a pass over a prompt.
             identity = _digest(_identity(self._patterns_of()), self._key(name, length))
         else:
-            artifact, density = self._uniform(name, length)
+            artifact, density = self._uniform(kind, length, (tail or TAIL) if tailed else 0)
             make, sizes, identity = partial(Headwise, artifact), ", ".join(artifact.patterns), _identity(artifact)
         return Method(name=name, make=make, density=density, kept=1.0, identity=identity, evicts=False, sizes=sizes)
 
     def _patterns_of(self) -> Artifact:
         return self.artifact.model_copy(update={"decode": None, "kv_cache": None})
 
-    def _uniform(self, name: str, length: int) -> tuple[Artifact, float]:
-        kind, tail = METHODS[name], self.artifact.prefill.dense_tail
-        assert kind.sizes is not None
-        sizes, own_tail = kind.sizes, tail if kind.own else 0
+    def _uniform(self, name: str, length: int, tail: int) -> tuple[Artifact, float]:
+        sizes = METHODS[name].sizes
+        assert sizes is not None
 
         def find() -> Any:
-            fields, density = self._meter(length).fit(sizes, dense_tail=own_tail)
+            fields, density = self._meter(length).fit(sizes, dense_tail=tail, target=self._density)
             return {"fields": fields, "density": density}
 
-        found = self._remember(f"sizes/{name}", length, find)
+        aim = "" if self._density is None else f"/{self._density:g}"
+        found = self._remember(f"sizes/{name}/{tail}{aim}", length, find)
         pattern = TypeAdapter(Pattern).validate_python(found["fields"])
         rows = self._rows(lambda layer, head: pattern_name(pattern))
         # Its size was fitted at this length.
-        update = {"dense_tail": own_tail, "layers": rows, "growth": None, "front": None}
+        update = {"dense_tail": tail, "layers": rows, "growth": None, "front": None}
         prefill = self.artifact.prefill.model_copy(update=update)
         patterns = {pattern_name(pattern): pattern}
         return self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill}), found["density"]
 
-    def _frozen(self, length: int) -> Headwise:
+    def _frozen(self, length: int, tail: int) -> Headwise:
         patterns, arrays = {}, {}
         for layer, heads in self._meter(length).frozen.items():
             for head, entries in enumerate(heads):
@@ -158,7 +186,8 @@ class Methods:
                 for array, positions in zip(static.arrays, entries, strict=True):
                     arrays[array] = np.array(positions, dtype=np.int32)
         rows = self._rows(lambda layer, head: pattern_name(Static(indices=f"L{layer}H{head}")))
-        prefill = self.artifact.prefill.model_copy(update={"layers": rows, "growth": None, "front": None})
+        update = {"dense_tail": tail, "layers": rows, "growth": None, "front": None}
+        prefill = self.artifact.prefill.model_copy(update=update)
         artifact = self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill})
         return Headwise(artifact, arrays)
 
@@ -190,7 +219,7 @@ class Methods:
                 density = sum(min(at + 1, seen) for at in range(length)) / (length * (length + 1) / 2)
         return Method(
             name=name,
-            make=partial(Headwise, artifact, self._arrays),
+            make=partial(Headwise, artifact, self.arrays),
             density=density,
             kept=kept,
             identity=_identity(artifact),
@@ -212,21 +241,40 @@ class Methods:
     def _meter(self, length: int) -> Meter:
         if length not in self._meters:
             # One length at a time: estimates of a long prompt are not small.
-            self._meters = {length: Meter(self._loaded, self._patterns_of(), self._arrays, length)}
+            self._meters = {length: Meter(self._loaded, self._patterns_of(), self.arrays, length)}
         return self._meters[length]
 
     def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:
         key = self._key(what, length)
-        if key not in self._memory:
-            value = find()
-            if hasattr(self._memory, "add"):
-                self._memory.add(key, value)
-            else:
-                self._memory[key] = value
-        return self._memory[key]
+        if key not in self._found:
+            self._found[key] = find() if self._ledger is None else self._ledger.once(self._ledger.unit(key), find)
+        return self._found[key]
 
     def _key(self, what: str, length: int) -> str:
         return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
+
+
+def dense_kernel(artifact: Artifact) -> Method:
+    """Dense attention by Headwise's own kernel in the layers that the artifact has patterns for."""
+    pattern = Dense()
+    name = pattern_name(pattern)
+    rows = tuple(None if row is None else (name,) * len(row) for row in artifact.prefill.layers)
+    fields = {"dense_below": 0, "layers": rows, "growth": None, "front": None}
+    update = {"patterns": {name: pattern}, "prefill": artifact.prefill.model_copy(update=fields)}
+    made = artifact.model_copy(update={**update, "decode": None, "kv_cache": None})
+    return Method(
+        name="dense",
+        make=partial(Headwise, made),
+        density=1.0,
+        kept=1.0,
+        identity=_identity(made),
+        evicts=False,
+        sizes="",
+    )
+
+
+def _with_tail(artifact: Artifact, tail: int) -> Artifact:
+    return artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": tail})})
 
 
 def _counted(headwise: Headwise, length: int) -> float:

@@ -17,7 +17,7 @@ from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import ALL, BASELINE, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.evaluation.times import Times, machine
 from profiling.pictures.page_parts import number
-from profiling.prompts.unseen import told_overlap
+from profiling.prompts.held_out import told_overlap
 
 FORMAT = 1
 

@@ -17,9 +17,17 @@ ALL = "all answers"
 BASELINE = "dense"
 SCORE, ACCURACY, NLL = "score", "token accuracy", "nll of the answer"
 PERPLEXITY, DECODED = "perplexity", f"perplexity, last {FORCED} tokens"
+COPIES = "nll of far copies"
 # Whether more of it is better.
-MEASURES = {SCORE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False}
-_FIELDS = {SCORE: "score", ACCURACY: "token_accuracy", NLL: "nll", PERPLEXITY: "blocks", DECODED: "forced"}
+MEASURES = {SCORE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False, COPIES: False}
+_FIELDS = {
+    SCORE: "score",
+    ACCURACY: "token_accuracy",
+    NLL: "nll",
+    PERPLEXITY: "blocks",
+    DECODED: "forced",
+    COPIES: "copies",
+}
 _PERPLEXITIES = (PERPLEXITY, DECODED)
 _SHOWN = 5e-4
 
@@ -77,10 +85,12 @@ def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -
 
 
 def _values(records: Sequence[dict[str, Any]], measure: str) -> list[float]:
-    """One number a prompt, or a block of a text; empty where any prompt has none."""
+    """One number a prompt, or a block of a text; empty where any prompt has none, but for texts that copy nothing."""
     values: list[float] = []
     for record in records:
         value = record.get(_FIELDS[measure])
+        if value is None and measure == COPIES:
+            continue
         if value is None:
             return []
         values += value if isinstance(value, list) else [value]

@@ -21,7 +21,7 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from profiling.speed.latency import interleaved
-from runtime.caches import cache_bytes
+from runtime.caches.make import cache_bytes
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
 

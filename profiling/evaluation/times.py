@@ -1,4 +1,4 @@
-"""The speed part of an evaluation: what is measured of which method and length, kept in the journal like the rest."""
+"""The speed part of an evaluation: what is measured of which method and length, kept in the ledger like the rest."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from artifacts import HeadwiseError
 from profiling.evaluation.methods import Method, Methods
 from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
-from profiling.journal import Journal
+from profiling.ledger import Ledger, Unit
 from profiling.memory_use.peak_memory import peak_of
 from profiling.models.loading import LoadedModel
+from profiling.progress import phase
 
 _DENSE = "dense"
 # A method whose decode differs from dense attention's only by Headwise's own growing cache: one of them is enough.
@@ -80,17 +80,17 @@ def measure(
     config: Speed,
     loaded: LoadedModel,
     methods: Methods,
-    journal: Journal,
+    ledger: Ledger,
     *,
     spec: str,
     revision: str | None,
     again: bool,
 ) -> Times:
-    """Measure what the journal lacks for this machine, or everything `again`.
+    """Measure what the ledger lacks for this machine, or everything `again`.
 
     spec, revision: what the model was loaded from.
     """
-    return _Clock(config, loaded, methods, journal, again).run(
+    return _Clock(config, loaded, methods, ledger, again).run(
         lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)
     )
 
@@ -98,8 +98,8 @@ def measure(
 class _Clock:
     """One run of measurements."""
 
-    def __init__(self, config: Speed, loaded: LoadedModel, methods: Methods, journal: Journal, again: bool) -> None:
-        self._config, self._loaded, self._methods, self._journal, self._again = config, loaded, methods, journal, again
+    def __init__(self, config: Speed, loaded: LoadedModel, methods: Methods, ledger: Ledger, again: bool) -> None:
+        self._config, self._loaded, self._methods, self._ledger, self._again = config, loaded, methods, ledger, again
         model = methods.artifact.model
         where = [*machine(str(loaded.model.device)).values(), str(loaded.model.dtype), str(loaded.model.device)]
         self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
@@ -109,33 +109,33 @@ class _Clock:
         prefill: dict[tuple[str, int], Timed] = {}
         decode: dict[tuple[str, int], Timed] = {}
         memory: dict[tuple[str, int], int] = {}
-        bar = tqdm(total=2 * len(config.lengths) + config.memory + config.crossover, desc="speed", disable=None)
-        for length in config.lengths:
-            made = [self._methods.make(name, length) for name in dict.fromkeys((_DENSE, *config.methods))]
-            prefill |= self._timed("prefill", made, length)
-            bar.update()
-            decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
-            bar.update()
-            if config.memory and length == longest:
-                for method in made:
-                    memory[method.name, length] = self._kept(
-                        "memory", length, method.identity, partial(peak, method, length)
-                    )
-                bar.update()
         found = None
-        if config.crossover and config.low < longest:
-            identity = self._methods.make("headwise", longest).identity
-            found = self._kept(f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover)
-            bar.update()
-        bar.close()
+        searched = config.crossover and config.low < longest
+        with phase("speed", 2 * len(config.lengths) + config.memory + searched, "measurements") as shown:
+            for length in config.lengths:
+                made = [self._methods.make(name, length) for name in dict.fromkeys((_DENSE, *config.methods))]
+                prefill |= self._timed("prefill", made, length)
+                shown.update()
+                decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
+                shown.update()
+                if config.memory and length == longest:
+                    for method in made:
+                        memory[method.name, length] = self._kept(
+                            "memory", length, method.identity, partial(peak, method, length)
+                        )
+                    shown.update()
+            if searched:
+                identity = self._methods.make("headwise", longest).identity
+                found = self._kept(f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover)
+                shown.update()
         return Times(
             prefill=prefill, decode=decode, memory=memory, crossover=Crossover(**_tuples(found)) if found else None
         )
 
     def _timed(self, what: str, some: Sequence[Method], length: int) -> dict[tuple[str, int], Timed]:
         config = self._config
-        keys = {m.name: self._key(f"{what}/{config.repeats}/{config.steps}", length, m.identity) for m in some}
-        missing = [m for m in some if self._again or keys[m.name] not in self._journal]
+        units = {m.name: self._unit(f"{what}/{config.repeats}/{config.steps}", length, m.identity) for m in some}
+        missing = [m for m in some if self._again or units[m.name] not in self._ledger]
         if missing:
             with_dense = [some[0], *(m for m in missing if m.name != _DENSE)]
             if what == "prefill":
@@ -143,8 +143,8 @@ class _Clock:
             else:
                 found = decode_times(self._loaded, with_dense, length, steps=config.steps, repeats=config.repeats)
             for name, value in found.items():
-                self._journal.add(keys[name], asdict(value))
-        return {(m.name, length): Timed(**_tuples(self._journal[keys[m.name]])) for m in some}
+                self._ledger.put(units[name], asdict(value))
+        return {(m.name, length): Timed(**_tuples(self._ledger.get(units[m.name]))) for m in some}
 
     def _crossover(self) -> dict[str, Any]:
         config = self._config
@@ -152,13 +152,11 @@ class _Clock:
         return asdict(found)
 
     def _kept(self, what: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
-        key = self._key(what, length, identity)
-        if self._again or key not in self._journal:
-            self._journal.add(key, find())
-        return self._journal[key]
+        unit = self._unit(what, length, identity)
+        return self._ledger.put(unit, find()) if self._again else self._ledger.once(unit, find)
 
-    def _key(self, what: str, length: int, identity: str) -> str:
-        return f"speed/{what}/{length}/{identity}/{self._where}"
+    def _unit(self, what: str, length: int, identity: str) -> Unit:
+        return self._ledger.unit(f"speed/{what}/{length}/{identity}/{self._where}")
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from profiling.inside.dense import LayerMask, blockwise_attention
+from runtime.dense import dense_attention as best_dense
 from runtime.layers import attention_layers, text_config
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class LayerInputs:
     sinks: Tensor | None
 
 
-Visit = Callable[[LayerInputs], None]
+Visit = Callable[[LayerInputs], Tensor | None]
+"""Is shown a layer's inputs; an output (1, H, S, E) that it returns goes on in place of dense attention's."""
 
 
 def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
@@ -60,7 +62,8 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
         model: any transformers causal model whose attention goes through AttentionInterface. It is left as it
             was, also where `visit` raises.
         input_ids: (1, S) on the model's device, without padding.
-        visit: may do anything but write to the tensors; the pass goes on with dense attention's output.
+        visit: may do anything but write to the tensors. The pass goes on with the output that it returns, or with
+            dense attention's where it returns None.
 
     Raises:
         HeadwiseError: no attention arrives, or one that is not causal or has a bias.
@@ -76,14 +79,25 @@ def capture_prefill(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> 
 def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache: bool) -> Any:
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids must have the shape (1, S), got {tuple(input_ids.shape)}")
-    _check_layers(model)
-    run = Run(visit)
-    with torch.inference_mode(), masks_of(run), attending_with(model, CAPTURE_NAME, _attention, layer_mask):
+    with torch.inference_mode(), attending(model, visit) as run:
         output = _forward(model, input_ids, use_cache)
     if not run.visits:
         name = type(model).__name__
         raise HeadwiseError(f"model without attention that Headwise can serve: {name} asked for none in this pass")
     return output
+
+
+@contextmanager
+def attending(model: PreTrainedModel, visit: Visit) -> Iterator[Run]:
+    """Every forward pass of the model in this context hands its layers to `visit`, as `capture` does.
+
+    Raises:
+        HeadwiseError: the model has no attention that Headwise can reach.
+    """
+    _check_layers(model)
+    run = Run(visit)
+    with masks_of(run), attending_with(model, CAPTURE_NAME, _attention, layer_mask):
+        yield run
 
 
 def _check_layers(model: PreTrainedModel) -> None:
@@ -173,7 +187,17 @@ def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
     return attend_densely(_run.get(), module, *args, **kwargs)
 
 
-def attend_densely(
+def attend_densely(run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S, H, E)."""
+    inputs, mask = inputs_of(run, module, *args, **kwargs)
+    run.visits += 1
+    out = run.visit(inputs)
+    if out is None:
+        out = dense_output(inputs, mask)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def inputs_of(
     run: Run,
     module: nn.Module,
     query: Tensor,
@@ -183,8 +207,8 @@ def attend_densely(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S, H, E)."""
+) -> tuple[LayerInputs, LayerMask | None]:
+    """What a layer attends with, and its mask where it is not plainly causal; arguments as transformers gives them."""
     layer = getattr(module, "layer_idx", None)
     layer = run.visits if layer is None else int(layer)
     mask = _known(run, layer, attention_mask)
@@ -202,17 +226,15 @@ def attend_densely(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    run.visits += 1
-    run.visit(inputs)
-    if mask is None and inputs.softcap is None and inputs.sinks is None:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    return inputs, mask
 
-        dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return dense(module, query, key, value, None, dropout=0.0, scaling=inputs.scale, is_causal=True)
-    out = blockwise_attention(
-        query, key, value, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask
-    )
-    return out.transpose(1, 2).contiguous(), None
+
+def dense_output(inputs: LayerInputs, mask: LayerMask | None) -> Tensor:
+    """(1, H, S, E) dense attention's output, by the fastest that this machine has where the layer is plain."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if mask is None and inputs.sinks is None and not torch.is_grad_enabled():
+        return best_dense(q, k, v, scale=inputs.scale, softcap=inputs.softcap)
+    return blockwise_attention(q, k, v, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask)
 
 
 def _known(run: Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,9 @@ class ResidualStream:
             layer: model.get_submodule(names[id(module)].rpartition(".")[0]) for layer, module in self._modules.items()
         }
         self._sizes: dict[int, Tensor] = {}
-        self._written: dict[int, Tensor] = {}
+        self._written: dict[int, ref[Tensor]] = {}
         self._gains: dict[int, Tensor] = {}
-        self._grams: dict[tuple[int, int], Tensor] = {}
+        self._grams: dict[int, Tensor] = {}
         self._hooks = ExitStack()
 
     def relative(self, layer: int, change: Tensor, at: int | slice = -1) -> Tensor:
@@ -46,18 +47,19 @@ class ResidualStream:
         written = _project(self._modules[layer], change)
         return written.square().sum(-1) / self._sizes[layer][at]
 
-    def by_head(self, layer: int, change: Tensor, head: int, heads: int) -> Tensor:
-        """As `relative`, of changes (S, E) of one of `heads` heads at all tokens of the call: (S,)."""
-        if (layer, head) not in self._grams:
-            basis = change.new_zeros(change.shape[-1], heads * change.shape[-1], dtype=torch.float32)
-            basis[:, head * change.shape[-1] : (head + 1) * change.shape[-1]] = torch.eye(
-                change.shape[-1], device=change.device
-            )
-            written = _project(self._modules[layer], basis)
-            # Of the size of E x E, whatever the hidden size: x W W^T x.
-            self._grams[layer, head] = written @ written.T
-        change = change.float()
-        return ((change @ self._grams[layer, head]) * change).sum(-1) / self._sizes[layer]
+    def by_head(self, layer: int, change: Tensor, at: slice = slice(None)) -> Tensor:
+        """Squared size of changes (H, C, S, E) of each head's output at the tokens `at`, by the stream's: (H, C) sums.
+
+        What they come to once added is this times `gain` after the block.
+        """
+        heads, _, _, width = change.shape
+        if layer not in self._grams:
+            basis = torch.eye(heads * width, device=change.device)
+            written = _project(self._modules[layer], basis).unflatten(0, (heads, width))
+            # Of the size of E x E a head, whatever the hidden size: x W W^T x.
+            self._grams[layer] = written @ written.transpose(1, 2)
+        moved = torch.bmm(change.flatten(1, 2), self._grams[layer]).view_as(change).mul_(change).sum(-1)
+        return moved @ (1 / self._sizes[layer][at])
 
     def gain(self, layer: int) -> Tensor:
         """What a norm between attention and stream, as Gemma has it, made of the output's squared size; else 1."""
@@ -67,7 +69,6 @@ class ResidualStream:
         for layer, block in self._blocks.items():
             handles = [block.register_forward_pre_hook(self._enters(layer), with_kwargs=True)]
             handles.append(self._modules[layer].register_forward_hook(self._attends(layer)))
-            handles.append(block.register_forward_hook(self._leaves(layer)))
             handles += [
                 child.register_forward_hook(self._scales(layer))
                 for child in block.children()
@@ -85,28 +86,22 @@ class ResidualStream:
     def _enters(self, layer: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             stream = args[0] if args else kwargs["hidden_states"]
-            self._sizes[layer] = stream[0].float().square().sum(-1).clamp_min(1e-30)
+            self._sizes[layer] = stream[0].detach().float().square().sum(-1).clamp_min(1e-30)
 
         return hook
 
     def _attends(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._written[layer] = output[0] if isinstance(output, tuple) else output
+            # Not the tensor itself: the outputs of all layers together are larger than anything else that is held.
+            self._written[layer] = ref(output[0] if isinstance(output, tuple) else output)
             self._gains[layer] = torch.ones_like(self._sizes[layer][-1])
-
-        return hook
-
-    def _leaves(self, layer: int) -> Any:
-        def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # The outputs of all layers together are larger than anything else that is held.
-            self._written.pop(layer, None)
 
         return hook
 
     def _scales(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Other norms of a block take sums, which are tensors of their own.
-            written = self._written.get(layer)
+            written = self._written[layer]() if layer in self._written else None
             if args and written is not None and args[0] is written and isinstance(output, Tensor):
                 self._gains[layer] = _size(output) / _size(written).clamp_min(1e-30)
 
@@ -115,7 +110,7 @@ class ResidualStream:
 
 def _size(states: Tensor) -> Tensor:
     """The squared size of the newest token's states (1, S, M)."""
-    return states[0, -1].float().square().sum()
+    return states[0, -1].detach().float().square().sum()
 
 
 def _project(module: nn.Module, change: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.evaluation.methods import Method
 from profiling.models.loading import LoadedModel, load_model
 from runtime import load
-from runtime.caches import OFFLOADS, cache_bytes
+from runtime.caches.make import OFFLOADS, cache_bytes
 from runtime.layers import text_config
 
 _WARM = 192

@@ -1,51 +1,103 @@
-"""Prompts that a search has not seen: of its tasks, from seeds of their own, and out of other parts of texts."""
+"""Prompts that a search has not seen: the one mechanism by which everything that judges is kept from what chose.
+
+Generated prompts of another seed are other prompts. Texts are another matter: their windows may overlap, so what has
+been seen is remembered by digests of its tokens, in the artifact too; renamed and edited files stay honest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+import hashlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from artifacts import Artifact, HeadwiseError
-from profiling.prompts.prompt import Prompt, make_prompts, parse_task
-from profiling.prompts.unseen import SEED, Pieces, of_texts
+from artifacts import HeadwiseError, seen_windows
+from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task, per_context
 
-# Sets that a search may come to judge by, one after the other.
-SETS = 3
-_SEEDS = 40
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# Made anew from a file or a text by every seed, and so possibly out of what a search has seen.
+_OF_TEXTS = ("text", "prose", "jsonl", "infinitebench", "longbench", "ruler")
+# Prompts that share so many tokens in a row say the same.
+_ALIKE = 64
+# Seeds of searches that differ by little must not meet.
+SEED = 1_000_003
+# Sets of prompts: of calibration, then held-out ones, each unlike those before. `search.gate` takes the last.
+SETS = 4
+_SEEDS, _ROUNDS = 40, 8
+
+
+def of_texts(task: str | Task) -> bool:
+    """Whether prompts of the task come out of a text or a file, where those of other seeds may overlap them."""
+    return (parse_task(task) if isinstance(task, str) else task).kind in _OF_TEXTS
+
+
+class Seen:
+    """Windows of 64 tokens by which prompts are known again."""
+
+    def __init__(self, prompts: Iterable[Prompt] = (), *, digests: Iterable[str] = ()) -> None:
+        self._known = set(digests)
+        for prompt in prompts:
+            self.add(prompt)
+
+    @classmethod
+    def by(cls, artifacts: Iterable[Mapping[str, Array]]) -> Seen:
+        """What the searches of some artifacts have seen, by the arrays of their sidecars."""
+        return cls(digests={digest for arrays in artifacts for digest in seen_windows(arrays)})
+
+    @property
+    def digests(self) -> list[str]:
+        """64 hex digits each, in order."""
+        return sorted(self._known)
+
+    def add(self, prompt: Prompt) -> None:
+        ids = prompt.input_ids
+        self._known |= {_digest(ids[start : start + _ALIKE]) for start in range(0, len(ids) - _ALIKE + 1, _ALIKE)}
+
+    def overlaps(self, prompt: Prompt) -> bool:
+        """Whether a prompt has tokens in a row with one of them in common."""
+        ids = prompt.input_ids
+        return bool(self._known) and any(
+            _digest(ids[start : start + _ALIKE]) in self._known for start in range(len(ids) - _ALIKE + 1)
+        )
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(array("i", ids).tobytes()).hexdigest()
+
+
+def told_overlap(task: str, length: int, overlapping: int, samples: int) -> str:
+    """That some prompts of a task, told by its name, were seen: in a sentence."""
+    return (
+        f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search looked at: take a "
+        "longer text, or fewer samples"
+    )
 
 
 def held_out(
-    tasks: Sequence[str],
-    tokenizer: Any,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-    seen: Sequence[Prompt],
-    number: int = 0,
+    tasks: Sequence[str], tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, number: int = 0
 ) -> list[Prompt]:
-    """Prompts of the tasks that no search with that seed looks at.
+    """Prompts of the tasks that nothing has seen.
 
     Args:
         tasks: as profiling.prompts.prompt.parse_task reads them.
         tokenizer: the model's.
         length: in tokens.
-        samples: prompts of each task.
+        samples: prompts of each task, or contexts with all questions that share one.
         seed: the search's.
-        seen: the prompts that the search looked at.
-        number: of the set; sets of other numbers have other prompts, but for windows of a text that may overlap.
+        seen: what was looked at.
+        number: of the set; sets of other numbers have other seeds.
 
     Raises:
         HeadwiseError: a text is too short to have anything left that was not seen.
     """
-    known = Pieces(seen)
     found: list[Prompt] = []
     for task in dict.fromkeys(tasks):
         for turn in range(_SEEDS):
             at = seed + SEED * (1 + number * _SEEDS + turn)
-            made = make_prompts(task, tokenizer, length=length, samples=samples, seed=at)
-            if not of_texts(task) or not any(map(known.overlaps, made)):
+            made = make_prompts(task, tokenizer, length=length, samples=samples * per_context(task), seed=at)
+            if not of_texts(task) or not any(map(seen.overlaps, made)):
                 found += made
                 break
         else:
@@ -56,26 +108,37 @@ def held_out(
     return found
 
 
-def seen_by_searches(artifacts: Sequence[Artifact], tasks: Sequence[str], tokenizer: Any) -> list[Prompt]:
-    """The prompts out of texts that searches looked at, of those among these tasks that they were given.
+class Unseen(NamedTuple):
+    """prompts: as many as were asked for. overlapping: how many of them the searches have seen, for want of others."""
 
-    Those of calibration, and the first that were held out: by them a search with one budget for the model chooses.
+    prompts: list[Prompt]
+    overlapping: int
+
+
+def unseen_prompts(
+    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, shorter: bool = False
+) -> Unseen:
+    """Prompts as make_prompts makes them, with others in place of those that searches have seen.
+
+    What replaces them is apart from the rest where the text is long enough for that.
     """
-    found: list[Prompt] = []
-    for artifact in artifacts:
-        search = artifact.search
-        if search is None:
-            continue
-        calibration, seed = search.calibration, search.seed
-        for task in dict.fromkeys(tasks):
-            if parse_task(task).name not in calibration.tasks or not of_texts(task):
-                continue
-            how: dict[str, Any] = {"samples": calibration.samples, "seed": seed}
-            seen = [p for length in calibration.lengths for p in make_prompts(task, tokenizer, length=length, **how)]
-            if search.allocation == "model":
-                longest = max(calibration.lengths)
-                # A text that was too short for that is none that the search was made with.
-                with suppress(HeadwiseError):
-                    seen += held_out([task], tokenizer, length=longest, **how, seen=seen)
-            found += seen
-    return found
+
+    def made(turn: int) -> list[Prompt]:
+        at = seed + SEED * turn
+        return make_prompts(task, tokenizer, length=length, samples=samples, seed=at, shorter=shorter)
+
+    first = made(0)
+    if not of_texts(task):
+        return Unseen(first, 0)
+    chosen = [prompt for prompt in first if not seen.overlaps(prompt)]
+    if len(chosen) == samples:
+        return Unseen(chosen, 0)
+    others = [prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)]
+    taken = Seen(chosen)
+    for apart in (True, False):
+        for prompt in others:
+            if len(chosen) < samples and prompt not in chosen and not (apart and taken.overlaps(prompt)):
+                chosen.append(prompt)
+                taken.add(prompt)
+    known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
+    return Unseen(chosen + known, len(known))

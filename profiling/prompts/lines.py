@@ -18,6 +18,8 @@ from profiling.prompts.words import words
 
 _HEAD = "Below is a list of facts, one a line.\n\n"
 _VALUE = "The value of {} is {}."
+_ASKED_FIRST = "Question: What is the value of {}? The answer is in the list.\n\n"
+_ASKED_BACK = "\nThe answer to the question at the start: the value is"
 _BOX = "{} owns the box {}."
 _BOTH = "\nFind the box of the owner first, then the value of the box.\n\n"
 # Worked examples: with fewer, models of some hundred million parameters do not go on to the second stage.
@@ -25,16 +27,29 @@ _EXAMPLES = 3
 _BATCH = 256
 
 
-def line_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
-    """Words with a number each, one a line, then one of the words; the answer is its number (LongEval's lines task)."""
+def line_retrieval(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, question_first: int = 0
+) -> list[Prompt]:
+    """Words with a number each, one a line, then one of the words; the answer is its number (LongEval's lines task).
+
+    With `question_first` the word stands before the list only.
+    """
 
     def one(rng: random.Random) -> Prompt:
         word = words(rng)
         name, number = next(word), _number(rng)
         needed = [_line(_VALUE, name, number)]
-        question = "\n" + _asked(_VALUE, name)
+        head = f"{_ASKED_FIRST.format(name)}{_HEAD}" if question_first else _HEAD
+        question = _ASKED_BACK if question_first else "\n" + _asked(_VALUE, name)
         ids, spans = _listed(
-            encode, "line_retrieval", needed, lambda: [_line(_VALUE, next(word), _number(rng))], question, length, rng
+            encode,
+            "line_retrieval",
+            needed,
+            lambda: [_line(_VALUE, next(word), _number(rng))],
+            question,
+            length,
+            rng,
+            head=head,
         )
         return Prompt.to_find(ids, Find(f" {number}", spans[0]))
 
@@ -95,11 +110,13 @@ def _listed(
     question: str,
     length: int,
     rng: random.Random,
+    *,
+    head: str = _HEAD,
 ) -> tuple[Ids, list[tuple[int, int]]]:
     """The prompt's ids, and the span of each needed line. `more` makes the lines of one more item."""
-    head, asked = encode.prefix + encode(_HEAD), encode(question)
+    before, asked = encode.prefix + encode(head), encode(question)
     lines = encode.each(needed)
-    room = length - len(head) - len(asked) - sum(map(len, lines))
+    room = length - len(before) - len(asked) - sum(map(len, lines))
     if room < 0:
         raise HeadwiseError(f"length {length} is too small for {task}: give at least {length - room}")
     last: list[Ids] = []
@@ -115,7 +132,7 @@ def _listed(
     # Only the item that went too far is cut into, so it stands first.
     order = rng.sample(range(len(lines)), len(lines))
     rng.shuffle(last)
-    ids = list(head) + [token for line in last for token in line][-room:]
+    ids = list(before) + [token for line in last for token in line][-room:]
     spans: dict[int, tuple[int, int]] = {}
     for at in order:
         spans[at] = (len(ids), len(ids) + len(lines[at]))

@@ -9,16 +9,16 @@ import hashlib
 import importlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kinds import KINDS, TASKS, Kind
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kinds import DEFAULT_TASKS, KINDS, TASKS, Kind
+from profiling.prompts.tokens import Encoder, Ids
 
-__all__ = ["SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+__all__ = ["DEFAULT_TASKS", "SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
 # Subsets that RULER names its files by, in a folder that has the task's name.
 SUBSETS = ("validation", "test")
 
@@ -41,6 +41,12 @@ class Find:
 class Prompt:
     """Token ids, special tokens included, and what a right greedy answer starts with, where that is known.
 
+    turn: how many of the last ids come in a later turn. The ids before them, the context, are prefilled under the
+        method; these are fed after it with dense attention over the cache, and the prefill did not know them. Prompts
+        with the same context share its prefill.
+    scored: half-open ranges of the context's tokens that are answers too: the model is asked for them inside the
+        prompt, so what the method's prefill makes of the tokens before them is what is measured.
+    task: what the prompt was made of, as Task.name; empty where it was made by hand.
     finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
     metric: how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
     references: what the metric compares an answer with, where that is not `answer`.
@@ -48,13 +54,33 @@ class Prompt:
     new_tokens: how many tokens the task's authors let a model answer with; at least a few more than `answer` has.
     """
 
-    input_ids: tuple[int, ...]
+    input_ids: Ids
     answer: str | None
     finds: tuple[Find, ...] = ()
     metric: str = "begins"
     references: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     new_tokens: int | None = None
+    turn: int = 0
+    scored: tuple[tuple[int, int], ...] = ()
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        length = len(self.context)
+        if not 0 <= self.turn < max(1, len(self.input_ids)):
+            raise ValueError(f"turn must be from 0 to {len(self.input_ids) - 1}, got {self.turn}")
+        if wrong := [span for span in self.scored if not 0 < span[0] < span[1] <= length]:
+            raise ValueError(f"scored ranges must lie within 1 to {length}, got {wrong[0]}")
+
+    @property
+    def context(self) -> Ids:
+        """What is prefilled: all ids but those of a later turn."""
+        return self.input_ids[: len(self.input_ids) - self.turn]
+
+    @property
+    def family(self) -> str:
+        """What a task is about, one of profiling.prompts.kinds.FAMILIES; empty where the prompt was made by hand."""
+        return KINDS[parse_name(self.task)].family if self.task else ""
 
     @property
     def continuation(self) -> str | None:
@@ -110,6 +136,11 @@ def parse_task(text: str) -> Task:
     return Task(name, path, parameters)
 
 
+def parse_name(name: str) -> str:
+    """The kind in a task's name."""
+    return name.partition(":")[0].partition("@")[0]
+
+
 def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int | str], ...]:
     """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
     known = {parameter.name: parameter for parameter in kind.parameters}
@@ -151,10 +182,17 @@ def make_prompts(
     prompts: list[Prompt] = make(Encoder(tokenizer), task.file, length, samples, seed, **told)
     assert len(prompts) == samples
     assert all(len(prompt.input_ids) == length or (shorter and not kind.exact) for prompt in prompts)
-    return prompts
+    return [replace(prompt, task=task.name) for prompt in prompts]
+
+
+def per_context(task: str | Task) -> int:
+    """How many prompts of a task share a context: so many are a whole one, and cost little more than one of them."""
+    task = parse_task(task) if isinstance(task, str) else task
+    known = {parameter.name for parameter in KINDS[task.kind].parameters}
+    return int(dict(task.parameters).get("questions", 8)) if "questions" in known else 1
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """sha256 over the ids and answers, in hexadecimal."""
-    content = [[list(prompt.input_ids), prompt.answer] for prompt in prompts]
+    """sha256 over the ids, the answers and where these are asked for, in hexadecimal."""
+    content = [[list(p.input_ids), p.answer, *([p.turn, p.scored] if p.turn or p.scored else [])] for p in prompts]
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

@@ -35,6 +35,10 @@ _NUMBER_QUESTION = "\n\nWhat is the sequence of digits? The sequence of digits i
 _NEEDLE_HEAD = "Read the text below. There is a question about it at the end.\n\n"
 _NEEDLE = "\nThe thing that {who} likes best in {where} is the {what}.\n"
 _NEEDLE_QUESTION = "\n\nWhat does {who} like best in {where}? The thing that {who} likes best in {where} is the"
+_NEEDLE_FIRST = "Question: What does {who} like best in {where}? The answer is in the text.\n\n"
+_NEEDLE_BACK = "\n\nThe answer to the question at the start: it is the"
+_KV_FIRST = 'You will be asked for the value of the key "{key}".\n\n'
+_KV_BACK = '\n\nThe value that was asked for at the start: "'
 _DIGITS = 10
 _BATCH = 256
 
@@ -49,9 +53,15 @@ class _Hidden:
     expected: str
 
 
-def kv_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
-    """A JSON object with UUIDs for keys and values, then one of its keys; the answer is that key's value."""
-    return [_key_values(encode, length, random.Random(f"{seed} kv_retrieval {i}")) for i in range(samples)]
+def kv_retrieval(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, question_first: int = 0
+) -> list[Prompt]:
+    """A JSON object with UUIDs for keys and values, then one of its keys; the answer is that key's value.
+
+    With `question_first` the key stands before the object only.
+    """
+    rngs = [random.Random(f"{seed} kv_retrieval {i}") for i in range(samples)]
+    return [_key_values(encode, length, rng, bool(question_first)) for rng in rngs]
 
 
 def passkey(
@@ -81,21 +91,33 @@ def number(
 
 
 def needle(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, depth: float | None = None
+    encode: Encoder,
+    file: Path | None,
+    length: int,
+    samples: int,
+    seed: int,
+    *,
+    depth: float | None = None,
+    question_first: int = 0,
 ) -> list[Prompt]:
-    """A sentence about somebody who is not in the text, at some depth of it, then the question for what it says."""
+    """A sentence about somebody who is not in the text, at some depth of it, then the question for what it says.
+
+    With `question_first` the question stands before the text only.
+    """
 
     def sentence(rng: random.Random, text: str) -> _Hidden:
         who, where = names(rng, 2, apart_from=text)
         what = next(words(rng))
-        question = _NEEDLE_QUESTION.format(who=who, where=where)
-        return _Hidden(_NEEDLE_HEAD, _NEEDLE.format(who=who, where=where, what=what), question, what)
+        said = _NEEDLE.format(who=who, where=where, what=what)
+        if question_first:
+            return _Hidden(_NEEDLE_FIRST.format(who=who, where=where), said, _NEEDLE_BACK, what)
+        return _Hidden(_NEEDLE_HEAD, said, _NEEDLE_QUESTION.format(who=who, where=where), what)
 
     return _hidden("needle", sentence, encode, file, length, samples, seed, depth)
 
 
-def _key_values(encode: Encoder, length: int, rng: random.Random) -> Prompt:
-    head, tail = encode.prefix + encode(_KV_HEAD), encode("}")
+def _key_values(encode: Encoder, length: int, rng: random.Random, first: bool) -> Prompt:
+    plain, tail = encode.prefix + encode(_KV_HEAD), encode("}")
     pairs: list[tuple[str, str]] = []
     haystack: list[int] = []
     starts: list[int] = []
@@ -108,7 +130,8 @@ def _key_values(encode: Encoder, length: int, rng: random.Random) -> Prompt:
     # UUIDs differ in tokens, so each question leaves other pairs whole.
     for chosen in rng.sample(range(len(pairs)), len(pairs)):
         key, value = pairs[chosen]
-        question = tail + encode(_KV_QUESTION.format(key=key))
+        head = encode.prefix + encode(_KV_FIRST.format(key=key) + _KV_HEAD) if first else plain
+        question = tail + encode(_KV_BACK) if first else tail + encode(_KV_QUESTION.format(key=key))
         cut = len(haystack) + len(head) + len(question) - length
         if starts[chosen] >= cut:
             end = starts[chosen + 1] if chosen + 1 < len(starts) else len(haystack)

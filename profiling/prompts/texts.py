@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import random
 import re
+import sysconfig
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,20 @@ from artifacts.errors import shorten
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 
+# Folders of the standard library whose docstrings are prose, and how many characters make one worth reading.
+_LIBRARY: tuple[str, ...] = (
+    ".",
+    "asyncio",
+    "collections",
+    "concurrent/futures",
+    "email",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+)
+_LIBRARY += ("multiprocessing", "unittest", "urllib", "xml/dom", "xml/sax")
+_LEAST = 80
 _FIELDS = ("prompt", "text", "input")
 # JSON can say what no text can hold, and tokenizers fail on it.
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
@@ -44,12 +62,34 @@ def _stretches(encode: Encoder, ids: Ids, name: str, length: int, samples: int, 
 
 
 def prose(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
-    """Stretches of the language reference that every Python carries for its help(): English of a technical kind."""
+    """Stretches of the documentation that every Python carries: English of a technical kind.
+
+    First the language reference of help(), then the docstrings of the standard library. Other Python versions have
+    other words in places.
+    """
     assert file is None
+    return _stretches(encode, encode.whole(pythons_own), "Python's own documentation", length, samples, seed)
+
+
+@functools.cache
+def pythons_own() -> str:
+    """The topics of help() by name, then the docstrings of the standard library's modules by name, in their order."""
     from pydoc_data.topics import topics
 
-    ids = encode("\n\n".join(topics[name] for name in sorted(topics)))
-    return _stretches(encode, ids, "Python's language reference", length, samples, seed)
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted(file for part in _LIBRARY for file in (library / part).glob("*.py"))
+    return "\n\n".join([*(topics[name] for name in sorted(topics)), *chain.from_iterable(map(_docstrings, files))])
+
+
+def _docstrings(file: Path) -> list[str]:
+    """Those of a module, its classes and functions that are more than a line or two."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
+    return [text for text in found if len(text) >= _LEAST]
 
 
 def lines(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:

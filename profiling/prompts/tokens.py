@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 Ids = tuple[int, ...]
+# The ids of long texts, for as long as their tokenizer lives.
+_WHOLE: WeakKeyDictionary[Any, dict[Callable[[], str], Ids]] = WeakKeyDictionary()
 
 
 class Encoder:
@@ -18,6 +21,13 @@ class Encoder:
     def __call__(self, text: str) -> Ids:
         """The ids of a text, without special tokens; a text longer than the model's positions is no mistake."""
         return self.each([text])[0]
+
+    def whole(self, text: Callable[[], str]) -> Ids:
+        """The ids of a long text that is the same whenever it is made; encoded once for a tokenizer."""
+        known = _WHOLE.setdefault(self._tokenizer, {})
+        if text not in known:
+            known[text] = self(text())
+        return known[text]
 
     def each(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text."""

@@ -42,6 +42,11 @@ def compounds(rng: random.Random) -> Iterator[str]:
         yield from (f"{pair}{turn}" for pair in pairs)
 
 
+def plain_words() -> list[str]:
+    """The words that others are put together from."""
+    return [*_ADJECTIVES.split(), *_NOUNS.split()]
+
+
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
     """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in any case."""
     taken, found = apart_from.lower(), dict[str, None]()

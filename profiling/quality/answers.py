@@ -1,23 +1,22 @@
-"""Quality of a model under whatever attention is applied to it: perplexity, answers, and how near it is to the answer.
+"""Quality of a model under whatever attention is applied to it: perplexity and greedy answers.
 
-Shapes: S prompt length, A answer length, V vocabulary.
+Shapes: S prompt length, V vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from artifacts import HeadwiseError
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.quality.contexts import prefilled
 
 # Logits turned to fp32 at once: V is large and the whole prompt's would be the biggest tensor of all.
 _ROWS = 512
@@ -42,57 +41,6 @@ def perplexity(model: Any, prompts: Sequence[Prompt]) -> float:
     return math.exp(torch.cat([negative_log_likelihood(model, prompt) for prompt in prompts]).mean().item())
 
 
-@dataclass(frozen=True)
-class AnswerFit:
-    """How a model takes to the right answer, token by token, each after the right ones before it.
-
-    tokens: how many the answer has.
-    token_accuracy: the share of them that the model thinks likeliest; 1 where its greedy answer is the right one.
-    nll: -log p of one of them on average, in nats.
-    """
-
-    tokens: int
-    token_accuracy: float
-    nll: float
-
-
-@torch.no_grad()
-def answer_fit(model: Any, tokenizer: Any, prompt: Prompt) -> AnswerFit:
-    """How near the model is to the right answer under teacher forcing: one forward over prompt and answer, S + A.
-
-    It tells methods apart where few or no greedy answers are right.
-
-    Raises:
-        HeadwiseError: the prompt says no answer.
-    """
-    expected = answer_ids(tokenizer, prompt)
-    ids = torch.tensor([(*prompt.input_ids, *expected)], device=model.device)
-    # The logits of the whole prompt would be the biggest tensor of all.
-    few = "logits_to_keep" in inspect.signature(model.forward).parameters
-    kept = {"logits_to_keep": len(expected) + 1} if few else {}
-    logits = model(input_ids=ids, use_cache=False, **kept).logits[0, -len(expected) - 1 : -1].float()
-    targets = ids[0, -len(expected) :]
-    return AnswerFit(
-        tokens=len(expected),
-        token_accuracy=(logits.argmax(-1) == targets).float().mean().item(),
-        nll=torch.nn.functional.cross_entropy(logits, targets).item(),
-    )
-
-
-def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
-    """The ids of the right answer as they follow the prompt's: tokenizers differ on what the start of a text is."""
-    text = prompt.continuation
-    before = tokenizer.decode(prompt.input_ids[-1:])[-1:]
-    if text is None or not text.strip():
-        raise HeadwiseError("a prompt without an answer has none to compare with")
-    if before.isspace():
-        text = text.lstrip()
-    encode = Encoder(tokenizer)
-    anchor, whole = encode.each([before, before + text])
-    return whole[len(anchor) :] if before and whole[: len(anchor)] == anchor else encode(text)
-
-
-@torch.no_grad()
 def answer(
     model: Any, tokenizer: Any, prompt: Prompt, *, extra_tokens: int = 2, cache: Callable[[], Any] | None = None
 ) -> str:
@@ -100,6 +48,33 @@ def answer(
 
     `cache` makes the cache to decode with; transformers' own if None.
     """
+    return answers(model, tokenizer, [prompt], label="", extra_tokens=extra_tokens, cache=cache)[0]
+
+
+@torch.no_grad()
+def answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    label: str,
+    extra_tokens: int = 2,
+    cache: Callable[[], Any] | None = None,
+) -> list[str]:
+    """The greedy answers to all prompts, with progress; each has a cache of its own, a shared context one prefill."""
+    # Generation feeds the last token of a later turn itself.
+    later = {number: prompt for number, prompt in enumerate(prompts) if prompt.turn}
+    before = [replace(p, input_ids=p.input_ids[:-1], turn=p.turn - 1) for p in later.values()]
+    turns = [(number, None) for number in range(len(prompts)) if number not in later]
+    held = ((list(later)[one.number], one.cache) for one in prefilled(model, before, cache=cache))
+    found: dict[int, str] = {}
+    for number, own in tqdm(chain(turns, held), desc=label, total=len(prompts), disable=None, leave=False):
+        made = own if own is not None or cache is None else cache()
+        found[number] = _generated(model, tokenizer, prompts[number], extra_tokens, made)
+    return [found[number] for number in range(len(prompts))]
+
+
+def _generated(model: Any, tokenizer: Any, prompt: Prompt, extra_tokens: int, cache: Any) -> str:
     ids = torch.tensor([prompt.input_ids], device=model.device)
     wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
     limit = max(prompt.new_tokens or 0, wanted + extra_tokens)
@@ -108,7 +83,7 @@ def answer(
         attention_mask=torch.ones_like(ids),
         max_new_tokens=limit,
         do_sample=False,
-        past_key_values=cache() if cache else None,
+        past_key_values=cache,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
@@ -118,11 +93,3 @@ def answer(
 def is_right(prompt: Prompt, given: str) -> bool:
     """Whether an answer is fully right by the metric of its task; none is where no answer is known."""
     return prompt.answer is not None and score(prompt, given) == 1
-
-
-def answers(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, label: str, cache: Callable[[], Any] | None = None
-) -> list[str]:
-    """The greedy answers to all prompts, with progress; each with a cache of its own, as `answer` says."""
-    turns = tqdm(prompts, desc=label, disable=None, leave=False)
-    return [answer(model, tokenizer, prompt, cache=cache) for prompt in turns]

@@ -6,8 +6,8 @@ Shapes: F forced tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,11 @@ class Divergence:
     kl: np.ndarray
     loss: np.ndarray
     full_loss: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Those of several prompts as one."""
+        return cls(**{name: np.concatenate([asdict(part)[name] for part in parts]) for name in asdict(parts[0])})
 
     @property
     def mean_kl(self) -> float:
@@ -49,27 +54,15 @@ def forced_log_probs(model: Any, cache: Any, prompt: Prompt, forced: int) -> Ten
     return torch.stack(rows).float().log_softmax(-1)
 
 
-def divergences(
-    model: Any,
-    full: Callable[[], Any],
-    methods: Sequence[Callable[[], Any]],
-    prompts: Sequence[Prompt],
-    forced: int,
-) -> list[Divergence]:
-    """Each method's divergence from `full`; all of them make a cache and are called under what serves it."""
-    kl: list[list[Tensor]] = [[] for _ in methods]
-    loss: list[list[Tensor]] = [[] for _ in methods]
-    full_loss = []
-    for prompt in prompts:
-        expected = forced_log_probs(model, full(), prompt, forced)
-        tokens = torch.tensor(prompt.input_ids[-forced:], device=expected.device)[:, None]
-        full_loss.append(-expected.gather(1, tokens)[:, 0])
-        for at, method in enumerate(methods):
-            found = forced_log_probs(model, method(), prompt, forced)
-            kl[at].append((expected.exp() * (expected - found)).sum(-1))
-            loss[at].append(-found.gather(1, tokens)[:, 0])
-    whole = torch.cat(full_loss).cpu().numpy()
-    return [
-        Divergence(kl=torch.cat(k).cpu().numpy(), loss=torch.cat(one).cpu().numpy(), full_loss=whole)
-        for k, one in zip(kl, loss, strict=True)
-    ]
+def divergence(
+    model: Any, full: Callable[[], Any], method: Callable[[], Any], prompt: Prompt, forced: int
+) -> Divergence:
+    """A method's divergence from `full` on a prompt; both make a cache and are called under what serves it."""
+    expected = forced_log_probs(model, full(), prompt, forced)
+    tokens = torch.tensor(prompt.input_ids[-forced:], device=expected.device)[:, None]
+    found = forced_log_probs(model, method(), prompt, forced)
+    return Divergence(
+        kl=(expected.exp() * (expected - found)).sum(-1).cpu().numpy(),
+        loss=-found.gather(1, tokens)[:, 0].cpu().numpy(),
+        full_loss=-expected.gather(1, tokens)[:, 0].cpu().numpy(),
+    )

@@ -62,7 +62,7 @@ class DenseLogits:
 
         Args:
             model: any transformers causal model with logits_to_keep, with nothing applied to it.
-            prompts: of any lengths.
+            prompts: of any lengths; of those with a later turn the context.
             places: how many places of a prompt are compared; None for as many as 128 MiB hold, from 16 to 512.
             at_once: False where `learn` is to run it, prompt by prompt.
 
@@ -73,7 +73,7 @@ class DenseLogits:
         self._model = model
         vocabulary = model.get_output_embeddings().weight.shape[0]
         most = places or max(16, min(_MOST_PLACES, _HELD // vocabulary))
-        self._ids = [torch.tensor([prompt.input_ids], device=model.device) for prompt in prompts]
+        self._ids = [torch.tensor([prompt.context], device=model.device) for prompt in prompts]
         lengths = [ids.shape[1] for ids in self._ids]
         self._places = [torch.linspace(0, n - 1, min(most, n), device=model.device).long() for n in lengths]
         self._dense: dict[int, Tensor] = {}

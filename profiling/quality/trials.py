@@ -5,6 +5,7 @@ Shapes: S prompt length, A answer length, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,41 +13,69 @@ import torch
 from torch import Tensor
 
 from profiling.evaluation.methods import Method
+from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
-from profiling.quality.answers import answer_ids, negative_log_likelihood
+from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.contexts import Prefilled, prefilled
 from profiling.quality.divergence import forced_log_probs
+from profiling.quality.forced import answer_ids, asks, scored_answers
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256
 # Last tokens of a text that are decoded one by one under caches that drop or choose.
 FORCED = 128
+# Tokens that copy something far back which a text must have for their loss to be a figure.
+_COPIES = 8
 # Tokens that an answer may have beside the right one's.
 _EXTRA = 2
 # Raised where the same prompt under the same method would give another record.
-VERSION = 1
+VERSION = 2
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """What the method, which has to be applied to the model, makes of a prompt: plain data for a journal."""
-    asks = prompt.answer is not None or prompt.references
-    return answered(model, tokenizer, prompt, method) if asks else foreseen(model, prompt, method)
+    """What the method, which has to be applied to the model, makes of a prompt: plain data for a ledger."""
+    return next(trials(model, tokenizer, [prompt], method))[1]
+
+
+def trials(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], method: Method
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The same of many prompts, with the number of each; contexts that prompts share are prefilled once."""
+    asked = [number for number, prompt in enumerate(prompts) if _asks(prompt)]
+    some = [prompts[number] for number in asked]
+    for one in prefilled(model, some, cache=lambda: method.cache(model)):
+        yield asked[one.number], answered(model, tokenizer, some[one.number], one)
+    for number, prompt in enumerate(prompts):
+        if not _asks(prompt):
+            yield number, foreseen(model, prompt, method)
+
+
+def _asks(prompt: Prompt) -> bool:
+    return prompt.answer is not None or bool(prompt.references or prompt.scored)
 
 
 @torch.no_grad()
-def answered(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """The greedy answer and its score, and, where one right answer is known, how near the model was to it.
+def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> dict[str, Any]:
+    """The greedy answer and its score, and, where right answers are known, how near the model was to them.
 
-    The prompt is prefilled once. Then two sequences go on from it side by side: the model's own choices, and, where it
-    is known, the right answer's tokens, each after the right ones before it (teacher forcing).
+    Two sequences go on from the prefill side by side: the model's own choices, and, where it is known, the right
+    answer's tokens, each after the right ones before it (teacher forcing). A prompt with `scored` ranges has the share
+    of these that are right for its score, and their means; what follows its end is left out.
     """
-    right = answer_ids(tokenizer, prompt) if (prompt.continuation or "").strip() else ()
+    if prompt.scored:
+        inside = scored_answers(prompt, start)
+        return {
+            "text": "",
+            "score": _mean([one.right for one in inside]),
+            "token_accuracy": _mean([one.token_accuracy for one in inside]),
+            "nll": _mean([one.mean for one in inside]),
+        }
+    cache, logits = start.cache, start.last[None]
+    right = answer_ids(tokenizer, prompt) if asks(prompt) else ()
     wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
     limit = prompt.new_tokens or wanted + _EXTRA
     ends = _ends(model, tokenizer)
-    cache = method.cache(model)
-    ids = torch.tensor([prompt.input_ids], device=model.device)
-    logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
     if right:
         cache.batch_repeat_interleave(2)
         logits = logits.expand(2, -1)
@@ -72,9 +101,13 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict
     return {
         "text": text,
         "score": score(prompt, text),
-        "token_accuracy": sum(hits) / len(hits) if hits else None,
-        "nll": sum(losses) / len(losses) if losses else None,
+        "token_accuracy": _mean(hits) if hits else None,
+        "nll": _mean(losses) if losses else None,
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:
@@ -85,18 +118,24 @@ def _ends(model: Any, tokenizer: Any) -> set[int]:
 
 @torch.no_grad()
 def foreseen(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """-log p of a text's tokens: of its blocks in one prefill, and of its last FORCED tokens.
+    """-log p of a text's tokens: of its blocks in one prefill, its last FORCED tokens, and its copies from far back.
 
-    Under a cache of its own a method decodes these one by one, for what such a cache does shows in decode only; its
-    blocks are None.
+    Under a cache of its own a method decodes the last ones one by one, for what such a cache does shows in decode only;
+    the others are None.
     """
     forced = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
         log_probs = forced_log_probs(model, method.cache(model), prompt, forced)
         tokens = torch.tensor(prompt.input_ids[-forced:], device=log_probs.device)[:, None]
-        return {"blocks": None, "forced": -float(log_probs.gather(1, tokens).mean())}
+        return {"blocks": None, "forced": -float(log_probs.gather(1, tokens).mean()), "copies": None}
     losses = negative_log_likelihood(model, prompt)
-    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean())}
+    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean()), "copies": copies_of(losses, prompt)}
+
+
+def copies_of(losses: Tensor, prompt: Prompt) -> float | None:
+    """The mean loss of a text's tokens that copy something far back, of (S - 1) losses; None where these are few."""
+    copied = [at - 1 for at in far_copies(prompt.input_ids)]
+    return float(losses[copied].mean()) if len(copied) >= _COPIES else None
 
 
 def _means(losses: Tensor) -> list[float]:

@@ -6,19 +6,20 @@ Shapes: L layers of the model, N of them measured.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from artifacts import HeadwiseError
 from profiling.inside.decode_capture import capture_decode
 from profiling.inside.residual import ResidualStream
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
+from profiling.progress import Phase, phase
 from profiling.prompts.prompt import TASKS, Find, Prompt, Task, digest, make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
 from profiling.similarities.mass import ability, agreement
@@ -63,17 +64,27 @@ class SimilarityConfig:
                 raise HeadwiseError(f"two tasks are called {name!r}: give each a name of its own")
 
 
-def measure(config: SimilarityConfig, loaded: LoadedModel) -> Profile:
-    """Measure on a model that is loaded; the model is left as it was."""
+def measure(
+    config: SimilarityConfig,
+    loaded: LoadedModel,
+    ledger: Ledger | None = None,
+    *,
+    prompts: Mapping[str, Sequence[Prompt]] | None = None,
+) -> Profile:
+    """Measure on a model that is loaded; the model is left as it was.
+
+    ledger: keeps what each prompt gave; its settings say which model that is of. prompts: by the names of all tasks,
+    each of `prompt_length` tokens; those of the configuration's seed if None.
+    """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     config = resolve(config, loaded.name, model.max_positions)
     tasks = [parse_task(task) for task in config.tasks]
-    prompts = {task.name: _prompts(config, task, loaded.tokenizer) for task in tasks}
+    prompts = prompts_of(config, loaded.tokenizer) if prompts is None else prompts
     arrays: dict[str, np.ndarray] = {}
     total = sum(map(len, prompts.values())) * config.steps
-    with tqdm(total=total, desc="decoding", unit="step", disable=None) as progress:
+    with phase("decoding", total, "steps") as shown:
         for task in tasks:
-            meters = [_decode(config, loaded, prompt, progress) for prompt in prompts[task.name]]
+            meters = [_kept(config, loaded, prompt, ledger, shown) for prompt in prompts[task.name]]
             arrays |= _arrays(task.name, meters, model.num_layers, config.steps)
     first = meters[0]
     arrays["agreement"] = agreement([arrays[f"mass.{task.name}.max"] for task in tasks])
@@ -81,8 +92,8 @@ def measure(config: SimilarityConfig, loaded: LoadedModel) -> Profile:
         "format": FORMAT,
         "model": model.name,
         **model.model_dump(include={"revision", "architecture", "config_sha256", "weights_sha256", "num_layers"}),
-        "layers": first.layers,
-        "sliding_layers": first.sliding,
+        "layers": first["layers"],
+        "sliding_layers": first["sliding"],
         "tasks": [{"name": name, "sha256": digest(made)} for name, made in prompts.items()],
         **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "seed", "greedy")},
         **{"tail": TAIL, "frozen": FROZEN, "dtype": config.dtype, "device": config.device, "command": config.command},
@@ -109,14 +120,52 @@ def resolve(config: SimilarityConfig, name: str, max_positions: int) -> Similari
     return replace(config, length=length, top_k=top_k)
 
 
-def _prompts(config: SimilarityConfig, task: Task, tokenizer: Any) -> list[Prompt]:
-    """Prompts of `length` tokens; those of a text are followed by the tokens that stand there."""
+def prompt_length(config: SimilarityConfig, task: Task) -> int:
+    """Tokens of a prompt, once `resolve` has settled them; those of a text are followed by what stands there."""
     assert config.length is not None
-    more = config.steps if task.kind == "text" else 0
-    return make_prompts(task, tokenizer, length=config.length + more, samples=config.samples, seed=config.seed)
+    return config.length + (config.steps if task.kind == "text" else 0)
 
 
-def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, progress: tqdm[Any]) -> Meter:
+def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
+    """The prompts of the configuration's seed by the names of the tasks."""
+    return {
+        task.name: make_prompts(
+            task, tokenizer, length=prompt_length(config, task), samples=config.samples, seed=config.seed
+        )
+        for task in map(parse_task, config.tasks)
+    }
+
+
+def _kept(
+    config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, ledger: Ledger | None, shown: Phase
+) -> dict[str, Any]:
+    """What a prompt gave: out of the ledger, or measured and put there."""
+    if ledger is None:
+        return _figures(_decode(config, loaded, prompt, shown))
+    depends = {name: getattr(config, name) for name in ("length", "steps", "top_k", "greedy", "dtype", "device")}
+    unit = ledger.unit(
+        "similarity", {**depends, "prompt": digest([prompt]), "finds": [asdict(f) for f in prompt.finds]}
+    )
+    found: dict[str, Any] | None = ledger.get(unit)
+    if found is not None:
+        shown.skip(config.steps)
+        return found
+    return ledger.put(unit, _figures(_decode(config, loaded, prompt, shown)))
+
+
+def _figures(meter: Meter) -> dict[str, Any]:
+    """What a meter has added up, as plain data."""
+    return {
+        "layers": meter.layers,
+        "sliding": meter.sliding,
+        "mass": {by: mass.cpu().numpy() for by, mass in meter.mass.items()},
+        "error": meter.error.cpu().numpy(),
+        "missed": torch.stack(meter.missed, dim=1).cpu().numpy(),
+        "hit": None if meter.hit is None else meter.hit.cpu().numpy(),
+    }
+
+
+def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown: Phase) -> Meter:
     assert config.length is not None and config.top_k is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
     continuation = [token for token, _ in expected] + list(prompt.input_ids[config.length :])
@@ -127,7 +176,7 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, progr
 
     def done(step: int) -> None:
         meter.done(step)
-        progress.update(step >= 0)
+        shown.update(step >= 0)
 
     ids = torch.tensor([prompt.input_ids[: config.length]], device=loaded.model.device)
     ends = loaded.model.generation_config.eos_token_id if loaded.model.generation_config else None
@@ -156,28 +205,28 @@ def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | Non
         yield from ((token, find) for token in encode(find.expected))
 
 
-def _arrays(task: str, meters: Sequence[Meter], num_layers: int, steps: int) -> dict[str, np.ndarray]:
+def _arrays(task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, steps: int) -> dict[str, np.ndarray]:
     """One task's arrays over all layers, averaged over its prompts."""
-    layers = meters[0].layers
+    layers = meters[0]["layers"]
 
     def spread(values: np.ndarray, *shape: int) -> np.ndarray:
         whole = np.full(shape, np.nan, dtype=np.float32)
         whole[np.ix_(layers, layers) if shape == (num_layers, num_layers) else layers] = values
         return whole
 
-    def mean(values: Sequence[torch.Tensor]) -> np.ndarray:
-        return torch.stack(list(values)).mean(0).cpu().numpy()
+    def mean(values: Sequence[np.ndarray]) -> np.ndarray:
+        return torch.stack([torch.from_numpy(value) for value in values]).mean(0).numpy()
 
     made = {}
     for by in ("max", "mean"):
-        mass = mean([meter.mass[by] / steps for meter in meters])
+        mass = mean([meter["mass"][by] / steps for meter in meters])
         made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
-    made[f"error.{task}"] = spread(mean([meter.error / steps for meter in meters]), num_layers, num_layers)
+    made[f"error.{task}"] = spread(mean([meter["error"] / steps for meter in meters]), num_layers, num_layers)
     for reach in (8, 16):
         made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(np.float32)
-    missed = mean([torch.stack(meter.missed, dim=1) for meter in meters])
+    missed = mean([meter["missed"] for meter in meters])
     made[f"variability.{task}"] = spread(missed, num_layers, steps)
-    hits = [meter.hit for meter in meters if meter.hit is not None]
+    hits = [meter["hit"] for meter in meters if meter["hit"] is not None]
     if hits:
         made[f"hit.{task}"] = spread(mean(hits), num_layers)
     return made

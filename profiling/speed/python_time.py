@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from runtime import Headwise
-from runtime.attention import ATTENTION_NAME, headwise_attention, register
+from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
 
 _CALLS = 200
 _ROUNDS = 25

@@ -61,7 +61,7 @@ class Stretch:
     process_bytes: int | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For a journal."""
+        """For a ledger."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""Runs a stream through every method, block by block, in a journal that goes on after a kill."""
+"""Runs a stream through every method, block by block, with a ledger that it goes on by after a kill."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from artifacts.files import atomic_write, check_writable
-from profiling.journal import Journal
+from artifacts.files import atomic_write, check_writable, out_folder
+from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
+from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
 from profiling.streams.methods import METHODS, Cached, Method, Recomputed, Stretch, blocks, method_of
 from profiling.streams.report import Row, Series, draw, plain, rows
@@ -27,7 +27,8 @@ from profiling.streams.state import load_cache, save_cache
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
 
 TASKS = ("text", "stream_eval")
-# A block of the journal, and the most blocks of a long stream.
+OUTPUT = "stream.json"
+# Tokens of a block, which is a unit of the ledger, and the most blocks of a long stream.
 _BLOCK, _BLOCKS = 1024, 200
 
 
@@ -93,17 +94,26 @@ def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row],
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {config.out}: {(error.strerror or str(error)).lower()}") from None
-    check_writable(config.out / "stream.json")
-    loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
-    stream = _stream(config, loaded)
-    settings = _settings(config, loaded, stream)
-    journal = Journal.open(config.out / "stream.journal", settings, fresh=config.fresh)
-    with tqdm(total=config.tokens * len(config.methods), unit="token", disable=None) as progress:
-        series = [_measured(config, loaded, method, stream, journal, progress) for method in config.all_methods]
+    with out_folder(config.out):
+        check_writable(config.out / OUTPUT)
+        loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        stream = _stream(config, loaded)
+        settings = _settings(config, loaded, stream)
+        with Ledger(config.out / OUTPUT, "stream", settings=settings, fresh=config.fresh) as ledger:
+            with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
+                series = [_measured(config, loaded, method, stream, ledger, shown) for method in config.all_methods]
+            return _written(config, loaded, stream, series, settings, ledger)
+
+
+def _written(
+    config: Streamed,
+    loaded: LoadedModel,
+    stream: TokenStream,
+    series: Sequence[Series],
+    settings: dict[str, Any],
+    ledger: Ledger,
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and record of a stream that is through; time it where that is asked for, and write what was found."""
     whole = config.sinks + config.window
     seconds = speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
     found = rows(series, stream, whole, config.task)
@@ -114,11 +124,9 @@ def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row],
         "settings": settings,
         "versions": _versions(),
     }
-    atomic_write(config.out / "stream.json", (json.dumps(record, indent=1) + "\n").encode())
+    atomic_write(config.out / OUTPUT, (json.dumps(record, indent=1) + "\n").encode())
     draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
-    journal.remove()
-    for method in config.all_methods:
-        _state(config, method).unlink(missing_ok=True)
+    ledger.remove()
     return found, record
 
 
@@ -149,23 +157,22 @@ def _measured(
     loaded: LoadedModel,
     method: Method,
     stream: TokenStream,
-    journal: Journal,
-    progress: tqdm[Any],
+    ledger: Ledger,
+    shown: Phase,
 ) -> Series:
-    """Every block of one method: out of the journal, or measured and put there."""
-    progress.set_description(method.name)
+    """Every block of one method: out of the ledger, or measured and put there."""
+    shown.note(method.name)
     parts = list(blocks(stream.tokens, config.size))
-    keys = [f"{method.name} {number}" for number in range(len(parts))]
-    done = sum(key in journal for key in keys)
-    if done < len(parts):
-        with torch.inference_mode():
-            _measure(config, loaded, method, stream, journal, parts, keys, progress)
+    units = [ledger.unit(f"{method.name} {number}") for number in range(len(parts))]
+    if all(unit in ledger for unit in units):
+        shown.skip(stream.tokens)
     else:
-        progress.update(stream.tokens)
+        with torch.inference_mode():
+            _measure(config, loaded, method, stream, ledger, parts, units, shown)
     return Series(
         method=method.name,
         ends=tuple(end for _, end in parts),
-        stretches=tuple(Stretch(**journal[key]) for key in keys),
+        stretches=tuple(Stretch(**ledger.get(unit)) for unit in units),
     )
 
 
@@ -174,33 +181,33 @@ def _measure(
     loaded: LoadedModel,
     method: Method,
     stream: TokenStream,
-    journal: Journal,
+    ledger: Ledger,
     parts: Sequence[tuple[int, int]],
-    keys: Sequence[str],
-    progress: tqdm[Any],
+    units: Sequence[Unit],
+    shown: Phase,
 ) -> None:
-    path, digest = _state(config, method), _digest(config, loaded, method, stream)
-    done = sum(key in journal for key in keys)
+    # A file of the ledger's folder, which goes with it; written again after each block.
+    path = ledger.folder / f"{method.name.replace(':', '_')}.cache"
+    digest = _digest(config, loaded, method, stream)
+    done = next((number for number, unit in enumerate(units) if unit not in ledger), len(units))
     runner: Cached | Recomputed
     if method.recomputed:
         runner = Recomputed(loaded, method, stream)
     else:
         runner = Cached(loaded, method, stream, config.chunk)
-        # The journal is written first: a cache on disk is never ahead of it.
+        # The block's unit is written first: a cache on disk is never ahead of it.
         done = load_cache(path, runner.cache, digest, done, loaded.model.device)
     with runner.applied():
         for number, (begin, end) in enumerate(parts):
             if number >= done:
                 made = runner.feed(begin, end)
-                if keys[number] not in journal:
-                    journal.add(keys[number], made.plain())
+                if units[number] not in ledger:
+                    ledger.put(units[number], made.plain())
                 if isinstance(runner, Cached):
                     save_cache(path, runner.cache, number + 1, digest)
-            progress.update(end - begin)
-
-
-def _state(config: Streamed, method: Method) -> Path:
-    return config.out / f"stream.{method.name.replace(':', '_')}.cache"
+                shown.update(end - begin)
+            else:
+                shown.skip(end - begin)
 
 
 def _digest(config: Streamed, loaded: LoadedModel, method: Method, stream: TokenStream) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.masks import MIN_QUERIES
+from runtime.attention.layout import MIN_QUERIES
 
 
 class Piece(NamedTuple):

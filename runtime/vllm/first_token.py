@@ -10,6 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +58,8 @@ def run(config: Config) -> Outcome:
     Raises:
         HeadwiseError: an engine does not start, or the artifact served no prefill sparsely.
     """
+    if find_spec("vllm") is None:
+        raise HeadwiseError("vLLM is not installed: pip install 'headwise[vllm]', see docs/vllm.md")
     made = random.Random(config.seed)
     ways = {"dense": None, "artifact": str(config.file.absolute())}
     seconds: dict[str, list[float]] = {way: [] for way in ways}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
-from runtime.faults import fault, message
-from runtime.sinks import attend_with_sinks
+from runtime.attention.kernel import launch
+from runtime.attention.reasons import fault, message
 from runtime.vllm.batch import Batch, Piece, is_long, pieces_of, rest_of
 from runtime.vllm.pages import Keys, Reader, given, packed, paged
 from runtime.vllm.served import Served, number_of, served
@@ -79,7 +79,7 @@ class SparseImpl(_Parent):
         assert self._served is not None
         q = query.transpose(0, 1)[None]
         index = plan.build(q, keys.dense, scale=self.scale)
-        attend_with_sinks(
+        launch(
             *(q, keys.k, keys.v, index),
             sinks=getattr(self, "sinks", None),
             scale=self.scale,

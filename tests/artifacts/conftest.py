@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,22 +75,29 @@ def build(**changes: Any) -> artifacts.Artifact:
         "prefill": artifacts.Prefill(
             dense_below=4096, dense_tail=64, layers=(tuple(names[:4]), None, (names[0], names[0], names[2], names[4]))
         ),
-        "evidence": (
-            artifacts.Measurement(
-                name="prefill",
-                value=2.5,
-                unit="s",
-                baseline=3.75,
-                baseline_name="dense sdpa",
-                length=8192,
-                samples=5,
-                command="python -m profiling.bench cfg.yaml",
-                device="cpu",
-                versions={"torch": "2.13"},
-            ),
+        "evidence": artifacts.Evidence(
+            measurements=(
+                artifacts.Measurement(
+                    name="prefill",
+                    value=2.5,
+                    unit="s",
+                    baseline=3.75,
+                    baseline_name="dense sdpa",
+                    length=8192,
+                    samples=5,
+                    command="python -m profiling.bench cfg.yaml",
+                    device="cpu",
+                    versions={"torch": "2.13"},
+                ),
+            )
         ),
     }
     return artifacts.Artifact(**fields | changes)
+
+
+def as_yaml(fields: Any, **how: Any) -> str:
+    """JSON data as YAML on one line: JSON, but for floats that not every reader of YAML takes for one."""
+    return re.sub(r"(?<![\w.\"])(-?[0-9]+)(e[-+][0-9]+)", r"\1.0\2", json.dumps(fields, **how))
 
 
 def build_arrays() -> dict[str, np.ndarray]:
@@ -115,15 +124,39 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
     rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:12]), (*[names[11]] * 3, names[12]))
     growth = artifacts.Growth(length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "dense": {}})
     figures = {"kl": 0.25, "recall": 0.9, "density": 0.2}
-    fast = artifacts.Point(cost=0.5, speedup=4.0, **figures, layers=((names[2],) * 4, None, *[(names[3],) * 4] * 3))
-    exact = artifacts.Point(cost=1.0, speedup=2.0, **figures | {"kl": 0.01}, layers=rows)
-    front = artifacts.Front(length=4096, unit="seconds", dense_cost=2.0, measured_on="held_out", points=(fast, exact))
+    fast = artifacts.Point(cost=0.5, speedup=4.0, **figures, lost=3)
+    exact = artifacts.Point(cost=1.0, speedup=2.0, **figures | {"kl": 0.01}, lost=0)
+    front = artifacts.Front(
+        length=4096, unit="seconds", dense_cost=2.0, dense_right=14, measured_on="held_out", points=(fast, exact)
+    )
+    front_rows = (((names[2],) * 4, None, *[(names[3],) * 4] * 3), rows)
+    held_out = artifacts.PromptSet(name="held-out passkey and kv_retrieval", prompts=32, sha256="d" * 64)
+    evidence = artifacts.Evidence(
+        chosen_on=artifacts.PromptSet(name="gate", prompts=16, sha256="e" * 64),
+        reported_on=held_out,
+        tasks=(
+            artifacts.TaskFigures(
+                task="passkey",
+                length=4096,
+                prompts=16,
+                kl=0.01,
+                nll_rise=0.002,
+                nll_rise_low=-0.001,
+                nll_rise_high=0.005,
+                dense_right=14,
+                lost=1,
+                perplexity_ratio=1.01,
+            ),
+            artifacts.TaskFigures(task="text", prompts=16, kl=0.02),
+        ),
+        measurements=small.evidence.measurements,
+    )
     assert small.search is not None
     summary = small.search.summary.model_dump() | {"best_single_kind": None, "best_single_kind_recall": None}
     search = small.search.model_copy(
         update={
             "calibration": artifacts.Calibration(
-                tasks=("kv_retrieval", "passkey"), lengths=(2048, 4096), samples=2, sha256="c" * 64
+                tasks=("kv_retrieval", "passkey"), lengths=(2048, 4096), samples=2, sha256="c" * 64, seen_windows=2
             ),
             "allocation": "model",
             "cost": artifacts.SearchCost(unit="seconds", device="a processor"),
@@ -137,6 +170,7 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         search=search,
         prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, growth=growth, layers=rows, front=front),
         costs=(COSTS,),
+        evidence=evidence,
         decode=artifacts.Decode(
             omnikv=artifacts.OmniKV(
                 filter_layers=(3,),
@@ -173,6 +207,8 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         "static.mean.diagonals": np.array([0, 1, 2, 9], dtype=np.int32),
         "cost.0.pattern": np.array([0, 1], dtype=np.int32),
         "cost.0.sparse_seconds": np.array([0.5, 0.25]),
+        **artifacts.front_arrays(artifact.patterns, front_rows),
+        **artifacts.window_arrays(["f" * 64, "0" * 64]),
     }
 
 

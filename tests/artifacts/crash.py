@@ -151,7 +151,7 @@ def among_others(folder: Path, kills: int) -> int:
     os.close(writing)
     with open(reading, encoding="ascii") as stream:
         told = stream.read().split()
-    kept = {entry.name for entry in artifacts.load_pair(path)[0].evidence}
+    kept = {entry.name for entry in artifacts.load_pair(path)[0].evidence.measurements}
     assert kept >= set(told), f"lost: {sorted(set(told) - kept)}"
     next_writer_clears(path)
     return len(told)
@@ -159,8 +159,8 @@ def among_others(folder: Path, kills: int) -> int:
 
 def with_entry(artifact: artifacts.Artifact, name: str) -> artifacts.Artifact:
     """One more entry of evidence, of that name."""
-    entry = artifact.evidence[0].model_copy(update={"name": name})
-    return artifact.model_copy(update={"evidence": (*artifact.evidence, entry)})
+    entry = artifact.evidence.measurements[0].model_copy(update={"name": name})
+    return artifact.model_copy(update={"evidence": artifact.evidence.with_measurements([entry])})
 
 
 def main(kills: int) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import rfc8785
 import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ import artifacts
 from artifacts import ArtifactError, strict_yaml
 from artifacts.commands import diff, lint, show
 from artifacts.hashing import content_sha256
-from tests.artifacts.conftest import build, build_arrays, build_every_kind
+from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
 
 # Hypothesis remembers what it has tried, which takes memory and time: many short runs rather than a long one.
 BATCH = 2_000
@@ -181,15 +182,15 @@ def _hash_or_none(fields: dict[str, Any]) -> str | None:
 
 def _written(fields: dict[str, Any], *, as_json: bool) -> bytes:
     if as_json:
-        return json.dumps(fields).encode()
+        return as_yaml(fields).encode()
     # Much as strict_yaml.dump lays it out, which would take longer than all that follows: a line for each section and
     # for each of its fields, and no quotes around plain words.
     lines = []
     for key, value in fields.items():
         if isinstance(value, dict) and value:
-            lines += [f"{json.dumps(key)}:", *(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())]
+            lines += [f"{json.dumps(key)}:", *(f"  {json.dumps(k)}: {as_yaml(v)}" for k, v in value.items())]
         else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+            lines.append(f"{json.dumps(key)}: {as_yaml(value)}")
     return _WORD.sub(r"\1", "\n".join(lines) + "\n").encode()
 
 
@@ -263,10 +264,9 @@ def _hash_of(text: bytes) -> str:
         fields["search"].pop("command")
     if fields["sidecar"] is not None:
         fields["sidecar"].pop("file")
-    for entry in (*fields["evidence"], *fields.get("costs", ())):
+    for entry in (*fields["evidence"]["measurements"], *fields["costs"]):
         entry.pop("command")
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    return hashlib.sha256(text).hexdigest()
+    return hashlib.sha256(rfc8785.dumps(fields)).hexdigest()
 
 
 def _kind_of(line: str) -> str:

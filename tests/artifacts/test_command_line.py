@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from artifacts import ArtifactError, HeadwiseError, load, save
+from artifacts import ArtifactError, Evidence, HeadwiseError, load, save
 from artifacts.__main__ import main
 from artifacts.command_line import ArgumentParser, run_command
 
@@ -50,6 +50,21 @@ def test_a_bug_keeps_its_traceback():
         run_command(raising(ZeroDivisionError()), [])
 
 
+def test_a_package_that_serving_does_without(capsys):
+    def missing(name):
+        def main(argv):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return main
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(missing("matplotlib.figure"))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: matplotlib is not installed: pip install 'headwise[search]'\n"
+    with pytest.raises(ModuleNotFoundError):
+        run_command(missing("numpy"))
+
+
 def test_bad_arguments_give_one_line(capsys):
     parser = ArgumentParser(prog="tool")
     parser.add_argument("--length", type=int)
@@ -65,7 +80,7 @@ def test_bad_arguments_give_one_line(capsys):
 def test_validate(saved):
     done = run("validate", saved)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"ok: {saved} (schema 4, content ")
+    assert done.stdout.startswith(f"ok: {saved} (schema 1, content ")
     facts = json.loads(run("validate", saved, "--json").stdout)
     assert facts["valid"] is True and facts["content_sha256"] == load(saved).content_sha256
     assert facts["arrays"]["chosen.recall"] == {"dtype": "float32", "shape": [3, 4]}
@@ -137,15 +152,15 @@ def test_show_what_can_be_chosen_and_what_it_was_counted_by(tmp_path, every_kind
         "kv_retrieval, passkey, 2 prompts each of 2,048, 4,096 tokens",
         "costs a processor, cpu kernels: a_shape, vertical_slash in bfloat16; the search counted by it",
         "sizes hold at 4,096 tokens and go with powers of the length: vertical_slash vertical ^0.5, slash ^1 ",
-        "dense attention takes 2 s kl (nats a token) and recall: on held-out prompts",
+        "dense attention takes 2 s kl (nats a token), recall and answers: on held-out prompts",
     ):
         assert expected in prose
     assert "best single kind" not in prose
     front = text[text.index("front at 4,096 tokens") :].splitlines()[1:4]
     assert [line.split() for line in front] == [
-        ["attention", "speedup", "kl", "recall", "density"],
-        ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000"],
-        ["*", "1", "s", "2.00x", "0.01", "0.9000", "0.2000"],
+        ["attention", "speedup", "kl", "recall", "density", "lost", "answers"],
+        ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000", "3", "of", "14"],
+        ["*", "1", "s", "2.00x", "0.01", "0.9000", "0.2000", "0", "of", "14"],
     ]
 
 
@@ -157,7 +172,8 @@ def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):
     (sidecar,) = saved.parent.glob("*.safetensors")
     sidecar.unlink()
     text = page(saved, capsys, monkeypatch, columns=100)
-    assert "sidecar      PROBLEM: " in text and "is missing from" in text
+    # Where the line wraps depends on the length of the path in it.
+    assert "sidecar      PROBLEM: " in text and "is missing from" in " ".join(text.split())
     assert "0  VVAB" in text
 
 
@@ -178,7 +194,7 @@ def test_show_wraps_many_heads(tmp_path, make, capsys, monkeypatch):
 def test_show_moves_no_cursor(tmp_path, make, capsys, monkeypatch):
     artifact = make()
     model = artifact.model.model_copy(update={"name": "evil\x1b[2J"})
-    save(artifact.model_copy(update={"model": model, "evidence": ()}), tmp_path / "a.yaml")
+    save(artifact.model_copy(update={"model": model, "evidence": Evidence()}), tmp_path / "a.yaml")
     text = page(tmp_path / "a.yaml", capsys, monkeypatch)
     assert "\x1b" not in text and "evil\\x1b[2J" in text
     assert "evidence: none measured yet" in text
@@ -208,7 +224,7 @@ def test_a_terminal_without_the_letters(tmp_path, make):
 
 def test_exit_statuses_of_verbs(saved, tmp_path, make):
     """0 fine, 1 findings or differences, 2 bad input: one line on stderr, nothing on stdout, no file."""
-    save(make(evidence=()), tmp_path / "other.yaml")
+    save(make(evidence=Evidence()), tmp_path / "other.yaml")
     heads = tmp_path / "heads.json"
     heads.write_text('[{"0": ["stream_llm", 64, 512, 0.5]}]')
     out = tmp_path / "out.yaml"

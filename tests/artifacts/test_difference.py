@@ -93,11 +93,11 @@ def test_sections_fields_arrays(pair, make):
         pair(
             more={"similarity.mass": np.ones((3, 3)), "chosen.recall": np.ones((3, 4))},
             decode=artifacts.Decode(omnikv=decode),
-            evidence=(),
+            evidence=artifacts.Evidence(),
             prefill=make().prefill.model_copy(update={"dense_below": 5000}),
         )
     )
-    assert (data["added"], data["removed"]) == (["decode"], ["evidence"])
+    assert (data["added"], data["removed"]) == (["decode"], ["evidence.measurements"])
     assert data["fields"] == [{"field": "prefill.dense_below", "before": 4096, "after": 5000}]
     assert data["arrays"] == {"added": ["similarity.mass"], "removed": [], "changed": ["chosen.recall"]}
     assert data["heads"] == [] and data["recall"] == [pytest.approx(0.75), 1.0]
@@ -111,7 +111,7 @@ def test_growth_front_and_costs(make):
         prefill=other.prefill.model_copy(update={"growth": None, "front": None}),
     )
     found = compare(plain, other, {}, arrays, length=16_384)
-    assert set(found.added) == {"prefill.growth", "prefill.front", "costs", "decode", "kv_cache"}
+    assert set(found.added) == {"prefill.growth", "prefill.front", "costs", "decode", "kv_cache", "evidence.tasks"}
     assert "prefill.growth.length" not in [change.field for change in found.fields]
     assert found.heads == () and found.density[0] != found.density[1]
     front = other.prefill.front.model_copy(update={"dense_cost": 9.0})

@@ -14,10 +14,10 @@ from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_
 from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
 from artifacts.validation import to_artifact
-from tests.artifacts.hostile import MIB, SECONDS
+from tests.artifacts.hostile import MIB
 
 # What ends well: these files are large and right.
-HARMLESS = {"as many arrays as may be", "long metadata", "one large array"}
+HARMLESS = {"as many arrays as may be", "one large array"}
 
 
 def test_every_hostile_file_ends_in_one_line_and_costs_little():
@@ -29,7 +29,8 @@ def test_every_hostile_file_ends_in_one_line_and_costs_little():
         assert "crash" not in file, file
         assert (file["line"] is None) == (file["name"] in HARMLESS), file
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
-        assert file["mib"] <= MIB and file["seconds"] <= SECONDS, file
+        # A file that takes longer than the processor's limit in hostile.py ends as a crash.
+        assert file["mib"] <= MIB, file
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_sidecar_larger_than_any_is_not_read(saved):
     sidecar = replaced(saved)
     with open(sidecar, "wb") as file:
         file.truncate(2**30 + 1)
-    with pytest.raises(ArtifactError, match=r"has 1073741825 bytes, a sidecar may have 1073741824"):
+    with pytest.raises(ArtifactError, match=r"has more than 268435456 bytes, the most that one may have"):
         load(saved)
 
 
@@ -130,12 +131,12 @@ def test_sizes_that_no_model_has_break_no_verb(tmp_path, every_kind, where, caps
     artifact, arrays = every_kind
     fields = artifact.model_dump(mode="json")
     if where == "lengths":
-        fields["model"]["max_positions"] = 10**39
-        fields["search"]["calibration"]["lengths"] = [10**39]
+        fields["model"]["max_positions"] = 2**31 - 1
+        fields["search"]["calibration"]["lengths"] = [2**31 - 1]
     else:
         for pattern in fields["patterns"].values():
             pattern.update(
-                {name: 10**39 for name in ("sink", "window", "vertical", "slash", "blocks") if name in pattern}
+                {name: 2**31 - 1 for name in ("sink", "window", "vertical", "slash", "blocks") if name in pattern}
             )
     for name in ("odd", "same"):
         save(to_artifact(fields), tmp_path / f"{name}.yaml", arrays)

@@ -35,7 +35,7 @@ def test_what_does_not_fit_is_refused(policies, layers, said, make):
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_is_between_0_and_1(share):
-    with pytest.raises(ValueError, match="share of those seen between 0 and 1"):
+    with pytest.raises(ValueError, match="share of them between 0 and 1"):
         H2O(heavy=share)
 
 

@@ -76,7 +76,7 @@ def prefilled(**changes: Any) -> dict[str, Any]:
 
 
 def measured(**changes: Any) -> dict[str, Any]:
-    return {"evidence": (good().evidence[0].model_copy(update=changes),)}
+    return {"evidence": artifacts.Evidence(measurements=(good().evidence.measurements[0].model_copy(update=changes),))}
 
 
 def decoding(**changes: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_nothing_odd():
         (calibrated(lengths=(8192,), samples=1), "one-prompt"),
         (calibrated(lengths=(8192,)), "one-length"),
         (calibrated(lengths=(512, 1024)), "short-search"),
-        ({"evidence": ()}, "no-evidence"),
+        ({"evidence": artifacts.Evidence()}, "no-evidence"),
         (measured(baseline=None, baseline_name=None), "no-baseline"),
         (measured(value=4.0), "slower"),
         (decoding(filter_layers=(0, 1, 2)), "no-sparse-layer"),
@@ -172,8 +172,7 @@ def test_a_pattern_is_looked_at_as_large_as_it_gets():
 
 
 def fronted(own=(), **changes):
-    layers = good().prefill.layers
-    point = artifacts.Point(cost=1.0, speedup=2.0, kl=0.1, recall=0.9, density=0.2, layers=layers)
+    point = artifacts.Point(cost=1.0, speedup=2.0, kl=0.1, recall=0.9, density=0.2)
     front = artifacts.Front(length=8192, unit="flops", dense_cost=2.0, measured_on="held_out", points=(point,))
     return prefilled(front=front.model_copy(update=changes), **dict(own))
 
@@ -183,7 +182,9 @@ def test_fronts_that_say_less_than_they_seem_to():
     assert "front-below" in codes(good(**fronted(length=4000)))
     assert "in-sample-front" in codes(good(**fronted(measured_on="calibration")))
     other = (("dense",) * 4, None, ("dense",) * 4)
-    assert "off-front" in codes(good(**fronted({"layers": other})))
+    rows = artifacts.front_arrays(good().patterns, [good().prefill.layers])
+    assert "off-front" in codes(good(**fronted({"layers": other})), good_arrays() | rows)
+    assert "off-front" not in codes(good(**fronted()), good_arrays() | rows)
 
 
 def test_poor_filters():

@@ -13,6 +13,7 @@ from artifacts.commands import merge as verb
 from artifacts.commands.merge import Config, run
 from tests.artifacts.conftest import build, build_every_kind
 
+NOTHING = artifacts.Evidence()
 POLICIES = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
 
 
@@ -26,7 +27,10 @@ def files(tmp_path, arrays):
     cache = artifacts.KVCache(policies=POLICIES, layers=("f", "s", ("f", "s")))
     made = {
         "a": (build(), arrays),
-        "b": (build(decode=omnikv(), evidence=()), {"chosen.recall": np.zeros((3, 4)), "similarity.mass": np.eye(3)}),
+        "b": (
+            build(decode=omnikv(), evidence=artifacts.Evidence()),
+            {"chosen.recall": np.zeros((3, 4)), "similarity.mass": np.eye(3)},
+        ),
         "c": (build(kv_cache=cache), {"imported.full_attention": np.eye(3, 2)}),
     }
     for name, (artifact, beside) in made.items():

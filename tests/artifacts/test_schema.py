@@ -8,6 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+import artifacts
 from artifacts import (
     ArtifactError,
     AShape,
@@ -99,7 +100,7 @@ def test_made_now_unless_told(make):
     fields = {name: getattr(make(), name) for name in ("model", "search", "patterns", "prefill")}
     artifact = type(make())(**fields)
     assert artifact.created_at.endswith("Z") and artifact.created_at > "2025"
-    assert artifact.evidence == () and artifact.sidecar is None and artifact.content_sha256 == ""
+    assert artifact.evidence == artifacts.Evidence() and artifact.sidecar is None and artifact.content_sha256 == ""
 
 
 def test_importing_loads_nothing_heavy():
@@ -165,16 +166,7 @@ def every_field(every_kind):
         (lambda points: points[1].update(speedup=3.0), "points[1].speedup is 3, dense_cost over cost is 2"),
         (lambda points: points.clear(), "prefill.front.points: must not be empty"),
         (lambda points: points.extend(points * 16), "at most 32"),
-        (lambda points: points[0]["layers"].pop(), "prefill.front.points[0].layers has 4 rows, the model has 5 layers"),
-        (lambda points: points[0]["layers"][2].pop(), "front.points[0].layers[2] has 3 names, the model has 4"),
-        (
-            lambda points: points[0]["layers"].__setitem__(1, ["dense"] * 4),
-            "front.points[0].layers[1]: a layer is left alone in prefill.layers and",
-        ),
-        (
-            lambda points: points[0]["layers"][2].__setitem__(3, "bs_8"),
-            "front.points[0].layers[2][3]: no pattern is called 'bs_8', did you mean bs_9?",
-        ),
+        (lambda points: points[0].update(lost=15), "lost is 15, but dense attention answers 14 right"),
         (lambda points: points[0].update(kl=-0.1), "prefill.front.points[0].kl: must be at least 0"),
         (lambda points: points[0].update(seconds=1.0), "prefill.front.points[0].seconds: unknown field"),
     ],
@@ -185,13 +177,108 @@ def test_fronts_that_cannot_be(change, message, every_kind):
     refused(fields, message)
 
 
-def test_a_pattern_that_only_the_front_uses_is_used(every_kind):
-    artifact = every_kind[0]
+def at(table, *places):
+    """The array with another number at one place."""
+    *place, number = places
+    changed = table.copy()
+    changed[tuple(place)] = number
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: None, "prefill.front: the sidecar has no array front.rows, and the points' rows are there"),
+        (lambda rows: rows[:, 1:], "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (2, 4, 4)"),
+        (lambda rows: rows[..., :3], "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (2, 5, 3)"),
+        (lambda rows: rows[:1], "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (1, 5, 4)"),
+        (lambda rows: rows.astype("int64"), "front.rows must be int16 of shape (2, 5, 4), got int64"),
+        (lambda rows: at(rows, 0, 1, 0), "must leave alone (-1) the layers that prefill.layers leaves alone"),
+        (lambda rows: at(rows, 1, 2, 0, -1), "must leave alone (-1) the layers that prefill.layers leaves alone"),
+        (lambda rows: at(rows, 0, 2, 3, 12), "front.rows names pattern 12, there are 12 from 0 on"),
+    ],
+)
+def test_rows_of_points_that_cannot_be(change, message, every_kind, tmp_path):
+    artifact, arrays = every_kind
+    arrays["front.rows"] = change(arrays["front.rows"])
+    with pytest.raises(ArtifactError) as caught:
+        save(artifact, tmp_path / "cfg.yaml", {name: array for name, array in arrays.items() if array is not None})
+    assert message in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_rows_of_points_come_back(every_kind, tmp_path):
+    artifact, arrays = every_kind
+    save(artifact, tmp_path / "cfg.yaml", arrays)
+    artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
+    fast = (("a_64_512",) * 4, None, *[("bs_9",) * 4] * 3)
+    assert artifacts.front_rows(artifact, arrays, 0) == fast
+    assert artifacts.front_rows(artifact, arrays, 1) == artifact.prefill.layers
+    assert artifacts.at_target(artifact, arrays, target_speedup=4).prefill.layers == fast
+    with pytest.raises(ArtifactError, match=r"the front names 'nine', which patterns does not hold"):
+        artifacts.front_arrays(artifact.patterns, [(("nine",),)])
+    with pytest.raises(ArtifactError, match=r"the front's points have rows of unlike lengths"):
+        artifacts.front_arrays(artifact.patterns, [(("bs_9",),), (("bs_9",), ("bs_9",))])
+
+
+def test_a_pattern_that_only_the_front_uses_is_used(every_kind, tmp_path):
+    artifact, arrays = every_kind
     rows = tuple(row and ("dense",) * 4 for row in artifact.prefill.layers)
     changed = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"layers": rows})})
-    assert to_artifact(changed.model_dump(mode="json")).prefill.layers == rows
+    assert save(changed, tmp_path / "cfg.yaml", arrays).prefill.layers == rows
+    nowhere = arrays | artifacts.front_arrays(artifact.patterns, [rows, rows])
+    with pytest.raises(ArtifactError, match=r"patterns\.'a_64_512' is used by no head, of prefill\.layers or of a poi"):
+        save(changed, tmp_path / "cfg.yaml", nowhere)
     plain = changed.model_copy(update={"prefill": changed.prefill.model_copy(update={"front": None})})
     refused(plain.model_dump(mode="json"), "patterns.vs_100_1800 is used by no head")
+
+
+def test_seen_windows(every_kind, tmp_path):
+    artifact, arrays = every_kind
+    assert artifacts.seen_windows(arrays) == {"0" * 64, "f" * 64} and artifacts.seen_windows({}) == frozenset()
+    del arrays["calibration.seen_windows"]
+    with pytest.raises(ArtifactError, match=r"calibration\.seen_windows: says 2, and the sidecar has no array"):
+        save(artifact, tmp_path / "cfg.yaml", arrays)
+    arrays |= artifacts.window_arrays(["a" * 64])
+    with pytest.raises(ArtifactError, match=r"must be uint8 of shape \(2, 32\), got uint8 of shape \(1, 32\)"):
+        save(artifact, tmp_path / "cfg.yaml", arrays)
+    for wrong in ("x" * 64, "ab", "\u0661" * 64, "A" * 64):
+        with pytest.raises(ArtifactError, match=f"must have 64 hex digits, got '{wrong[:40]}"):
+            artifacts.window_arrays(["a" * 64, wrong])
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"lost": 1}, "lost is 1, but dense attention answers 0 right"),
+        ({"dense_right": 3, "lost": 4}, "lost is 4, but dense attention answers 3 right"),
+        ({"dense_right": 17}, "dense_right is 17, there are 16 prompts"),
+        ({"nll_rise_low": 0.1}, "nll_rise_low and nll_rise_high go together"),
+        ({"nll_rise": 0.3, "nll_rise_low": 0.1, "nll_rise_high": 0.2}, "must lie from nll_rise_low to nll_rise_high"),
+        ({"kl": -0.1}, "evidence.tasks[0].kl: must be at least 0"),
+        ({"perplexity_ratio": 0.0}, "evidence.tasks[0].perplexity_ratio: must be more than 0"),
+    ],
+)
+def test_figures_that_cannot_be(figures, message, make):
+    fields = make().model_dump(mode="json")
+    fields["evidence"]["tasks"] = [{"task": "passkey", "prompts": 16, "kl": 0.1} | figures]
+    refused(fields, message)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"num_layers": 10**8}, "model.num_layers: must be at most 4096, got 100000000"),
+        ({"num_heads": 10**20}, "model.num_heads: must be at most 4096"),
+        ({"num_kv_heads": 2**40}, "model.num_kv_heads: must be at most 4096"),
+        ({"num_layers": 4096, "num_heads": 32}, "num_layers * num_heads must be at most 65536, got 4096 layers of 32"),
+        ({"head_dim": 10**6}, "model.head_dim: must be at most 65536"),
+        ({"max_positions": 2**31}, "model.max_positions: must be at most 2147483647"),
+    ],
+)
+def test_counts_that_no_model_has(counts, message, make):
+    fields = make().model_dump(mode="json")
+    fields["model"] |= counts
+    refused(fields, message)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ from functools import partial
 import pytest
 
 import runtime
-from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save
+from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save, store
 from artifacts.__main__ import main
-from artifacts.signing import fingerprint, make_key, sign, signature_path
+from artifacts.commands import keygen
+from artifacts.commands import sign as sign_verb
+from artifacts.signing import CONTEXT, fingerprint, make_key, signature_path
+from artifacts.store import sign
 
 
 @pytest.fixture
@@ -33,7 +36,8 @@ def public(key):
 
 def test_what_was_signed_loads_and_so_it_does_without_asking(saved, key, public):
     target, by = sign(saved, key)
-    assert target == signature_path(saved) and len(target.read_bytes()) == 64 and by == fingerprint(public)
+    assert target == signature_path(saved) and by == fingerprint(public)
+    assert target.read_text().splitlines()[:2] == [CONTEXT, f"key {by}"]
     artifact, arrays = load_pair(saved, verify=public)
     assert load(saved, verify=str(public)) == load(saved, verify=public.read_bytes()) == load(saved) == artifact
     assert load(saved, verify=public, check_sidecar=False) == artifact
@@ -64,11 +68,14 @@ def test_a_change_that_the_hash_leaves_out_is_seen(saved, key, public):
 
 def test_every_bit_of_file_and_signature_counts(saved, key, public):
     sign(saved, key)
-    for path in (saved, signature_path(saved)):
+    for path, said in (
+        (saved, "is no signature of this file"),
+        (signature_path(saved), r"cfg\.yaml(\.sig|: is signed)"),
+    ):
         data = path.read_bytes()
         for place in range(0, len(data), max(1, len(data) // 40)):
             path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-            with pytest.raises(ArtifactError, match="is no signature of this file"):
+            with pytest.raises(ArtifactError, match=said):
                 load(saved, verify=public)
         path.write_bytes(data)
     load(saved, verify=public)
@@ -88,7 +95,7 @@ def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make
     sign(saved, key)
     arrays["chosen.recall"][0, 0] = 0.75
     save(make(), saved, arrays)
-    assert "is no signature of this file by the key" in refusal(saved, public)
+    assert "is not signed, 'cfg.yaml.sig' is missing" in refusal(saved, public)
     sign(saved, key)
     load_pair(saved, verify=public)
 
@@ -96,10 +103,10 @@ def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make
 def test_another_key_or_no_signature_at_all(saved, key, public, tmp_path):
     sign(saved, key)
     other, _ = make_key(tmp_path / "other.key")
-    assert f"by the key {fingerprint(other)}" in refusal(saved, other)
-    for data in (b"", b"x" * 63, b"x" * 65, b"x" * 10**6):
+    assert f"is signed by the key {fingerprint(public)}, not by {fingerprint(other)}" in refusal(saved, other)
+    for data in (b"", b"x" * 64, b"x" * 10**6, signature_path(saved).read_bytes().replace(b"v1", b"v2")):
         signature_path(saved).write_bytes(data)
-        assert "is no Ed25519 signature, which has 64 bytes" in refusal(saved, public)
+        assert f"is no {CONTEXT}" in refusal(saved, public)
     signature_path(saved).unlink()
     os.mkfifo(signature_path(saved))
     assert "cannot be read, is no regular file" in refusal(saved, public)
@@ -176,15 +183,75 @@ def test_the_verbs(saved, tmp_path, capsys):
     other = json.loads(capsys.readouterr().out)
     main(["sign", str(saved), "--key", other["private"], "--json"])
     assert json.loads(capsys.readouterr().out)["fingerprint"] == other["fingerprint"]
-    with pytest.raises(ArtifactError, match="another key signed it"):
+    with pytest.raises(ArtifactError, match=r"is signed by the key [0-9a-f]{16}, not by [0-9a-f]{16}"):
         main(["verify", str(saved), "--key", f"{key}.pub"])
+
+
+def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
+    """Whoever replaces the file while it is looked at gets no signature of what was not looked at."""
+    checked, read = saved.read_bytes(), store.check_arrays
+
+    def replaced(*given):
+        saved.write_bytes(checked.replace(b"--model tiny", b"--model evil"))
+        return read(*given)
+
+    monkeypatch.setattr(store, "check_arrays", replaced)
+    sign(saved, key)
+    with pytest.raises(ArtifactError, match="is no signature of this file"):
+        load(saved, verify=public)
+    saved.write_bytes(checked)
+    monkeypatch.undo()
+    load(saved, verify=public)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o610])
+def test_a_key_that_others_can_use_signs_nothing(saved, key, mode):
+    key.chmod(mode)
+    with pytest.raises(HeadwiseError, match=rf"me\.key: others can use the key \(mode {mode:03o}\): chmod 600"):
+        sign(saved, key)
+    assert not signature_path(saved).exists()
+
+
+def test_an_encrypted_key_is_asked_for(saved, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def answers(*given):
+        replies = iter(given)
+        monkeypatch.setattr(keygen, "getpass", lambda prompt: asked.append(prompt) or next(replies))
+        monkeypatch.setattr(sign_verb, "getpass", lambda prompt: asked.append(prompt) or next(replies))
+
+    for wrong in (("secret", "secrat"), ("",)):
+        answers(*wrong)
+        with pytest.raises(HeadwiseError, match="the passphrase is empty, or not the same twice: nothing was written"):
+            main(["keygen", str(tmp_path / "me.key"), "--encrypt"])
+        assert not (tmp_path / "me.key").exists()
+    answers("secret", "secret", "secret", "wrong")
+    main(["keygen", str(tmp_path / "me.key"), "--encrypt"])
+    assert b"ENCRYPTED" in (tmp_path / "me.key").read_bytes()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    main(["sign", str(saved), "--key", str(tmp_path / "me.key")])
+    load(saved, verify=tmp_path / "me.key.pub")
+    with pytest.raises(HeadwiseError, match=r"me\.key: this is not its passphrase"):
+        main(["sign", str(saved), "--key", str(tmp_path / "me.key")])
+    assert asked[-1] == f"passphrase of {tmp_path / 'me.key'}: "
+    with pytest.raises(HeadwiseError, match="is encrypted, and there is no terminal to ask"):
+        sign(saved, tmp_path / "me.key")
+
+
+@pytest.mark.parametrize("key", [5, None, 1.5, ["me.key.pub"], "a\0b"])
+def test_what_is_no_key_at_all(saved, key):
+    with pytest.raises(HeadwiseError, match=r"the key must be a file or the bytes of one|cannot be read|key"):
+        load(saved, verify=key) if key is not None else sign(saved, key)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_openssl_checks_the_same_signature(saved, key, public):
     sign(saved, key)
-    command = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", public, "-rawin", "-in", saved]
-    done = subprocess.run([*command, "-sigfile", signature_path(saved)], capture_output=True, text=True)
+    shell = (
+        "head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > signature; "
+        f"openssl pkeyutl -verify -pubin -inkey {public} -rawin -in signed -sigfile signature"
+    )
+    done = subprocess.run(["sh", "-c", shell], cwd=saved.parent, capture_output=True, text=True)
     if "unknown option" in done.stderr.lower():
         pytest.skip("this openssl knows no -rawin")
     assert done.returncode == 0, done.stderr

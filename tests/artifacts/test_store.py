@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+import artifacts
 from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, load_pair, pattern_name, save
 
 
@@ -67,7 +68,9 @@ def test_hash_leaves_out_time_commands_and_the_files_name(tmp_path, make, arrays
         update={
             "created_at": "2026-01-01T00:00:00Z",
             "search": artifact.search.model_copy(update={"command": "another"}),
-            "evidence": tuple(m.model_copy(update={"command": "another"}) for m in artifact.evidence),
+            "evidence": artifacts.Evidence(
+                measurements=tuple(m.model_copy(update={"command": "another"}) for m in artifact.evidence.measurements)
+            ),
         }
     )
     first = save(artifact, tmp_path / "a.yaml", arrays).content_sha256

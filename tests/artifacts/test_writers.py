@@ -16,7 +16,7 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
-from artifacts.lock import locked
+from artifacts.pair import locked
 from artifacts.sections import save_searched
 from tests.artifacts.conftest import COSTS
 
@@ -71,8 +71,12 @@ def test_sections_written_at_once_are_all_there(saved):
 
     def section(name):
         def change(artifact, arrays):
-            row = artifact.evidence[0].model_copy(update={"name": name})
-            return artifact.model_copy(update={"evidence": (*artifact.evidence, row)}), {**arrays, name: np.arange(9)}
+            row = artifact.evidence.measurements[0].model_copy(update={"name": name})
+            evidence = artifact.evidence.with_measurements([row])
+            return artifact.model_copy(update={"evidence": evidence}), {
+                **arrays,
+                name: np.arange(9),
+            }
 
         return change
 
@@ -84,7 +88,7 @@ def test_sections_written_at_once_are_all_there(saved):
         thread.join()
     artifact, arrays = load_pair(saved)
     assert artifact.decode == DECODE and "similarity.mass" in arrays
-    assert {row.name for row in artifact.evidence} == {"prefill", *(f"measured.{i}" for i in range(6))}
+    assert {row.name for row in artifact.evidence.measurements} == {"prefill", *(f"measured.{i}" for i in range(6))}
     assert {f"measured.{i}" for i in range(6)} <= arrays.keys()
     assert len(names(saved.parent)) == 2
 
@@ -97,8 +101,9 @@ path, who = sys.argv[1:]
 for turn in range(8):
     def change(artifact, arrays):
         name = f"{who}.{turn}"
-        row = artifact.evidence[0].model_copy(update={"name": name})
-        return artifact.model_copy(update={"evidence": (*artifact.evidence, row)}), {**arrays, name: np.ones(2)}
+        row = artifact.evidence.measurements[0].model_copy(update={"name": name})
+        evidence = artifact.evidence.with_measurements([row])
+        return artifact.model_copy(update={"evidence": evidence}), {**arrays, name: np.ones(2)}
     update(path, change)
 """
 
@@ -110,7 +115,7 @@ def test_processes_that_write_at_once_lose_nothing(saved):
     assert [writer.returncode for writer in writers] == [0] * 4
     written = {f"w{i}.{turn}" for i in range(4) for turn in range(8)}
     artifact, arrays = load_pair(saved)
-    assert {row.name for row in artifact.evidence} == written | {"prefill"} and written <= arrays.keys()
+    assert {row.name for row in artifact.evidence.measurements} == written | {"prefill"} and written <= arrays.keys()
     assert len(names(saved.parent)) == 2
 
 
@@ -194,12 +199,12 @@ def test_killed_at_each_call_and_at_200_instants_a_whole_pair_is_there():
 
 def test_a_search_keeps_the_sections_of_others(saved, make):
     update(saved, with_decode)
-    again = make(created_at="2026-01-01T00:00:00Z", evidence=())
+    again = make(created_at="2026-01-01T00:00:00Z", evidence=artifacts.Evidence())
     result = save_searched(again, saved, {"chosen.recall": np.zeros((3, 4), np.float32)})
     artifact, arrays = load_pair(saved)
     assert artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
     assert arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
-    assert artifact.evidence == ()
+    assert artifact.evidence == artifacts.Evidence()
 
 
 def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):

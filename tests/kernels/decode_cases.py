@@ -2,7 +2,7 @@
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
 
-    TRITON_INTERPRET=1 python tests/kernels/decode_cases.py    one JSON object: case -> largest errors
+    TRITON_INTERPRET=1 python tests/kernels/decode_cases.py [NAME ...]    one JSON object: case -> largest errors
 """
 
 from __future__ import annotations
@@ -256,11 +256,13 @@ def interpreted() -> dict[str, tuple[Case, int | None]]:
     }
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     poison_memory()
     found = {}
     for at, (name, (case, splits)) in enumerate(interpreted().items()):
+        if names and name not in names:
+            continue
         op = (
             functools.partial(decode_attention, backend="triton")
             if splits is None
@@ -271,4 +273,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def script(path: Path, body: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.write_text(f'#!/bin/sh\ncase "$*" in *--version) exit;; esac\n{body}\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -38,7 +38,7 @@ def built() -> Path:
     """The library that this session uses."""
     if reason := build.load():
         pytest.skip(reason)
-    compiler = build._compiler()
+    compiler = build.find_compiler()
     assert isinstance(compiler, list)
     return build.cache_folder() / f"cpu-{build._key(compiler)}.so"
 
@@ -88,6 +88,18 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Could not determine home directory" in str(load())
 
 
+def test_a_cache_that_others_can_write_to(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
+    cache.mkdir(parents=True)
+    cache.chmod(0o770)
+    assert load() == f"others may write to {cache}, nothing is loaded from it: empty it and chmod 700 it"
+    cache.chmod(0o755)
+    assert "c++ failed" in str(load())
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
+    assert str(load()).startswith(f"{cache} belongs to another user, nothing is loaded from it")
+
+
 def test_a_damaged_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = script(tmp_path / "c++", 'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"')
     monkeypatch.setenv("CXX", str(compiler))
@@ -114,7 +126,7 @@ def test_a_library_that_was_cut_off_is_replaced(cache: Path, tmp_path: Path, mon
         library = built()
     copy = 'while [ "$1" != "-o" ]; do shift; done; cp {0} "$2"'
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", copy.format(library))))
-    compiler = build._compiler()
+    compiler = build.find_compiler()
     assert isinstance(compiler, list)
     cache.mkdir(parents=True)
     (cache / f"cpu-{build._key(compiler)}.so").write_bytes(library.read_bytes()[:5000])
@@ -139,10 +151,17 @@ def test_threads_build_one_after_another(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most == 1
 
 
-def test_what_the_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = build._key(["c++"])
     assert key == build._key(["c++"])
     assert key != build._key(["clang++"]) and key != build._key(["c++", "-O1"])
+    compiler = tmp_path / "c++"
+    keys = set()
+    for version in ("12.2", "14.1"):
+        compiler.write_text(f"#!/bin/sh\necho {version}\n")
+        compiler.chmod(0o700)
+        keys.add(build._key([str(compiler)]))
+    assert len(keys) == 2
     monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-mno-avx512f"))
     assert key != build._key(["c++"])
 

@@ -26,6 +26,7 @@ from kernels.index import PAD
 from tests.kernels import decode_cases
 from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, problem, run, serve
 from tests.kernels.test_attention import threads
+from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -157,12 +158,25 @@ def test_defaults() -> None:
     assert lse.shape == q.shape[:3] and scores is None
 
 
+# One of each sort that the kernels tell apart.
+INTERPRETED = (
+    "65 keys",
+    "5 queries",
+    "D 33, E 17",
+    "ragged tokens",
+    "starts, ends and tokens",
+    "pages of 16",
+    "20 splits, 300 keys",
+    "float16, window, starts, ends, soft-cap",
+)
+
+
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, tuple[float, float, float]]:
-    """Errors of every small case. In a process of its own: Triton interprets all kernels of a process or none."""
+def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float, float]]:
+    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a process or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
-        [sys.executable, decode_cases.__file__],
+        [sys.executable, decode_cases.__file__, *names_in_this_run(request)],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -173,7 +187,7 @@ def interpreted() -> dict[str, tuple[float, float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", decode_cases.interpreted())
+@pytest.mark.parametrize("name", sampled(decode_cases.interpreted(), *INTERPRETED))
 def test_interpreted_kernels_agree_with_the_reference(
     name: str, interpreted: dict[str, tuple[float, float, float]]
 ) -> None:

@@ -24,7 +24,7 @@ from tests.kernels import triton_builders, triton_cases
 from tests.kernels.triton_builders import Estimate
 from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 PADDED = partial(padded, 2000, 30, 1025, 64, queries=1500)

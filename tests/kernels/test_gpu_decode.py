@@ -16,7 +16,7 @@ import torch
 from kernels.decode import decode_attention, triton
 from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, errors, oracle, problem, run, serve
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 CASES = SMALL | LARGE
 

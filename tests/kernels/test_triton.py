@@ -22,18 +22,30 @@ from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from tests.kernels import triton_builders, triton_cases
 from tests.kernels.triton_builds import HEAD_DIMS, TARGETS
+from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
 TWO = Launch(rows=2, keys=64, warps=8, stages=3)
 ONE = Launch(rows=1, keys=64, warps=4, stages=3)
+# One of each sort that the kernel tells apart.
+KEPT = (
+    "length 63, layer",
+    "65 of 300, listless",
+    "D 33, E 17",
+    "tails 0, 10, 70, 300; 130 of 300, 1,2,0",
+    "window 65, 2,2,120",
+    "padded, q of k",
+    "packed, pages of 16, layer",
+    "packed, window, tails, soft-cap, 2,2,60, pages",
+)
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, tuple[float, float]]:
-    """Errors of every small case. In a process of its own: Triton interprets all kernels of a process or none."""
+def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
+    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a process or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
-        [sys.executable, triton_cases.__file__],
+        [sys.executable, triton_cases.__file__, *names_in_this_run(request)],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -44,7 +56,7 @@ def interpreted() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", triton_cases.SMALL)
+@pytest.mark.parametrize("name", sampled(triton_cases.SMALL, *KEPT))
 def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     dtype = triton_cases.SMALL[name].dtype
     out, lse = interpreted[name]
@@ -53,13 +65,15 @@ def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", triton_builders.ESTIMATES)
+@pytest.mark.parametrize(
+    "name", sampled(triton_builders.ESTIMATES, "estimate of a layer", "estimate in a window of 65")
+)
 def test_interpreted_estimate_agrees_with_torch(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert max(interpreted[name]) <= triton_builders.ERROR, f"vertical, slash are off by {interpreted[name]}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", triton_builders.CHOICES)
+@pytest.mark.parametrize("name", sampled(triton_builders.CHOICES, "choice of 130"))
 def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert tuple(interpreted[name]) == (0, 0)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kernels.native import build
+from tests.sampling import sampled
 
 ROOT = Path(build.__file__).parents[2]
 PROGRAM = """
@@ -51,9 +52,12 @@ def skip_without(instructions: str) -> None:
         pytest.skip(f"the processor has no {instructions}")
 
 
+AVX2 = ("-march=x86-64-v3", "avx2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "needs"), [("-march=x86-64-v3", "avx2"), ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
+    ("flags", "needs"), sampled([AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")], AVX2)
 )
 def test_other_instruction_sets(flags: str, needs: str) -> None:
     """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
@@ -62,6 +66,7 @@ def test_other_instruction_sets(flags: str, needs: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sanitizers() -> None:
     """Addresses and undefined behaviour, with every heap block filled with NaN before it is handed out."""
     if reason := build.load():

@@ -1,7 +1,8 @@
 """Cases of the Triton kernel, small enough for its interpreter.
 
-As a script (TRITON_INTERPRET=1 python tests/kernels/triton_cases.py) it interprets them and prints one JSON object: the
-largest errors of out and lse of each case, of both masses of each estimate, and wrong places of each choice.
+As a script (TRITON_INTERPRET=1 python tests/kernels/triton_cases.py [NAME ...]) it interprets them, or those named, and
+prints one JSON object: the largest errors of out and lse of each case, of both masses of each estimate, and wrong
+places of each choice.
 """
 
 from __future__ import annotations
@@ -122,17 +123,23 @@ TOGETHER: dict[str, Case] = {
 SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER
 
 
-def main() -> None:
+def error(name: str, device: torch.device) -> tuple[float, float]:
+    """The errors of one case, estimate or choice."""
+    if name in SMALL:
+        return run(SMALL[name], device)
+    if name in triton_builders.ESTIMATES:
+        return triton_builders.estimate_error(triton_builders.ESTIMATES[name], device)
+    return triton_builders.choice_error(name, device)
+
+
+def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    device = torch.device("cpu")
-    errors = {name: run(case, device) for name, case in SMALL.items()}
-    errors |= {name: triton_builders.estimate_error(case, device) for name, case in triton_builders.ESTIMATES.items()}
-    errors |= {name: triton_builders.choice_error(name, device) for name in triton_builders.CHOICES}
-    print(json.dumps(errors))
+    names = names or [*SMALL, *triton_builders.ESTIMATES, *triton_builders.CHOICES]
+    print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,8 @@ from profiling.models.loading import load_model
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import is_right, negative_log_likelihood, perplexity
 from profiling.speed.latency import interleaved, medians
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 700

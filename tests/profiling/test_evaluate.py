@@ -16,7 +16,8 @@ from artifacts import HeadwiseError
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation.page import page
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900
@@ -55,13 +56,13 @@ def command(searched: Path, tmp_path: Path) -> Command:
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the methods of all trials that are really run."""
     made: list[str] = []
-    real = evaluation.trial
+    real = evaluation.trials
 
-    def counted(model: Any, tokenizer: Any, prompt: Any, method: Any) -> Any:
-        made.append(method.name)
-        return real(model, tokenizer, prompt, method)
+    def counted(model: Any, tokenizer: Any, prompts: Any, method: Any) -> Any:
+        made.extend([method.name] * len(prompts))
+        return real(model, tokenizer, prompts, method)
 
-    monkeypatch.setattr(evaluation, "trial", counted)
+    monkeypatch.setattr(evaluation, "trials", counted)
     return made
 
 
@@ -91,7 +92,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
     assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
-    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence
+    evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     entry = next(each for each in evidence if each.name == "score: passkey")
     assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
     assert any(each.name == "prefill" and each.unit == "s" for each in evidence)
@@ -123,7 +124,7 @@ def test_a_killed_run_goes_on_where_it_was(
     command: Command, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ("--tasks", "passkey", "--no-speed", "--samples", "3", "--methods", "headwise")
-    counted = evaluation.trial
+    counted = evaluation.trials
 
     def killed(*given: Any) -> Any:
         if len(trials) == 4:
@@ -131,7 +132,7 @@ def test_a_killed_run_goes_on_where_it_was(
         return counted(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "trial", killed)
+        patch.setattr(evaluation, "trials", killed)
         with pytest.raises(KeyboardInterrupt):
             command(*asked)
     record = command(*asked)

@@ -86,12 +86,15 @@ def test_update_fills_in_what_an_import_left_open(
     artifact, arrays = artifacts.load_pair(imported)
     expected = fingerprint(load_model(str(tiny), dtype="float32").model, name=str(tiny))
     assert artifact.model.weights_sha256 == expected.weights_sha256 and artifact.model.rope == expected.rope
-    assert [entry.name for entry in artifact.evidence] == [
+    assert [entry.name for entry in artifact.evidence.measurements] == [
         "recall on passkey",
         "error on passkey",
         "density on passkey",
     ]
-    assert artifact.evidence[0].command.startswith("python -m profiling.fidelity ") and artifact.prefill.imported
+    assert (
+        artifact.evidence.measurements[0].command.startswith("python -m profiling.fidelity ")
+        and artifact.prefill.imported
+    )
     assert {"imported.score", "chosen.recall"} <= arrays.keys()
     record = json.loads(imported.with_name("f.json").read_text())
     np.testing.assert_allclose(record["heads"]["recall"], arrays["chosen.recall"], rtol=1e-6)

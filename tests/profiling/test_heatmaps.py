@@ -24,7 +24,8 @@ from profiling.pictures.model_pictures import draw_totals, spread
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.mass import ability
 from profiling.similarities.similarity_profile import Profile, save_profile
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 700

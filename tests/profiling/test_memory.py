@@ -10,7 +10,8 @@ import pytest
 from artifacts import HeadwiseError
 from profiling import memory, memory_plan
 from profiling.memory_plan import plan, read_shape
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 GIB = 2**30

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling.journal import Journal
+from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.prompts.tokens import Encoder
 from profiling.stream import main, report
@@ -114,26 +114,25 @@ def test_memory_is_bounded_but_for_dense(loaded: LoadedModel, config: Callable[.
 def test_a_killed_run_ends_as_if_it_had_not_been(
     loaded: LoadedModel, config: Callable[..., Streamed], after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after a journal's line and before the cache was written down, the worst of moments, in any method."""
+    """Killed after a block was kept and before the cache was written down, the worst of moments, in any method."""
     _, whole = run(config("whole"), loaded)
-    add = Journal.add
+    put = Ledger.put
 
     class Killed(Exception):
         pass
 
-    def once(journal: Journal, key: str, value: Any) -> None:
-        add(journal, key, value)
-        if len(journal) > after:
+    def once(ledger: Ledger, unit: Unit, value: Any) -> None:
+        put(ledger, unit, value)
+        if len(ledger) > after:
             raise Killed
 
     for turn in range(2):
-        monkeypatch.setattr(Journal, "add", once)
+        monkeypatch.setattr(Ledger, "put", once)
         with pytest.raises(Killed):
             run(config(), loaded)
-        monkeypatch.setattr(Journal, "add", add)
+        monkeypatch.setattr(Ledger, "put", put)
         after = 14 if turn == 0 else after
-        lines = (config().out / "stream.journal").read_text().splitlines()
-        assert len(lines) > turn
+        assert len(list((config().out / "stream.json.stream.ledger").glob("*.unit"))) > turn
     _, record = run(config(), loaded)
     assert {method: blocks["nll"] for method, blocks in record["blocks"].items()} == {
         method: blocks["nll"] for method, blocks in whole["blocks"].items()
@@ -163,9 +162,9 @@ def test_a_cache_on_disk_is_gone_on_from(
 
 def test_a_damaged_cache_on_disk_is_not_used(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
     rows, _ = run(config("whole", methods=("streaming",)), loaded)
-    out = config().out
-    out.mkdir()
-    (out / "stream.streaming.cache").write_bytes(b"PK\x03\x04 not a cache")
+    folder = config().out / "stream.json.stream.ledger"
+    folder.mkdir(parents=True)
+    (folder / "streaming.cache").write_bytes(b"PK\x03\x04 not a cache")
     again, _ = run(config(methods=("streaming",)), loaded)
     assert again[0].perplexity == rows[0].perplexity
 
@@ -173,7 +172,8 @@ def test_a_damaged_cache_on_disk_is_not_used(loaded: LoadedModel, config: Callab
 def test_another_stream_does_not_go_on(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
     given = config()
     given.out.mkdir()
-    Journal.open(given.out / "stream.journal", {"model": "other"}, fresh=True)
+    with Ledger(given.out / "stream.json", "stream", settings={"model": "other"}) as ledger:
+        ledger.put(ledger.unit("streaming 0"), 1)
     with pytest.raises(HeadwiseError, match="belongs to another run: its model is 'other'"):
         run(given, loaded)
     run(config(fresh=True, methods=("window-only",)), loaded)

@@ -39,7 +39,7 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
     assert all(
         f"    {p.name}: " in entry for entry, kind in zip(listed, KINDS.values(), strict=True) for p in kind.parameters
     )
-    assert "needle[@depth=D][:FILE]" in listed[3]
+    assert "needle[@depth=D,question_first=Q][:FILE]" in listed[3]
 
 
 def test_the_page_has_every_task_and_its_parameters() -> None:
@@ -70,6 +70,15 @@ def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(folder: str, capsys
     assert main([*arguments, "--ends", "--samples", "2"]) == 0
     ends = capsys.readouterr().out
     assert ends.count("\n... 1100 tokens ...\n") == 2 and len(ends) < len(whole)
+
+
+def test_a_later_turn_and_answers_inside_are_shown(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for task in ("line_turns", "line_asked"):
+        (prompt,) = make_prompts(task, byte_level(bos=True), length=2000, samples=1, seed=0)
+        assert main(["--show", task, "--model", folder, "--length", "2000"]) == 0
+        shown = capsys.readouterr().out
+        assert (f"later turn: the last {prompt.turn} tokens\n" in shown) == bool(prompt.turn)
+        assert shown.count("answer inside: ") == len(prompt.scored)
 
 
 def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

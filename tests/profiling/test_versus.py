@@ -14,8 +14,8 @@ from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.speed.attention_time import DENSE, attention_seconds
 from profiling.versus import Versus, main, run
-from search.head_budget import HeadSearch
-from search.head_budget import run as search
+from search.published.config import HeadSearch
+from search.published.head_budget import run as search
 from tests.search.conftest import save_tiny
 
 LENGTH = 600

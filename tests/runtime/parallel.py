@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from artifacts import HeadwiseError
-from runtime import load, tiles
+from runtime import load
+from runtime.low_memory import tiles
 
 
 def main() -> None:

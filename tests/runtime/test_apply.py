@@ -151,14 +151,23 @@ def test_another_model_is_refused_by_the_first_field(family, changes, field, bui
     assert implementations(other) == ["sdpa"]
 
 
-def test_other_weights_of_one_architecture_only_with_leave(build, artifact_for):
+def test_other_weights_of_one_architecture_only_with_leave(build, artifact_for, ids):
     artifact, other = artifact_for(build()), build(seed=1)
-    Headwise(artifact).apply(other, check_weights=False).undo()
+    with Headwise(artifact).apply(other, check_weights=False) as handle:
+        other(ids(200))
+        assert handle.stats() == {"sparse": 2, "dense": {}}
+    assert implementations(other) == ["sdpa"]
 
 
-def test_stretched_positions_are_the_same_model(build, artifact_for):
-    artifact, stretched = artifact_for(build()), build(max_position_embeddings=4096)
-    Headwise(artifact).apply(stretched).undo()
+def test_stretched_positions_are_the_same_model(build, artifact_for, ids):
+    model, stretched, prompt = build(), build(max_position_embeddings=4096), ids(200)
+    headwise = Headwise(artifact_for(model))
+    with headwise.apply(model):
+        expected = model(prompt).logits
+    with headwise.apply(stretched) as handle:
+        assert torch.equal(stretched(prompt).logits, expected)
+        assert handle.stats() == {"sparse": 2, "dense": {}}
+    assert implementations(stretched) == ["sdpa"]
 
 
 def test_what_has_no_attention_interface_is_refused(build, artifact_for):

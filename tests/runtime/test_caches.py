@@ -1,8 +1,13 @@
 """Caches: chunked prefill, static slots, generation with and without a cache, beams."""
 
+import io
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+
+from runtime import Headwise
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
 OPTIONS = {"max_new_tokens": 6, "do_sample": False}
@@ -104,3 +109,25 @@ def test_several_turns_on_one_cache(build, apply, masked, ids):
         expected = turns()
     with apply(model, strict=True):
         assert turns().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dump", ["pickle", "torch"])
+@pytest.mark.parametrize("selector", [None, "last", "uniform"])
+@pytest.mark.parametrize("offload", ["never", "packed", "brutal"])
+def test_a_cache_that_was_used_can_be_pickled(offload, selector, dump, build, artifact_for, decoding, ids):
+    """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference that cannot be."""
+    model, prompt, forced = build(num_hidden_layers=6), ids(150), ids(6, seed=9)
+    loaded = Headwise(artifact_for(model)) if selector is None else decoding(model, selector=selector)
+    with loaded.apply(model) as handle:
+        cache = handle.new_cache(offload=offload)
+        chunked(model, torch.cat([prompt, forced[:, :3]], dim=1), (150, 1, 1, 1), cache)
+        file = io.BytesIO()
+        if dump == "pickle":
+            again = pickle.loads(pickle.dumps(cache))
+        else:
+            torch.save(cache, file)
+            file.seek(0)
+            again = torch.load(file, weights_only=False)
+        expected = chunked(model, forced[:, 3:], (1, 1, 1), cache)
+        assert torch.equal(chunked(model, forced[:, 3:], (1, 1, 1), again), expected)
+        assert again.get_seq_length() == 156

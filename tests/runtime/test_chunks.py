@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from runtime import lane
+from runtime.omnikv import lane
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle, steps
 
 
@@ -29,7 +29,7 @@ def chunked(model: Any, prompt: Tensor, sizes: tuple[int, ...], cache: Any, **gi
 @pytest.fixture(params=["never", "packed", "brutal"])
 def offload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where a cache keeps its keys and values; pages are so small that a chunk needs several."""
-    monkeypatch.setattr("runtime.bank._LEAST", 16)
+    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
     offload: str = request.param
     return offload
 
@@ -76,7 +76,7 @@ def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypa
     monkeypatch.setattr(
         lane.Lane, "staging", lambda self, rows, *more: (staged.append(rows), former(self, rows, *more))[1]
     )
-    monkeypatch.setattr("runtime.bank.Bank.read", None)
+    monkeypatch.setattr("runtime.omnikv.bank.Bank.read", None)
     model, prompt = build(**LAYERS), ids(300)
     with decoding(model, prefill_ratio=0.5).apply(model, backend="auto") as handle:
         chunked(model, prompt, (120, 100, 80), handle.new_cache(offload="packed"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from runtime.state import layer_of
+from runtime.attention.state import layer_of
 
 
 def holes(prompt):

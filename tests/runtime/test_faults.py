@@ -15,7 +15,7 @@ from artifacts import HeadwiseError
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
 from runtime import Headwise
-from runtime.faults import fault, message
+from runtime.attention.reasons import fault, message
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
@@ -53,10 +53,10 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     with apply(model) as handle:
         sparse = model(prompt).logits
         if where == "attention":
-            from runtime import sinks as served
+            from runtime.attention import kernel as served
 
             failing = Failing(served.sparse_attention, {1, 2, 5}, FAULTS[name])
-            monkeypatch.setattr("runtime.sinks.sparse_attention", failing)
+            monkeypatch.setattr("runtime.attention.kernel.sparse_attention", failing)
         else:
             failing = Failing(LayerPlan.build, {1, 2, 5}, FAULTS[name])
             monkeypatch.setattr(LayerPlan, "build", lambda *args, **kwargs: failing(*args, **kwargs))
@@ -72,13 +72,13 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
 
 
 def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> None:
-    from runtime import sinks as served
+    from runtime.attention import kernel as served
 
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         expected = model(prompt).logits
         failing = Failing(served.sparse_attention, {2}, FAULTS["launch"])
-        monkeypatch.setattr("runtime.sinks.sparse_attention", failing)
+        monkeypatch.setattr("runtime.attention.kernel.sparse_attention", failing)
         with pytest.raises(HeadwiseError) as error:
             model(prompt)
         assert torch.equal(model(prompt).logits, expected)
@@ -89,11 +89,13 @@ def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> 
 
 @pytest.mark.parametrize("error", [ValueError("q must be"), TypeError("no"), AssertionError("bug"), KeyError("x")])
 def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, monkeypatch) -> None:
-    from runtime import sinks as served
+    from runtime.attention import kernel as served
 
     model = build()
     with apply(model):
-        monkeypatch.setattr("runtime.sinks.sparse_attention", Failing(served.sparse_attention, {1}, lambda: error))
+        monkeypatch.setattr(
+            "runtime.attention.kernel.sparse_attention", Failing(served.sparse_attention, {1}, lambda: error)
+        )
         with pytest.raises(type(error)):
             model(ids(200))
 
@@ -188,7 +190,7 @@ def test_after_a_cancelled_generation_the_next_is_right(
 
 def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids, monkeypatch) -> None:
     """A request of the same length before it chose tokens; the layers served must not take those."""
-    from runtime import decode
+    from runtime.omnikv import decode
 
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
     loaded = decoding(model)
@@ -199,7 +201,7 @@ def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids,
         model(prompt, past_key_values=cache, use_cache=True)
         # The layers 0, 1 and 2 attend to everything; 2 and 4 filter.
         failing = Failing(decode.decode_attention, {3, 4}, FAULTS["launch"])
-        monkeypatch.setattr("runtime.decode.decode_attention", failing)
+        monkeypatch.setattr("runtime.omnikv.decode.decode_attention", failing)
         found = model(ids(1, seed=9), past_key_values=cache, use_cache=True).logits
         dense = handle.stats()["dense"]
     torch.testing.assert_close(found, expected[:, -1:], **CLOSE)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 import transformers
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from artifacts import HeadwiseError, ModelInfo
 from runtime.fingerprint import compare, fingerprint, weights_sha256
@@ -64,3 +66,67 @@ def test_weights_that_are_not_there_are_refused(build):
     model = build().to("meta")
     with pytest.raises(HeadwiseError, match=r"cannot be fingerprinted: lm_head\.weight"):
         weights_sha256(model)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter around it, as PEFT's tuners have it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.merged = False
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_A["default"](x).sum()
+
+
+class Saved(nn.Module):
+    """A module that is trained as a whole, as PEFT's ModulesToSaveWrapper has it."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original_module = original
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 3)})
+
+    def forward(self, x):
+        return self.original_module(x)
+
+
+def test_adapters_around_the_weights_make_no_other_model(build):
+    plain, model = build(), build()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    model.model.norm = Saved(model.model.norm)
+    assert weights_sha256(model) == weights_sha256(plain)
+    # The weights below an adapter are what counts.
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.base_layer.weight.mul_(1.5)
+    assert weights_sha256(model) != weights_sha256(plain)
+
+
+def test_a_merged_adapter_is_refused(build):
+    model = build()
+    model.model.layers[0].self_attn.q_proj = Adapted(model.model.layers[0].self_attn.q_proj)
+    model.model.layers[0].self_attn.q_proj.merged = True
+    with pytest.raises(HeadwiseError, match=r"an adapter is merged into model\.layers\.0\.self_attn\.q_proj"):
+        weights_sha256(model)
+
+
+@pytest.mark.parametrize("kind", ["packed", "subclass"])
+def test_a_quantised_model_has_a_fingerprint_of_what_it_stores(kind, build):
+    """Packed numbers (bitsandbytes, compressed-tensors) and tensors of another type (torchao)."""
+
+    def quantised(change=0):
+        model = build()
+        q = model.model.layers[0].self_attn.q_proj
+        codes = (q.weight.detach() * 16).to(torch.int8) + change
+        if kind == "packed":
+            q.weight = nn.Parameter(codes.view(-1, 1), requires_grad=False)
+        else:
+            q.weight = nn.Parameter(TwoTensor(codes.float(), torch.ones_like(codes).float()), requires_grad=False)
+        return model
+
+    found = weights_sha256(quantised())
+    assert found == weights_sha256(quantised())
+    assert found not in (weights_sha256(quantised(1)), weights_sha256(build()))

@@ -39,8 +39,7 @@ def saved(build, artifact_for, tmp_path) -> tuple[Any, Path]:
     kept = {name: pattern for name, pattern in artifact.patterns.items() if name in (FAST, MIDDLE, EXACT)}
     figures = [(FAST, 1.0, 8.0, 0.3, 0.7), (MIDDLE, 2.0, 4.0, 0.2, 0.95), (EXACT, 4.0, 2.0, 0.1, 0.9)]
     points = tuple(
-        Point(cost=cost, speedup=speedup, kl=kl, recall=recall, density=0.5, layers=rows(model, name))
-        for name, cost, speedup, kl, recall in figures
+        Point(cost=cost, speedup=speedup, kl=kl, recall=recall, density=0.5) for _, cost, speedup, kl, recall in figures
     )
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
     assert artifact.search is not None
@@ -49,7 +48,8 @@ def saved(build, artifact_for, tmp_path) -> tuple[Any, Path]:
         "search": artifact.search.model_copy(update={"cost": artifacts.SearchCost(unit="flops", device="any")}),
         "prefill": artifact.prefill.model_copy(update={"layers": rows(model, MIDDLE), "front": front}),
     }
-    artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml")
+    beside = artifacts.front_arrays(kept, [rows(model, name) for name, *_ in figures])
+    artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", beside)
     return model, tmp_path / "cfg.yaml"
 
 

@@ -14,7 +14,7 @@ from profiling.memory_plan import plan, shape_of
 from runtime import Headwise
 from tests.runtime.omnikv import DECODE
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from runtime.cache_layers import BankedLayer
-from runtime.lane import CudaLane
+from runtime.omnikv.lane import CudaLane
+from runtime.omnikv.layers import BankedLayer
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 # About 10 ms: far more than a step of these models takes.
 LONG = 20_000_000
@@ -50,7 +50,7 @@ def left_padded(ids, lengths):
 def test_offloaded_is_what_stays_on_the_device(
     offload, lengths, budget, lane, model, decoding, ids, monkeypatch
 ) -> None:
-    monkeypatch.setattr("runtime.groups.lane_to", lane)
+    monkeypatch.setattr("runtime.omnikv.groups.lane_to", lane)
     given, forced = left_padded(ids, lengths), ids(8, batch=len(lengths), seed=9).to(DEVICE)
     with decoding(model, budget=budget).apply(model) as handle:
         expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
@@ -60,7 +60,7 @@ def test_offloaded_is_what_stays_on_the_device(
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, decoding, ids, monkeypatch) -> None:
-    monkeypatch.setattr("runtime.groups.lane_to", SlowLane)
+    monkeypatch.setattr("runtime.omnikv.groups.lane_to", SlowLane)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
         for offload in ("never", "packed"):

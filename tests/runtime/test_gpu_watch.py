@@ -9,11 +9,11 @@ import torch
 
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
-from runtime.sparse import attend_by_patterns
-from runtime.state import Layer, Settings
+from runtime.attention.kernel import attend_layer
+from runtime.attention.state import Layer, Settings
 from runtime.watch import Watch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 PATTERNS = (
     make("vertical_slash", vertical=100, slash=200),
     make("block_sparse", blocks=4),
@@ -43,11 +43,11 @@ def test_watching_and_falling_back_wait_for_nothing(
     watched = layer(Watch(min_recall=0.9))
     plain = layer(None)
     # The first call compiles, and brings lists to the device that stay there.
-    attend_by_patterns(watched, q, k, v, scale=None, softcap=None, ragged=ragged)
+    attend_layer(watched, watched.plan, q, k, v, scale=None, softcap=None, ragged=ragged)
     request.getfixturevalue("_no_waiting")
     for _ in range(3):
-        found = attend_by_patterns(watched, q, k, v, scale=None, softcap=None, ragged=ragged)
-        expected = attend_by_patterns(plain, q, k, v, scale=None, softcap=None, ragged=ragged)
+        found = attend_layer(watched, watched.plan, q, k, v, scale=None, softcap=None, ragged=ragged)
+        expected = attend_layer(plain, plain.plan, q, k, v, scale=None, softcap=None, ragged=ragged)
     torch.cuda.set_sync_debug_mode("default")
     assert watched.settings.watch is not None
     (seen,) = watched.settings.watch.read().values()

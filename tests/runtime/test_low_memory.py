@@ -14,7 +14,9 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from profiling.memory_plan import plan, shape_of
-from runtime import Headwise, masks, tiles
+from runtime import Headwise
+from runtime.attention import masks
+from runtime.low_memory import tiles
 from tests.runtime.live_bytes import LiveBytes
 from tests.runtime.omnikv import LAYERS
 from tests.runtime.tiny import FAMILIES

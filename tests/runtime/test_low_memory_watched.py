@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from artifacts import Growth
-from runtime import Headwise, masks, tiles
+from runtime import Headwise
+from runtime.attention import masks
+from runtime.low_memory import tiles
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-3}
 GROWTH = Growth(length=300, powers={"vertical_slash": {"vertical": 1.0, "slash": 0.5}, "a_shape": {"window": 1.0}})

@@ -18,9 +18,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from runtime.attention import ATTENTION_NAME, register
-from runtime.masks import PrefillMask, headwise_mask
-from runtime.state import Settings, forget, remember
+from runtime.attention.function import ATTENTION_NAME, register
+from runtime.attention.masks import PrefillMask, headwise_mask
+from runtime.attention.state import Settings, forget, remember
 from tests.runtime.tiny import DENSE_BELOW
 
 

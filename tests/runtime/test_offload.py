@@ -16,10 +16,10 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels.index import PAD
-from runtime import lane as lanes
-from runtime.cache_layers import BankedLayer
-from runtime.groups import Group, replaced
-from runtime.offload import OffloadedTensor
+from runtime.omnikv import lane as lanes
+from runtime.omnikv.groups import Group, replaced
+from runtime.omnikv.layers import BankedLayer
+from runtime.omnikv.offload import OffloadedTensor
 from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
 
 PACKED = {"offload": "packed"}
@@ -70,8 +70,8 @@ class LateLane(lanes.Lane):
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.groups.lane_to", LateLane)
-    monkeypatch.setattr("runtime.bank._LEAST", 16)
+    monkeypatch.setattr("runtime.omnikv.groups.lane_to", LateLane)
+    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
 
 
 def padded(prompts: list[Tensor]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ def test_every_kind_is_made_as_it_is_written() -> None:
             assert made[name] == make(**pattern.model_dump())
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1])
 def test_every_version_loads(version: int) -> None:
     headwise = load(GOLDEN / f"v{version}.yaml")
     assert kernel_patterns(headwise.artifact, headwise.arrays)["bs_9"] == make("block_sparse", blocks=9)

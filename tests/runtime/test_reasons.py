@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs/runtime.md").read_text()
 _ROWS = [line.lower() for line in _PAGE.splitlines() if line.startswith("| ")]
 # Where reasons for dense calls are returned, assigned or said, and not raised.
-_REASONS = ("reasons.py", "faults.py", "compiled.py", "kept.py")
+_REASONS = ("reasons.py", "calls.py", "compiled.py", "kept.py")
 
 
 def parts_of(node: ast.expr | None) -> list[str]:

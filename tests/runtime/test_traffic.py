@@ -141,10 +141,7 @@ def test_a_quantised_cache(chunks, build, apply, masked, ids) -> None:
     "kind",
     [
         "hybrid",
-        *(
-            pytest.param(kind, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
-            for kind in ("offloaded", "offloaded_static")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ("offloaded", "offloaded_static")),
     ],
 )
 def test_caches_of_transformers(kind, build, apply, masked, ids) -> None:

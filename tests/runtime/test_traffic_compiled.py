@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 import artifacts
 from runtime import Headwise
+from tests.sampling import sampled
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
@@ -151,7 +152,7 @@ def test_a_model_compiled_whole_generates_the_same(own, maskless, graphs, build,
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("offload", ["never", pytest.param("packed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("offload", sampled(["never", "packed"], "never"))
 def test_compiled_decode_attends_to_every_token_and_says_so(offload, graphs, build, decoding, ids, warnings) -> None:
     model, prompt, options = build(num_hidden_layers=6), ids(200), OPTIONS | {"max_new_tokens": 4}
     expected = model.generate(prompt, **options)

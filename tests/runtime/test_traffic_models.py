@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from runtime import Headwise
-from runtime.state import layer_of
+from runtime.attention.state import layer_of
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}

@@ -11,9 +11,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from artifacts import HeadwiseError
-from runtime import Headwise, masks
-from runtime.masks import PrefillMask
-from runtime.reasons import SLIDES
+from runtime import Headwise
+from runtime.attention import masks
+from runtime.attention.masks import PrefillMask
+from runtime.attention.reasons import SLIDES
 from tests.runtime.omnikv import CLOSE, steps
 from tests.runtime.tiny import WITHOUT_DENSE_KERNELS
 
@@ -99,7 +100,7 @@ def test_decode_of_padded_batches(
     cache: Any, build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window moves past the padding while tokens are decoded."""
-    monkeypatch.setattr("runtime.every_key._MIN_KEYS_FLOAT32", 1)
+    monkeypatch.setattr("runtime.attention.kernel._MIN_KEYS_FLOAT32", 1)
     model, prompt, forced = build("Gemma3"), ids(40, batch=3), ids(40, batch=3, seed=9)
     real = torch.ones_like(prompt)
     real[0, :35] = 0
@@ -190,11 +191,11 @@ def test_layers_that_see_everything_are_not_counted_as_windows(
 def test_what_fails_sparsely_with_low_memory_makes_no_mask(
     build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(call: Any) -> Tensor:
+    def fails(call: Any, layer: Any) -> Tensor:
         raise MemoryError
 
     monkeypatch.setattr(masks, "LARGE", 1)
-    monkeypatch.setattr("runtime.attention.attend_sparsely", fails)
+    monkeypatch.setattr("runtime.attention.function._sparse", fails)
     made: list[bool] = []
     once = PrefillMask._once
     monkeypatch.setattr(PrefillMask, "_once", lambda self, skip: made.append(skip) or once(self, skip))

@@ -41,6 +41,12 @@ ROUTED = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 LONGROPE = {
     "rope_type": "longrope",
@@ -94,11 +100,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         **EXPERTS,
         "shared_expert_intermediate_size": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        **LINEAR,
     },
+    # Gated, with heads of 256, as published.
+    "Qwen3_5": {
+        "config": "Qwen3_5TextConfig",
+        "head_dim": 256,
+        "layer_types": ["linear_attention", "full_attention"],
+        **LINEAR,
+    },
+    "Qwen3_5Moe": {
+        "config": "Qwen3_5MoeTextConfig",
+        "head_dim": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+        **EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        **LINEAR,
+    },
+    # Layers that see everything have wider heads than those that slide.
+    "Gemma4": {
+        "config": "Gemma4TextConfig",
+        "head_dim": 64,
+        "global_head_dim": 128,
+        **HYBRID,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 97,
+    },
+    "Glm": {"head_dim": 64},
+    "Glm4Moe": {"head_dim": 64, **ROUTED, "n_shared_experts": 1},
+    "Glm4MoeLite": LATENT | ROUTED,
     "DeepseekV2": LATENT | ROUTED,
     "DeepseekV3": LATENT | ROUTED,
 }

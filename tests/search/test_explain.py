@@ -21,9 +21,9 @@ from profiling.inside.missed_mass import missed_mass
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from search.explain import Question, main, report, run
-from search.findings import Trial, hull
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_search
+from search.explaining.findings import Trial, on_hull
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_search
 
 LENGTH = 1000
 
@@ -195,7 +195,7 @@ def test_a_wrong_question_ends_in_one_line(found: Path, arguments: list[str], sa
 def test_an_artifact_without_scores_is_refused(found: Path, tmp_path: Path) -> None:
     artifact, arrays = artifacts.load_pair(found)
     bare = tmp_path / "bare.yaml"
-    artifacts.save(artifact, bare, {})
+    artifacts.save(artifact, bare, {"calibration.seen_windows": arrays["calibration.seen_windows"]})
     with pytest.raises(HeadwiseError, match=r"bare\.yaml: this artifact has no scores of candidates"):
         asked(bare, 0, 0)
     del arrays[next(name for name in arrays if name.startswith("candidates.0.") and name.endswith(".error"))]
@@ -209,7 +209,9 @@ def test_an_import_and_a_layer_left_alone_are_refused(found: Path, tmp_path: Pat
     source = artifacts.Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = artifact.prefill.model_copy(update={"imported": source})
     out = tmp_path / "imported.yaml"
+    windows = arrays.pop("calibration.seen_windows")
     artifacts.save(artifact.model_copy(update={"search": None, "prefill": prefill}), out, arrays)
+    arrays["calibration.seen_windows"] = windows
     with pytest.raises(HeadwiseError, match=r"was imported from best\.json \(minference\)"):
         asked(out, 0, 0)
     rows = (artifact.prefill.layers[0], None, artifact.prefill.layers[2])
@@ -239,7 +241,7 @@ def test_the_hull_holds_whoever_wins_at_some_price() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         trials = [trial(at, *rng.uniform(0.1, 1.0, 2)) for at in range(12)]
-        line = hull(trials)
+        line = on_hull(trials)
         squared, costs = (np.array(column) for column in zip(*((t.error**2, t.cost) for t in trials), strict=True))
         winners = set((squared + np.geomspace(1e-3, 1e3, 4001)[:, None] * costs).argmin(axis=1).tolist())
         assert winners <= set(line)

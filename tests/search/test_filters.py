@@ -12,9 +12,11 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from profiling import similarity
+from profiling.similarities import layer_similarity
 from runtime import load
 from search import filters
-from search import head_budget as heads
+from search.decode import filter_search
+from search.published import head_budget as heads
 
 LENGTH = 600
 MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH), "--steps", "3", "--samples", "1"]
@@ -70,6 +72,35 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     artifacts.load(found)
 
 
+def test_a_killed_run_goes_on_and_finds_the_same(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filters.main([*command, "--out", str(tmp_path / "whole.yaml")])
+    decoded: list[int] = []
+    decode = layer_similarity._decode
+
+    def dies_at_the_third(*given: Any) -> Any:
+        if len(decoded) == 2:
+            raise KeyboardInterrupt
+        decoded.append(1)
+        return decode(*given)
+
+    monkeypatch.setattr(layer_similarity, "_decode", dies_at_the_third)
+    cut = [*command, "--out", str(tmp_path / "cut.yaml")]
+    with pytest.raises(KeyboardInterrupt):
+        filters.main(cut)
+    assert not (tmp_path / "cut.yaml").exists()
+    with pytest.raises(HeadwiseError, match=r"its steps is 3, not 4; .*--fresh"):
+        filters.main([*cut, "--steps", "4"])
+    # Two tasks, calibration and held-out: four prompts, two of which are finished.
+    monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
+    filters.main(cut)
+    assert len(decoded) == 4 and "2 units are finished" in capsys.readouterr().err
+    whole, found = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == found.content_sha256
+    assert not list(tmp_path.glob("*.ledger"))
+
+
 def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], found: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
     artifacts.save(*artifacts.load_pair(found)[:1], out, artifacts.load_arrays(found))
@@ -87,13 +118,13 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(found), out, artifacts.load_arrays(found))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
-    real = filters.compare
+    real = filter_search.compare
 
     def meanwhile(*args: Any) -> Any:
         artifacts.update(out, lambda now, arrays: (now.model_copy(update={"kv_cache": section}), arrays))
         return real(*args)
 
-    monkeypatch.setattr(filters, "compare", meanwhile)
+    monkeypatch.setattr(filter_search, "compare", meanwhile)
     at = command.index("--config") + 1
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
     first = artifacts.load(out)
@@ -131,7 +162,6 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
         (["--min-kept", "0.5", "--layers", "1"], "--layers and --min-kept exclude each other"),
         (["--min-kept", "0.5", "--max-error", "1"], "--min-kept and --max-error exclude each other"),
         (["--max-error", "-1"], "--max-error must not be negative, got -1.0"),
-        (["--max-error", "0"], "1 layers in all that attend to everything meet --max-error: 0 with none dense keep"),
         (["--sparse", "1"], "--sparse must be between 0 and 1, got 1.0"),
         (["--dense-layers", "1"], "--dense-layers goes with --layers"),
         (["--window", "0"], "--window must be at least 1, got 0"),
@@ -150,3 +180,19 @@ def test_bad_input_is_one_line_and_writes_nothing(
     with pytest.raises(HeadwiseError, match=message):
         filters.main([*command, "--out", str(tmp_path / "new.yaml"), *options])
     assert not list(tmp_path.iterdir())
+
+
+def test_limits_that_nothing_meets_are_one_line_and_what_was_measured_serves_others(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command += ["--out", str(tmp_path / "new.yaml")]
+    message = "1 layers in all that attend to everything meet --max-error: 0 with none dense keep"
+    with pytest.raises(HeadwiseError, match=message):
+        filters.main([*command, "--max-error", "0"])
+    assert [path.name for path in tmp_path.iterdir()] == ["new.yaml.filters.ledger"]
+    decoded: list[int] = []
+    decode = layer_similarity._decode
+    monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
+    filters.main([*command, "--max-error", "9"])
+    assert len(decoded) == 2, "only the held-out prompts are left to be measured"
+    assert not list(tmp_path.glob("*.ledger"))

@@ -125,6 +125,7 @@ def swapped(source: Path, out: Path, count: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.model
 def test_a_sabotaged_artifact_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SmolLM2: what the search wrote passes the gate, and with the patterns of ten heads swapped it does not."""

@@ -19,8 +19,10 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from runtime import load
-from search.head_budget import HeadSearch, run
 from search.heads import main
+from search.published import head_budget
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -112,7 +114,7 @@ def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path,
 @pytest.mark.slow
 def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
-    resume = tmp_path / "cfg.resume.jsonl"
+    resume = tmp_path / "cfg.yaml.heads.ledger"
     command = [
         sys.executable,
         "-m",
@@ -138,18 +140,18 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (resume.exists() and resume.read_bytes().count(b"\n") >= 2):
+    while len(list(resume.glob("*.unit"))) < 2:
         assert process.poll() is None, "finished before it could be killed"
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    whole = resume.read_bytes().split(b"\n")[1:-1]
-    finished = sum(b".done" not in line for line in whole)
+    finished = len(list(resume.glob("*.unit")))
     assert not out.exists()
-    if finished == 6:
+    # Three layers on each of two prompts, and that a prompt is through.
+    if finished == 8:
         pytest.skip("it finished all layers before the kill reached it")
     second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert f"{finished} layers are finished" in second.stderr
+    assert f"{finished} units are finished" in second.stderr
     assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
     assert not resume.exists()
 
@@ -228,13 +230,33 @@ def test_model_without_attention(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("cfg*"))
 
 
-def test_damaged_resume_file(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_is_damaged_is_searched_again(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, scored = tmp_path / "cfg.yaml", []
+    with monkeypatch.context() as patch:
+        patch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
+        whole = run(config(tiny_model, out))
+    units = sorted((tmp_path / "cfg.yaml.heads.ledger").glob("*.unit"), key=lambda file: file.stat().st_size)
+    # The smallest says that the prompt is through.
+    units[0].unlink()
+    data = units[-1].read_bytes()
+    units[-1].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    counted = head_budget.score_layer
+    monkeypatch.setattr(head_budget, "score_layer", lambda *a, **k: scored.append(1) or counted(*a, **k))
+    assert run(config(tiny_model, out)).content_sha256 == whole.content_sha256 and len(scored) == 1
+    assert not list(tmp_path.glob("*.ledger"))
+
+
+def test_other_settings_than_an_interrupted_search_had_are_named(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from artifacts import HeadwiseError
 
-    (tmp_path / "cfg.resume.jsonl").write_text('{"sha256": "0", "content": {}}\n')
-    with pytest.raises(HeadwiseError, match=r"cfg\.resume\.jsonl is damaged at line 1"):
+    with monkeypatch.context() as patch:
+        patch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
         run(config(tiny_model, tmp_path / "cfg.yaml"))
-    assert [path.name for path in tmp_path.iterdir()] == ["cfg.resume.jsonl"]
+    with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; repeat that command to finish it, or pass --fresh"):
+        run(config(tiny_model, tmp_path / "cfg.yaml", seed=1))
+    run(config(tiny_model, tmp_path / "cfg.yaml", seed=1, fresh=True))
 
 
 def test_layers_without_attention_are_left_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
+from profiling.caches import budget_curves
 from profiling.caches.budget_curves import BudgetCurves
 from profiling.models.loading import load_model
 from runtime import load, memory_report
-from search import head_budget as heads
 from search import kv
+from search.decode import kv_search
+from search.published import head_budget as heads
 
 FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8", "--dtype", "float32"]
 
@@ -51,6 +54,43 @@ def test_writes_budgets_that_the_runtime_keeps(
     assert 0.15 <= np.mean(kept) / 800 <= 0.26
 
 
+def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
+    tiny_model: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = ["--samples", "2", "--forced", "4"]
+    kv.main(_command(tiny_model, config, tmp_path / "whole.yaml", *two, "--target-share", "0.25"))
+    walked: list[int] = []
+    compared: list[int] = []
+    walk, divergence = budget_curves._of_prompt, kv_search.divergence
+
+    def walks(*given: Any) -> Any:
+        walked.append(1)
+        return walk(*given)
+
+    def compares(*given: Any) -> Any:
+        if len(compared) == 3:
+            raise KeyboardInterrupt
+        compared.append(1)
+        return divergence(*given)
+
+    monkeypatch.setattr(budget_curves, "_of_prompt", walks)
+    monkeypatch.setattr(kv_search, "divergence", compares)
+    cut = _command(tiny_model, config, tmp_path / "cut.yaml", *two)
+    with pytest.raises(KeyboardInterrupt):
+        kv.main([*cut, "--target-share", "0.5"])
+    assert len(walked) == 2 and not (tmp_path / "cut.yaml").exists()
+    with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; .*--fresh"):
+        kv.main([*cut, "--target-share", "0.25", "--seed", "1"])
+    compared.clear()
+    monkeypatch.setattr(kv_search, "divergence", divergence)
+    kv.main([*cut, "--target-share", "0.25"])
+    assert len(walked) == 2, "the curves do not depend on the total"
+    assert "going on with" in capsys.readouterr().err
+    whole, found = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == found.content_sha256
+    assert not list(tmp_path.glob("*.ledger"))
+
+
 def test_a_file_is_changed_in_place_and_other_sections_stay(tiny_model: Path, config: Path, tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(config), own, artifacts.load_arrays(config))
@@ -66,7 +106,7 @@ def test_budgets_go_where_the_error_is() -> None:
     error[1] = np.nan
     error[2, 1] = (4.0, 2.0, 1.0)
     curves = BudgetCurves(shares=shares, error=error, kept=error)
-    section, share = kv.choose(curves, 0.35)
+    section, share = kv_search.choose(curves, 0.35)
     assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
     assert share <= 0.35
     assert section.heads(0, 2) == ("h2o_0.125",) * 2
@@ -92,8 +132,8 @@ def test_bytes_are_those_of_the_cache(tiny_model: Path) -> None:
     loaded = load_model(str(tiny_model), dtype="float32")
     options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
     token = 3 * 2 * 2 * 16 * 4
-    config = kv.KVSearch(**options, target_bytes=token * 100, context=1000)
-    assert kv._share_of_bytes(config, loaded) == pytest.approx(0.1)
+    config = kv_search.KVSearch(**options, target_bytes=token * 100, context=1000)
+    assert kv_search._share_of_bytes(config, loaded) == pytest.approx(0.1)
 
 
 def test_what_filter_layers_choose_from_is_not_dropped(tiny_model: Path, config: Path, tmp_path: Path) -> None:

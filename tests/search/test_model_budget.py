@@ -113,7 +113,7 @@ def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) ->
     logits = DenseLogits(loaded.model, prompts)
     with Headwise(artifact).apply(loaded.model):
         drift = logits.drift()
-    told = {measured.unit: measured.value for measured in artifact.evidence}
+    told = {measured.unit: measured.value for measured in artifact.evidence.measurements}
     assert told["nats a token"] == pytest.approx(drift.mean_kl, rel=1e-4)
     assert told["times that of dense attention"] == pytest.approx(drift.perplexity_ratio, rel=1e-4)
     # The scores in the sidecar are means over the prompts of calibration.
@@ -126,7 +126,9 @@ def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) ->
 def test_what_the_gate_gave_is_judged_by_other_prompts(
     found: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kl = next(measured.value for measured in artifacts.load(found).evidence if measured.unit == "nats a token")
+    kl = next(
+        measured.value for measured in artifacts.load(found).evidence.measurements if measured.unit == "nats a token"
+    )
     out, limit = tmp_path / "cfg.yaml", f"{0.75 * kl:.6f}"
     assert main(options(tiny_model, out, budget="0.5", max_kl=limit)) == 0
     assert "the gate: KL to dense attention is" in (said := capsys.readouterr().err) and "times the budget" in said
@@ -134,7 +136,7 @@ def test_what_the_gate_gave_is_judged_by_other_prompts(
     front = artifact.prefill.front
     assert front is not None and front.measured_on == "held_out"
     assert float(artifacts.load_arrays(out)["chosen.flops"].sum()) > 0.5 * front.dense_cost
-    told = next(measured for measured in artifact.evidence if measured.unit == "nats a token")
+    told = next(measured for measured in artifact.evidence.measurements if measured.unit == "nats a token")
     assert told.name.startswith("KL to dense attention on held-out") and told.value <= float(limit)
     loaded = load_model(str(tiny_model), dtype="float32")
     seen = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
@@ -186,7 +188,7 @@ def test_seconds_come_from_a_table_and_are_scaled_on_its_own_machine_only(
         artifact = artifacts.load(out)
         assert artifact.search.cost == artifacts.SearchCost(unit="seconds", device=device)
         assert [(entry.device, entry.optimised) for entry in artifact.costs] == [(device, True)]
-        units = [measured.unit for measured in artifact.evidence]
+        units = [measured.unit for measured in artifact.evidence.measurements]
         # What was measured of 1,024 tokens, brought to those that are asked for.
         assert artifact.prefill.front.dense_cost == pytest.approx(18 * 2e-3 * (LENGTH / 1024) ** 2)
         if name == "far":
@@ -196,7 +198,7 @@ def test_seconds_come_from_a_table_and_are_scaled_on_its_own_machine_only(
             assert 0.5 * everything < spent <= 0.9 * everything * 1.01
             assert "s" not in units and artifact.prefill.dense_below == LENGTH // 2
         else:
-            seconds = [measured for measured in artifact.evidence if measured.unit == "s"]
+            seconds = [measured for measured in artifact.evidence.measurements if measured.unit == "s"]
             assert [m.name for m in seconds] == [
                 "attention of one prefill, index build included",
                 "attention of one prefill with a budget for each head, index build included",

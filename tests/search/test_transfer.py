@@ -22,17 +22,17 @@ import artifacts
 from artifacts import HeadwiseError
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import fidelity
-from profiling.journal import Journal
+from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import digest, make_prompts
 from runtime import load
-from search.again import Again, of_heads
 from search.explain import Question
 from search.explain import run as explain
-from search.head_budget import HeadSearch
-from search.head_budget import run as run_search
-from search.names import pattern_of
+from search.explaining.names import pattern_of
+from search.published.config import HeadSearch
+from search.published.head_budget import run as run_search
 from search.transfer import Transfer, main, run
+from search.transferring.again import Again, of_heads
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -229,11 +229,13 @@ def test_another_tokenizer_is_named(source: Path, finetune: Path, tmp_path: Path
 def test_what_was_not_searched_is_refused(source: Path, finetune: Path, tmp_path: Path) -> None:
     artifact, arrays = artifacts.load_pair(source)
     bare = tmp_path / "bare.yaml"
-    artifacts.save(artifact, bare, {"chosen.recall": arrays["chosen.recall"]})
+    windows = arrays["calibration.seen_windows"]
+    artifacts.save(artifact, bare, {"chosen.recall": arrays["chosen.recall"], "calibration.seen_windows": windows})
     with pytest.raises(HeadwiseError, match="no errors of its heads"):
         run(options(bare, finetune, tmp_path / "new.yaml"))
     where = artifacts.Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = artifact.prefill.model_copy(update={"imported": where})
+    del arrays["calibration.seen_windows"]
     artifacts.save(artifact.model_copy(update={"search": None, "prefill": prefill}), bare, arrays)
     with pytest.raises(HeadwiseError, match="was not searched here"):
         run(options(bare, finetune, tmp_path / "new.yaml"))
@@ -277,7 +279,7 @@ def test_heads_alone_are_what_they_are_in_the_layer(finetune: Path) -> None:
 def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.yaml", tmp_path / "cut.yaml"
     run(options(source, finetune, whole))
-    resume = cut.with_suffix(".resume.jsonl")
+    resume = tmp_path / "cut.yaml.transfer.ledger"
     command = [
         sys.executable,
         "-m",
@@ -291,14 +293,13 @@ def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> N
     ]
     child = subprocess.Popen([*command, "--no-picture"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for _ in range(1200):
-        if resume.exists() and len(resume.read_bytes().splitlines()) >= 3:
+        if len(list(resume.glob("*.unit"))) >= 2:
             break
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert not cut.exists() and resume.exists()
-    done = len(resume.read_bytes().splitlines())
-    assert done >= 3
+    assert len(list(resume.glob("*.unit"))) >= 2
     result = subprocess.run([*command, "--no-picture"], capture_output=True, text=True, check=True)
     assert f"going on with {resume}: " in result.stderr
     assert not resume.exists()
@@ -313,7 +314,7 @@ def test_one_pass_over_each_prompt_serves_both_and_the_order_makes_no_difference
     out = tmp_path / "new.yaml"
     score = Again.score
     with monkeypatch.context() as patched:
-        patched.setattr("search.again.capture", _never)
+        patched.setattr("search.transferring.again.capture", _never)
         once = run(options(source, finetune, out, max_drift=0.05))[0]
     # Nothing is scored on the way: it takes passes of its own.
     passes: list[int] = []
@@ -324,7 +325,7 @@ def test_one_pass_over_each_prompt_serves_both_and_the_order_makes_no_difference
         capture(*args)
 
     monkeypatch.setattr(Again, "score", lambda *args: None)
-    monkeypatch.setattr("search.again.capture", counted)
+    monkeypatch.setattr("search.transferring.again.capture", counted)
     arrays = artifacts.load_arrays(out)
     assert run(options(source, finetune, out, max_drift=0.05))[0].prefill == once.prefill
     assert len(passes) == 2
@@ -336,15 +337,15 @@ def _never(*args: Any) -> None:
     raise AssertionError("a pass over a prompt that is finished")
 
 
-def test_what_is_in_the_journal_is_not_measured_again(
+def test_what_is_in_the_ledger_is_not_measured_again(
     source: Path, finetune: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "new.yaml"
-    monkeypatch.setattr(Journal, "remove", lambda self: None)
+    monkeypatch.setattr(Ledger, "remove", lambda self: None)
     first = run(options(source, finetune, out))[0]
 
-    monkeypatch.setattr("search.drift.capture", _never)
-    monkeypatch.setattr("search.again.capture", _never)
+    monkeypatch.setattr("search.transferring.drift.capture", _never)
+    monkeypatch.setattr("search.transferring.again.capture", _never)
     assert run(options(source, finetune, out))[0].content_sha256 == first.content_sha256
     with pytest.raises(HeadwiseError, match=r"its max drift is 0\.25, not 0\.5"):
         run(options(source, finetune, out, max_drift=0.5))
@@ -388,7 +389,7 @@ def _chosen(arrays: dict[str, np.ndarray], price: np.ndarray, lost: str) -> np.n
 
 @pytest.mark.parametrize("lost", ["change", "objective"])
 def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: Path, tmp_path: Path, lost: str) -> None:
-    artifact, _ = artifacts.load_pair(source)
+    artifact, searched = artifacts.load_pair(source)
     assert artifact.search is not None
     price = np.array([160.0, 40.0, 80.0])
     arrays = _measured(artifact, finetune.parent / "base", lost)
@@ -402,6 +403,7 @@ def test_one_budget_for_the_model_chooses_at_its_price(source: Path, finetune: P
     for measure in ("error", lost):
         arrays[f"candidates.4.dense.{measure}"][MOVED[0]] = np.nan
     arrays["allocation.price"] = price
+    arrays["calibration.seen_windows"] = searched["calibration.seen_windows"]
     rows = tuple(tuple(CANDIDATES[at] for at in row) for row in chosen)
     names = {name for row in rows for name in row}
     update = {

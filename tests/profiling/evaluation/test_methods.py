@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,10 @@ from profiling.evaluation.frozen import frozen
 from profiling.evaluation.matching import SIZES, Meter
 from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from search.head_budget import HeadSearch, run
+from search.published.config import HeadSearch
+from search.published.head_budget import run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900
@@ -45,14 +49,53 @@ def test_every_method_runs_at_what_it_says_it_costs(searched: tuple[LoadedModel,
             step = loaded.model(ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
         assert torch.isfinite(step.logits).all(), name
         found[name] = output.logits
-        if name in METHODS and METHODS[name].sizes:
+        kind = name.removesuffix("-tail")
+        if kind in METHODS and METHODS[kind].sizes:
             assert method.density is not None and target - 0.25 < method.density <= target, name
         assert says(name)[0]
-    for name in ("headwise", "a_shape", "dilated", "strided", "slash", "headwise_static", "dense+streaming"):
+    assert {f"{name}-tail" for name in METHODS} - {"dense-tail"} < set(found)
+    for name in (
+        "headwise",
+        "headwise-tail",
+        "a_shape",
+        "a_shape-tail",
+        "dilated",
+        "strided",
+        "slash",
+        "headwise_static",
+        "dense+streaming",
+    ):
         assert not torch.allclose(found[name], found["dense"], atol=1e-3), name
     for name in ("dense+snapkv", "dense+h2o", "dense+omnikv"):
         torch.testing.assert_close(found[name], found["dense"], atol=1e-3, rtol=1e-3)
     assert len({methods.make(name, LENGTH).identity for name in found}) == len(found)
+
+
+def test_every_sparse_method_has_the_same_dense_tail_or_none(
+    searched: tuple[LoadedModel, artifacts.Artifact],
+) -> None:
+    loaded, artifact = searched
+    methods = Methods(loaded, artifact)
+    assert artifact.prefill.dense_tail == 64
+    for name in METHODS.keys() - {"dense"}:
+        for tail, method in ((64, methods.make(name, LENGTH)), (0, methods.make(f"{name}-tail", LENGTH))):
+            assert method.headwise is not None and method.headwise.artifact.prefill.dense_tail == tail, method.name
+    target = methods.make("headwise", LENGTH).density
+    without = methods.make("headwise-tail", LENGTH).density
+    assert target is not None and without is not None and without < target
+    bare = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+    tails = [
+        made.headwise.artifact.prefill.dense_tail
+        for name in ("headwise", "a_shape", "a_shape-tail")
+        if (made := Methods(loaded, bare).make(name, LENGTH)).headwise is not None
+    ]
+    assert tails == [0, 64, 0]
+
+
+def test_sizes_may_be_fitted_to_another_density(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+    loaded, artifact = searched
+    own, less = (Methods(loaded, artifact, density=d).make("a_shape", LENGTH).density for d in (None, 0.6))
+    assert own is not None and less is not None and 0.3 < less <= 0.6 < own
 
 
 def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
@@ -69,22 +112,22 @@ def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[Load
 
 
 def test_what_was_found_is_remembered(
-    searched: tuple[LoadedModel, artifacts.Artifact], monkeypatch: pytest.MonkeyPatch
+    searched: tuple[LoadedModel, artifacts.Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, artifact = searched
-    memory: dict[str, object] = {}
+    ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
     names = ("headwise", "headwise_static", "vertical", "strided")
-    first = [Methods(loaded, artifact, memory=memory).make(name, LENGTH) for name in names]
+    first = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
 
     def refuse(*_: object) -> None:
         raise AssertionError("a second pass over the prompt")
 
     monkeypatch.setattr("profiling.evaluation.methods.Meter", refuse)
-    again = [Methods(loaded, artifact, memory=memory).make(name, LENGTH) for name in names]
+    again = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
     assert [(m.identity, m.density, m.sizes) for m in first] == [(m.identity, m.density, m.sizes) for m in again]
     other = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 200})})
     with pytest.raises(AssertionError, match="second pass"):
-        Methods(loaded, other, memory=memory).make("a_shape", LENGTH)
+        Methods(loaded, other, ledger=ledger).make("a_shape", LENGTH)
 
 
 @pytest.mark.parametrize(

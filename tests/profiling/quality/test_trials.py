@@ -9,7 +9,8 @@ import artifacts
 from profiling.evaluation.methods import Method, Methods
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.quality.answers import answer, answer_fit, negative_log_likelihood
+from profiling.quality.answers import answer, negative_log_likelihood
+from profiling.quality.forced import forced_answers
 from profiling.quality.trials import BLOCK, trial
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
@@ -28,8 +29,8 @@ def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(
     prompt = make_prompts(task, loaded.tokenizer, length=700, samples=1, seed=3)[0]
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
-    fit = answer_fit(loaded.model, loaded.tokenizer, prompt)
-    assert found["nll"] == pytest.approx(fit.nll, rel=1e-4)
+    ((fit,),) = forced_answers(loaded.model, loaded.tokenizer, [prompt])
+    assert found["nll"] == pytest.approx(fit.mean, rel=1e-4)
     assert found["token_accuracy"] == pytest.approx(fit.token_accuracy)
     assert found["score"] == 0.0
 

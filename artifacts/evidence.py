@@ -1,0 +1,99 @@
+"""The evidence section: what was measured with an artifact, on which prompts it was chosen and on which reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from artifacts.fields import AtLeast0, Count, Natural, Positive, Record, Sha256, Text
+
+MAX_TASKS = 512
+
+
+class PromptSet(Record):
+    """A set of prompts."""
+
+    name: Text = Field(description="what it is called")
+    prompts: Count = Field(description="how many prompts it has")
+    sha256: Sha256 = Field(description="over the prompts' token ids")
+
+
+class TaskFigures(Record):
+    """What one task's held-out prompts lose with the artifact applied, against dense attention."""
+
+    task: Text = Field(description="the task's name")
+    length: Count | None = Field(default=None, description="of the prompts, in tokens; null: of several lengths")
+    prompts: Count = Field(description="how many prompts")
+    kl: AtLeast0 = Field(description="mean divergence of the next token's distribution from dense, nats a token")
+    nll_rise: float | None = Field(
+        default=None, description="rise of the answer's negative log-likelihood over dense, mean in nats a token"
+    )
+    nll_rise_low: float | None = Field(default=None, description="lower end of its 95% interval over the prompts")
+    nll_rise_high: float | None = Field(default=None, description="upper end")
+    dense_right: Natural | None = Field(default=None, description="prompts that dense attention answers right")
+    lost: Natural | None = Field(default=None, description="of these, answered wrong with the artifact applied")
+    perplexity_ratio: Positive | None = Field(default=None, description="perplexity over that of dense attention")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        check_lost(self.lost, self.dense_right)
+        if self.dense_right is not None and self.dense_right > self.prompts:
+            raise ValueError(f"dense_right is {self.dense_right}, there are {self.prompts} prompts")
+        low, rise, high = self.nll_rise_low, self.nll_rise, self.nll_rise_high
+        if (low is None) != (high is None):
+            raise ValueError("nll_rise_low and nll_rise_high go together: give both or neither")
+        if low is not None and high is not None and (rise is None or not low <= rise <= high):
+            raise ValueError(f"nll_rise must lie from nll_rise_low to nll_rise_high, got {rise} for {low} to {high}")
+        return self
+
+
+class Measurement(Record):
+    """One measured number against its baseline, with the command that measures it again."""
+
+    name: Text = Field(description="what was measured")
+    value: float = Field(description="with the artifact applied")
+    unit: str = Field(description="of `value` and `baseline`")
+    baseline: float | None = Field(default=None, description="without the artifact, in the same unit")
+    baseline_name: Text | None = Field(default=None, description="what the baseline was; null where there is none")
+    length: Count | None = Field(default=None, description="of the prompts, in tokens")
+    samples: Count | None = Field(default=None, description="measurements behind the value")
+    command: Text = Field(description="measures it again")
+    device: Text = Field(description="on which machine")
+    versions: dict[str, str] = Field(description="of what the number depends on")
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.baseline is None) != (self.baseline_name is None):
+            raise ValueError("baseline and baseline_name go together: give both or neither")
+        return self
+
+
+class Evidence(Record):
+    """What was measured: figures for each task on held-out prompts, and numbers against a baseline."""
+
+    chosen_on: PromptSet | None = Field(
+        default=None, description="the prompts by which was chosen what is served; null: none beside the calibration's"
+    )
+    reported_on: PromptSet | None = Field(
+        default=None, description="the prompts of `tasks`; no choice was made by them where they are not `chosen_on`"
+    )
+    tasks: Annotated[tuple[TaskFigures, ...], Field(max_length=MAX_TASKS)] = Field(
+        default=(), description="for each task what its prompts lose against dense attention"
+    )
+    measurements: tuple[Measurement, ...] = Field(default=(), description="numbers against a baseline")
+
+    def with_measurements(self, entries: Iterable[Measurement], *, command: str | None = None) -> Evidence:
+        """The same with more measurements, in place of those that `command` gave before, if it is named."""
+        kept = [entry for entry in self.measurements if command is None or entry.command != command]
+        return self.model_copy(update={"measurements": (*kept, *entries)})
+
+    def __bool__(self) -> bool:
+        return bool(self.tasks or self.measurements)
+
+
+def check_lost(lost: int | None, dense_right: int | None) -> None:
+    """Raise ValueError where lost answers are not some of those that dense attention gets right."""
+    if lost is not None and (dense_right is None or lost > dense_right):
+        raise ValueError(f"lost is {lost}, but dense attention answers {dense_right or 0} right")

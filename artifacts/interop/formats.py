@@ -1,0 +1,104 @@
+"""The formats of other tools that are read and written, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from artifacts.errors import ArtifactError, one_line
+from artifacts.interop import head_export, head_import, kascade, kv_heads, layers, modelopt
+from artifacts.interop.report import Conversion, Report
+
+if TYPE_CHECKING:
+    from artifacts.schema import Artifact
+    from artifacts.sidecar import Array
+
+Write = Callable[["Artifact", dict[str, "Array"], Path], tuple[list[tuple[Path, bytes]], Report]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format. about: what it is, for the help. options: of convert, what `read` takes besides file and model.
+
+    patterns: it is about heads' patterns in prefill, so that recall can be measured.
+    """
+
+    about: str
+    write: Write
+    read: Callable[..., Conversion]
+    options: tuple[str, ...] = ()
+    patterns: bool = False
+
+
+_HEADS = ("dense_below", "dense_tail")
+_KV_HEADS = ("sinks", "window", "threshold", "sparsity")
+FORMATS: dict[str, Format] = {
+    "minference": Format(
+        about="MInference's JSON list of head patterns",
+        read=partial(head_import.import_heads, format="minference"),
+        write=partial(head_export.export_heads, format="minference"),
+        options=_HEADS,
+        patterns=True,
+    ),
+    "sparse_attention_config": Format(
+        about="the same list for vLLM and SGLang: sparse_attention_config.json",
+        read=partial(head_import.import_heads, format="sparse_attention_config"),
+        write=partial(head_export.export_heads, format="sparse_attention_config"),
+        options=_HEADS,
+        patterns=True,
+    ),
+    "modelopt": Format(
+        about="ModelOpt's sparse_attention_config, alone or in config.json",
+        read=modelopt.read,
+        write=modelopt.write,
+        options=_HEADS,
+        patterns=True,
+    ),
+    "duo_attention": Format(
+        about="DuoAttention's full_attention_heads.tsv, its config.json beside it",
+        read=kv_heads.read_duo,
+        write=kv_heads.write_duo,
+        options=_KV_HEADS,
+    ),
+    "kvzip": Format(
+        about="KVzip's head scores, a .pt file",
+        read=kv_heads.read_kvzip,
+        write=kv_heads.write_kvzip,
+        options=_KV_HEADS,
+    ),
+    "index_topk_pattern": Format(
+        about="FFSSFS...: config.json of transformers, vLLM, SGLang, TensorRT-LLM",
+        read=layers.read_index_pattern,
+        write=layers.write_index_pattern,
+    ),
+    "sparse_vllm": Format(
+        about="Sparse-vLLM's full_attention_layers, a flat JSON of its options",
+        read=layers.read_sparse_vllm,
+        write=layers.write_sparse_vllm,
+    ),
+    "kascade": Format(
+        about="Kascade's head map, MODEL_layers_0_2_8.npy",
+        read=kascade.read,
+        write=kascade.write,
+    ),
+}
+
+
+def guess(file: Path) -> str:
+    """The format of a file, by its name.
+
+    Raises:
+        ArtifactError: it is an artifact by its name.
+    """
+    if file.suffix in (".yaml", ".yml"):
+        raise ArtifactError(f"{one_line(str(file))}: is an artifact by its name: say with --to what to write from it")
+    by_suffix = {".tsv": "duo_attention", ".pt": "kvzip", ".npy": "kascade"}
+    by_name = {
+        "sparse_attention_config.json": "sparse_attention_config",
+        "selected_full_layers.json": "sparse_vllm",
+        "config.json": "index_topk_pattern",
+    }
+    return by_suffix.get(file.suffix) or by_name.get(file.name) or "minference"

@@ -1,0 +1,122 @@
+"""Kascade's head map: whose tokens each KV head takes, from and to decode.omnikv.
+
+An int32 .npy of shape (layers, KV heads): the KV head of the layer's anchor, the nearest one before it, whose token
+list a head takes; anchor rows count from 0. The anchors themselves stand in the file's name alone,
+MODEL_layers_0_2_8.npy. Layer 0 is always one.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.fields import MOST, MOST_HEADS
+from artifacts.interop.files import read_bytes
+from artifacts.interop.layers import Files, full_layers, section
+from artifacts.interop.report import Conversion, Notes, Report
+from artifacts.interop.shape import Given, model_shape
+from artifacts.schema import Artifact
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+MAP = "imported.head_map"
+# Kascade's own where nothing is said: a tenth of the keys, at least 128.
+_SHARE, _LEAST = 0.1, 128
+_NAME = re.compile(r".+_layers_((?:[0-9]{1,4}_)*[0-9]{1,4})\.npy")
+
+
+def read(path: Path, given: Given) -> Conversion:
+    """Read a head map into an artifact that has a decode section; the map itself goes to the sidecar.
+
+    Raises:
+        ArtifactError: it is no such map, or its name has no anchors.
+    """
+    import numpy as np
+
+    shown, data = one_line(str(path)), read_bytes(path)
+    found = _NAME.fullmatch(path.name)
+    if found is None:
+        raise ArtifactError(f"{shown}: the name must say the anchors, such as MODEL_layers_0_2_8.npy")
+    anchors = {int(number) for number in found[1].split("_")}
+    table = _table(shown, data)
+    layers, heads = table.shape
+    if 0 not in anchors or max(anchors) >= layers:
+        raise ArtifactError(f"{shown}: the anchors must be layers from 0 to {layers - 1}, 0 among them, got {found[1]}")
+    shape = model_shape(given, path, num_layers=layers, num_kv_heads=heads)
+    full = [layer in anchors for layer in range(layers)]
+    decode = section(path, data, "kascade", full, _LEAST)
+    omnikv = decode.omnikv.model_copy(update={"budget": _SHARE})
+    notes = Notes()
+    notes.some(
+        "computes more", "an anchor attends to everything here, there to its own top tokens", (len(anchors) - 1) * heads
+    )
+    moved = (table != np.arange(heads)) & ~np.array(full)[:, None]
+    notes.some(
+        "chooses otherwise", "takes the list of another KV head there, here one list is for all", int(moved.sum())
+    )
+    rest = int((~np.array(full)).sum()) * heads - int(moved.sum())
+    notes.some("chooses otherwise", "takes the list of its own KV head there, here one list is for all", rest)
+    notes.add("same", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there", 0)
+    artifact = shape.artifact(decode=decode.model_copy(update={"omnikv": omnikv}))
+    report = Report(heads=layers * heads, exact=heads, notes=notes.all())
+    return Conversion(artifact=artifact, arrays={MAP: table}, report=report)
+
+
+def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> tuple[Files, Report]:
+    """The head map, of an import as it was read; where there is none each head takes the list of its own number.
+
+    Raises:
+        ArtifactError: there is no decode section, or `out` is not called as the anchors want it.
+    """
+    import numpy as np
+
+    full, heads = full_layers(artifact), artifact.model.num_kv_heads
+    anchors = [layer for layer, each in enumerate(full) if each]
+    ending = f"_layers_{'_'.join(map(str, anchors))}.npy"
+    if not out.name.endswith(ending) or out.name == ending:
+        raise ArtifactError(f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}")
+    known, notes = arrays.get(MAP), Notes()
+    own = np.broadcast_to(np.arange(heads, dtype=np.int32), (len(full), heads))
+    fits = known is not None and known.shape == own.shape and (known[anchors] == own[anchors]).all()
+    notes.some("keeps less", "an anchor attends to its own top tokens, here to everything", (len(anchors) - 1) * heads)
+    if not fits:
+        notes.some(
+            "chooses otherwise", "each KV head has a list of its own, here one is for all", full.count(False) * heads
+        )
+    omnikv = artifact.decode.omnikv if artifact.decode else None
+    if omnikv is not None:
+        share = omnikv.budget if isinstance(omnikv.budget, float) else omnikv.budget / artifact.model.max_positions
+        notes.add("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}", 0)
+    stream = io.BytesIO()
+    np.save(stream, np.ascontiguousarray(known if fits else own, dtype="<i4"))
+    report = Report(heads=len(full) * heads, exact=heads, notes=notes.all())
+    return [(out, stream.getvalue())], report
+
+
+def _table(shown: str, data: bytes) -> Array:
+    """The map, read without pickle and not before its header fits."""
+    import numpy as np
+
+    try:
+        stream = io.BytesIO(data)
+        version = np.lib.format.read_magic(stream)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = header(stream)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ArtifactError(f"{shown}: is no .npy file ({shorten(str(error), 120)})") from None
+    if len(shape) != 2 or dtype != np.dtype("<i4") or not all(1 <= size <= MOST for size in shape):
+        raise ArtifactError(
+            f"{shown}: must be int32 of shape (layers, KV heads), got {dtype} of shape {shorten(shape)}"
+        )
+    count = shape[0] * shape[1]
+    if count > MOST_HEADS or len(data) - stream.tell() != 4 * count:
+        raise ArtifactError(f"{shown}: has {len(data) - stream.tell()} bytes for {count} heads of 4 each")
+    table = np.frombuffer(data, dtype="<i4", offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    if table.min() < 0 or table.max() >= shape[1]:
+        raise ArtifactError(f"{shown}: must hold KV heads from 0 to {shape[1] - 1}, got {table.min()} to {table.max()}")
+    return np.ascontiguousarray(table, dtype=np.int32)

@@ -1,0 +1,43 @@
+"""The windows of text that a search has seen, by their digests, so that nobody reports on them later.
+
+A digest is the SHA-256 of the window's token ids as little-endian int32. They are the array `calibration.seen_windows`
+of the sidecar, uint8 of shape (windows, 32).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from artifacts.errors import ArtifactError, shorten
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+SEEN_WINDOWS = "calibration.seen_windows"
+MAX_WINDOWS = 65_536
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
+    """The sidecar's array for these digests of 64 hex digits, each once and in order; none for no digests.
+
+    Raises:
+        ArtifactError: one is no such digest, or there are more than 65,536.
+    """
+    import numpy as np
+
+    found = sorted(set(digests))
+    if len(found) > MAX_WINDOWS:
+        raise ArtifactError(f"{len(found)} windows, an artifact may list {MAX_WINDOWS}")
+    if wrong := [digest for digest in found if not _DIGEST.fullmatch(digest)]:
+        raise ArtifactError(f"a window's digest must have 64 hex digits, got {shorten(wrong[0])}")
+    listed = b"".join(map(bytes.fromhex, found))
+    return {SEEN_WINDOWS: np.frombuffer(listed, dtype=np.uint8).reshape(-1, 32)} if found else {}
+
+
+def seen_windows(arrays: Mapping[str, Array]) -> frozenset[str]:
+    """The digests in a sidecar, 64 hex digits each; none where it lists none."""
+    table = arrays.get(SEEN_WINDOWS)
+    return frozenset() if table is None else frozenset(bytes(row).hex() for row in table)

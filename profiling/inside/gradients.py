@@ -1,0 +1,275 @@
+"""One dense pass forth and back: what every head puts out, and how a loss depends on it to first order.
+
+Shapes: S tokens, H query heads, G KV heads, D head dim, E value dim, V vocabulary, M hidden size.
+
+Attention goes through Headwise's own kernels both ways. Of each layer its input and its attention's output are kept on
+the way forth, nothing that grows with the square of S; on the way back layers are computed again one at a time, and one
+layer's gradients are alive at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from kernels.gradient import attention_gradients
+from profiling.inside.capture import LayerInputs, Run, attend_densely, attending_with, inputs_of, layer_mask, masks_of
+from profiling.inside.head_fidelity import dense_attention
+from runtime.layers import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "headwise_gradients"
+# Tiles of 64 x 64 whose largest probability is below this add nothing that counts to a gradient: most tiles have less.
+SKIP_BELOW = 1e-4
+# Logits that are held at once.
+_LOGITS = 1 << 24
+# Tokens by which the logits that a model computes are compared with those that are put together here.
+_TRIED = 16
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerGradients:
+    """One layer on the way back, for reading during the visit.
+
+    out: (1, H, S, E) dense attention's output. lse: (1, H, S) its log-sum-exp. by_out: (1, H, S, E) the gradient of the
+    loss by `out`: adding d to what a head puts out at token t adds by_out[t] . d to the loss, to first order.
+    """
+
+    inputs: LayerInputs
+    out: Tensor
+    lse: Tensor
+    by_out: Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DensePass:
+    """What the model says of the tokens. nll: (S - 1,) fp32 -log p of each token but the first.
+
+    log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were visited on the way back;
+    if not, `fault` says why.
+    """
+
+    nll: Tensor
+    log_probs: Tensor
+    gradients: bool
+    fault: str | None = None
+
+
+def gradient_pass(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    answers: Tensor,
+    visit: Callable[[LayerGradients], None],
+    *,
+    wanted: Callable[[LayerInputs], bool] = lambda inputs: True,
+    keep: Tensor | None = None,
+    backend: str = "auto",
+) -> DensePass:
+    """Run the model forth and back over a prompt and call `visit` for each wanted layer, the last one first.
+
+    The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the sum of -log(p/(1-p))
+    over those alone: log-odds do not go flat where the model is sure of its answer.
+
+    Args:
+        model: any transformers causal model that profiling.inside.capture serves. It is left as it was.
+        input_ids: (1, S) on the model's device, without padding.
+        answers: (S,) bool, which tokens are an answer's; all False for a text.
+        visit: may do anything but write to the tensors.
+        wanted: whether a layer is visited, from what it attends with; what this raises ends the pass.
+        keep: (P,) positions whose predictions of the next token are returned.
+        backend: the attention backend, as for kernels.attention.sparse_attention.
+    """
+    keep = torch.zeros(0, dtype=torch.long, device=input_ids.device) if keep is None else keep
+    run = Run(lambda inputs: None)
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        inputs, mask = inputs_of(run, module, *args, **kwargs)
+        run.visits += 1
+        if mask is not None or inputs.sinks is not None:
+            return attend_densely(run, module, *args, **kwargs)
+        watch = visit if wanted(inputs) else None
+        out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, kept, watch, backend)
+        return out.transpose(1, 2).contiguous(), None
+
+    with torch.enable_grad(), masks_of(run), attending_with(model, NAME, attention, layer_mask), _recomputing(model):
+        head = _head_of(model, input_ids[:, :_TRIED])
+        kept.clear()
+        run.visits = 0
+        with _entry(model) as entered:
+            states = _states(model, input_ids)
+        if head is None or states is None or not states.requires_grad:
+            name = type(model).__name__
+            return _without(model, input_ids, keep, f"{name} makes its logits in a way of its own, or has no gradients")
+        by_states, nll, log_probs = _losses(states.detach(), input_ids, answers, head, keep)
+        if not bool(by_states.isfinite().all()):
+            return DensePass(nll=nll, log_probs=log_probs, gradients=False, fault="the loss is not finite")
+        torch.autograd.grad(states, entered[0], by_states)
+    return DensePass(nll=nll, log_probs=log_probs, gradients=True)
+
+
+class _Dense(torch.autograd.Function):
+    """Dense causal attention by Headwise's kernels, with a visit on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        kept: dict[int, tuple[Tensor, Tensor]],
+        visit: Callable[[LayerGradients], None] | None,
+        backend: str,
+    ) -> Tensor:
+        # Computed once: what a layer put out is at hand when it is computed again.
+        if inputs.layer not in kept:
+            kept[inputs.layer] = dense_attention(inputs, backend=backend)
+        ctx.save_for_backward(q, k, v)
+        ctx.about = inputs, kept, visit
+        return kept[inputs.layer][0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (by_out,) = gradients
+        inputs, kept, visit = ctx.about
+        q, k, v = ctx.saved_tensors
+        out, lse = kept.pop(inputs.layer)
+        if visit is not None:
+            visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
+        found = attention_gradients(
+            q, k, v, out, lse, by_out, scale=inputs.scale, softcap=inputs.softcap, skip_below=SKIP_BELOW
+        )
+        return *found, None, None, None, None
+
+
+def _states(model: PreTrainedModel, input_ids: Tensor) -> Any:
+    """(1, S, M) the last hidden states; None where the model's base returns something else."""
+    return getattr(model.base_model(input_ids=input_ids, use_cache=False), "last_hidden_state", None)
+
+
+def _losses(
+    states: Tensor, input_ids: Tensor, answers: Tensor, head: Callable[[Tensor], Tensor], keep: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss' gradient by the last hidden states (1, S, M), -log p of each token, and log-probabilities to keep."""
+    gradient = torch.zeros_like(states)
+    length, text = states.shape[1] - 1, not bool(answers.any())
+    rows = max(1, _LOGITS // head(states[:, :1]).shape[-1])
+    nll = torch.empty(length, device=states.device)
+    kept = torch.zeros(len(keep), head(states[:, :1]).shape[-1], dtype=torch.float16, device=states.device)
+    for start in range(0, length + 1, rows):
+        stop = min(start + rows, length + 1)
+        part = states[:, start:stop].requires_grad_(True)
+        logits = head(part)[0].float()
+        here = (keep >= start) & (keep < stop)
+        if bool(here.any()):
+            kept[here] = logits.detach()[keep[here] - start].log_softmax(-1).clamp_min_(-1e4).half()
+        targets = input_ids[0, start + 1 : stop + 1].to(logits.device)
+        if not len(targets):
+            break
+        lost = cross_entropy(logits[: len(targets)], targets, reduction="none")
+        nll[start : start + len(targets)] = lost.detach()
+        if text:
+            loss = lost.sum()
+        else:
+            # log(p / (1 - p)) from log p, stable at both ends.
+            asked = answers[start + 1 : stop + 1].to(logits.device)
+            others = logits[: len(targets)].scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
+            odds = logits[: len(targets)].gather(1, targets[:, None])[:, 0] - others
+            loss = -(odds * asked).sum()
+        if loss.requires_grad:
+            (gradient[:, start:stop],) = torch.autograd.grad(loss, part)
+    return gradient, nll, kept
+
+
+@torch.no_grad()
+def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str) -> DensePass:
+    """The same without gradients, where a model gives none."""
+    logits = model(input_ids=input_ids, use_cache=False).logits[0]
+    targets = input_ids[0, 1:].to(logits.device)
+    nll = torch.cat(
+        [
+            cross_entropy(a.float(), b, reduction="none")
+            for a, b in zip(logits[:-1].split(512), targets.split(512), strict=True)
+        ]
+    )
+    kept = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
+    return DensePass(nll=nll, log_probs=kept, gradients=False, fault=fault)
+
+
+@torch.no_grad()
+def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """From last hidden states to logits, as the model does it: a linear map, with the soft-cap or factor of its config.
+
+    None where that does not come to the model's own logits.
+    """
+    head, config = model.get_output_embeddings(), text_config(model)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    factors = [1.0]
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        factors.append(1 / divisor)
+    if (factor := getattr(config, "logit_scale", None)) is not None:
+        factors.append(factor)
+
+    def logits_of(states: Tensor, factor: float) -> Tensor:
+        logits: Tensor = head(states)
+        if factor != 1:
+            logits = logits * factor
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+    states = _states(model, input_ids)
+    if head is None or states is None:
+        return None
+    wanted = model(input_ids=input_ids, use_cache=False).logits.float()
+    for factor in factors:
+        if (logits_of(states, factor).float() - wanted).abs().max() <= 0.02 * wanted.abs().max():
+            return lambda given: logits_of(given, factor)
+    return None
+
+
+@contextmanager
+def _entry(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """What enters the first layer, with gradients: parameters need none."""
+    entered: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        entered.append(output.detach().requires_grad_(True))
+        return entered[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        yield entered
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """Layers keep their inputs and are computed again on the way back, where transformers can."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        layers = []
+    before = [vars(layer).get("forward") for layer in layers]
+    try:
+        for layer in layers:
+            # Through the layer's own switch it would have to be in training, and some drop out by that.
+            vars(layer)["forward"] = partial(again, layer.forward)
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            del vars(layer)["forward"]
+            if was is not None:
+                vars(layer)["forward"] = was

@@ -1,0 +1,100 @@
+"""Oracle top-k attention: of each query the keys with the highest exact scores, single tokens, head by head.
+
+What no pattern of that density can beat by choosing keys, for it knows all scores. Plain torch: for measurements only.
+
+Shapes: H query heads, G KV heads, Q query length, K key length, D head dim; batch 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from profiling.inside.capture import attending_with
+
+NAME = "headwise_oracle"
+_BLOCK = 64
+
+
+@contextmanager
+def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
+    """Prefill by oracle top-k in layers that see the whole prompt; by sdpa in others, and what comes after it.
+
+    Args:
+        model: any transformers causal model whose attention goes through AttentionInterface.
+        density: share of a query's causal keys that it attends to.
+        tail: the last so many queries attend to every key.
+
+    Raises:
+        HeadwiseError: a density that is none.
+    """
+    if not 0 < density <= 1:
+        raise HeadwiseError(f"density must be above 0 and at most 1, got {density}")
+    from transformers.masking_utils import sdpa_mask
+
+    with attending_with(model, NAME, partial(_attention, density=density, tail=tail), sdpa_mask):
+        yield
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    density: float,
+    tail: int,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_mask is not None or query.shape[2] != key.shape[2] or query.shape[2] == 1:
+        out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+        return out, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return top_k_attention(query, key, value, density=density, tail=tail, scale=scale).transpose(1, 2), None
+
+
+def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: int, scale: float) -> Tensor:
+    """softmax over the top keys of each query, causal.
+
+    q: (1, H, Q, D); k and v: (1, G, Q, D). Returns (1, H, Q, D) in q's dtype. Queries of a block of 64 have as many
+    keys each: `density` of what its last one sees.
+    """
+    heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
+    out = torch.empty_like(q)
+    for start in range(0, length, _BLOCK):
+        stop = min(start + _BLOCK, length)
+        part = q[0, :, start:stop].unflatten(0, (groups, -1)).flatten(1, 2)
+        # (G, H / G, rows, keys): scores of the keys that any query of the block sees.
+        scores = (part.float() @ k[0, :, :stop].float().transpose(1, 2)).mul_(scale).unflatten(1, (heads // groups, -1))
+        rows = torch.arange(start, stop, device=q.device)[:, None]
+        ahead = rows < torch.arange(start, stop, device=q.device)
+        scores[..., start:].masked_fill_(ahead, float("-inf"))
+        count = math.ceil(density * stop)
+        if start < length - tail and count < stop:
+            least = _kth_largest(scores, count)
+            least[..., max(0, length - tail - start) :, :] = float("-inf")
+            scores.masked_fill_(scores < least, float("-inf"))
+        weights = scores.softmax(-1).to(v.dtype).flatten(1, 2)
+        out[0, :, start:stop] = (weights @ v[0, :, :stop]).unflatten(1, (heads // groups, -1)).flatten(0, 1)
+    return out
+
+
+def _kth_largest(scores: Tensor, count: int) -> Tensor:
+    """The value of the last axis that `count` are no smaller than, the axis kept."""
+    if scores.device.type != "cpu":
+        return scores.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    # numpy's selection is many times as fast as torch's on a CPU.
+    at = scores.shape[-1] - count
+    return torch.from_numpy(np.partition(scores.numpy(), at, axis=-1)[..., at : at + 1].copy())

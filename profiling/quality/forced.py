@@ -1,0 +1,114 @@
+"""Right answers under teacher forcing: the loss of each of their tokens, and whether all of them are the likeliest.
+
+Shapes: A answer length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from profiling.prompts.prompt import Prompt
+from profiling.prompts.tokens import Encoder, Ids
+from profiling.quality.contexts import Prefilled, fed, prefilled
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedAnswer:
+    """One answer, each token after the right ones before it.
+
+    nll: -log p of each token, in nats.
+    hits: whether each was the likeliest.
+    """
+
+    nll: tuple[float, ...]
+    hits: tuple[bool, ...]
+
+    @property
+    def right(self) -> bool:
+        """Whether every token was the likeliest: the greedy answer then begins with this one, found in one forward."""
+        return all(self.hits)
+
+    @property
+    def total(self) -> float:
+        """-log p of the whole answer, in nats."""
+        return math.fsum(self.nll)
+
+    @property
+    def mean(self) -> float:
+        """-log p of a token of it on average, in nats."""
+        return self.total / len(self.nll)
+
+    @property
+    def token_accuracy(self) -> float:
+        """The share of its tokens that were the likeliest."""
+        return sum(self.hits) / len(self.hits)
+
+
+@torch.no_grad()
+def forced_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, cache: Callable[[], Any] | None = None
+) -> list[tuple[ForcedAnswer, ...]]:
+    """Of each prompt its answers: those of its `scored` ranges in turn, then the one that follows its end.
+
+    The context is prefilled under whatever is applied to the model, once for all prompts that share it; turn and answer
+    are fed after it in pieces, with dense attention over the cache, as decode has it. `scored` ranges are read off the
+    prefill itself. A prompt is one prefill and one short forward, whatever its answers.
+
+    Args:
+        model: any transformers causal model with logits_to_keep.
+        tokenizer: the model's.
+        prompts: of any lengths.
+        cache: makes the cache of a prompt; the model's own if None.
+
+    Raises:
+        HeadwiseError: a prompt says no answer.
+    """
+    rights = [answer_ids(tokenizer, p) if asks(p) or not p.scored else () for p in prompts]
+    found: dict[int, tuple[ForcedAnswer, ...]] = {}
+    for one in prefilled(model, prompts, cache=cache):
+        prompt, right = prompts[one.number], rights[one.number]
+        found[one.number] = scored_answers(prompt, one)
+        if right:
+            after = [fed(model, right[:-1], one.cache)] if right[1:] else []
+            found[one.number] += (forced(torch.cat([one.last[None], *after]), right),)
+    return [found[number] for number in range(len(prompts))]
+
+
+def scored_answers(prompt: Prompt, start: Prefilled) -> tuple[ForcedAnswer, ...]:
+    """What a prefill made of the prompt's `scored` ranges."""
+    sizes = [stop - first for first, stop in prompt.scored]
+    rows = start.scored.split(sizes) if sizes else ()
+    spans = zip(prompt.scored, rows, strict=True)
+    return tuple(forced(some, prompt.context[first:stop]) for (first, stop), some in spans)
+
+
+def forced(logits: Tensor, right: Ids) -> ForcedAnswer:
+    """An answer of A ids from the logits (A, V) before each of them."""
+    targets = torch.tensor(right, device=logits.device)
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    return ForcedAnswer(nll=tuple(losses.tolist()), hits=tuple((logits.argmax(-1) == targets).tolist()))
+
+
+def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
+    """The ids of the right answer as they follow the prompt's: tokenizers differ on what the start of a text is."""
+    text = prompt.continuation
+    before = tokenizer.decode(prompt.input_ids[-1:])[-1:]
+    if text is None or not text.strip():
+        raise HeadwiseError("a prompt without an answer has none to compare with")
+    if before.isspace():
+        text = text.lstrip()
+    encode = Encoder(tokenizer)
+    anchor, whole = encode.each([before, before + text])
+    return whole[len(anchor) :] if before and whole[: len(anchor)] == anchor else encode(text)
+
+
+def asks(prompt: Prompt) -> bool:
+    """Whether a prompt says an answer that follows its end."""
+    return bool((prompt.continuation or "").strip())

@@ -1,0 +1,219 @@
+"""Prompts with their right answers as token sequences, and what attention does to the model's predictions on them.
+
+Shapes: S tokens of a sequence, P positions that are compared, A answers, V vocabulary.
+
+A sequence is a context, which is prefilled under the attention in question, and what comes after it with dense
+attention, as serving has it: later turns and answers, each after the right ones before it (teacher forcing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from kernels.attention import sparse_attention
+from kernels.patterns import LayerPlan
+from kernels.patterns.dense import dense_index
+from profiling.inside.capture import LayerInputs, Visit, attending
+from profiling.prompts.prompt import Prompt
+from profiling.prompts.tokens import Encoder, Ids
+from profiling.quality.contexts import by_context
+from profiling.quality.forced import answer_ids, asks
+
+# Positions of a sequence that are compared besides its answers; their dense log-probabilities are held in fp16.
+_MOST, _HELD = 256, 1 << 25
+# Log-probabilities turned to fp32 at once.
+_ROWS = 128
+# What a model forbids altogether has a log-probability that half precision cannot hold.
+LEAST = -1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSequence:
+    """What one forward pass runs over.
+
+    ids: S of them. context: how many are prefilled; the rest attends to everything. answers: half-open ranges of ids
+    that are right answers. task: as profiling.prompts.prompt.Task.name has it.
+    """
+
+    task: str
+    ids: Ids
+    context: int
+    answers: tuple[tuple[int, int], ...]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether nothing is asked: every token is text."""
+        return not self.answers
+
+    @property
+    def answer_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.answers)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the ids and of what is an answer, in hexadecimal."""
+        content = [list(self.ids), self.context, [list(span) for span in self.answers]]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+
+def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
+    """The prompts with their right answers, those of one context in one sequence, question after question.
+
+    What follows the last answer is a new line, so that the end of an answer counts as well.
+    """
+    after = Encoder(tokenizer)("\n")[:2]
+    found = []
+    for numbers in by_context(prompts):
+        first = prompts[numbers[0]]
+        ids, spans = list(first.context), list(first.scored)
+        for number in numbers:
+            prompt = prompts[number]
+            ids += prompt.input_ids[len(prompt.context) :]
+            if asks(prompt):
+                right = answer_ids(tokenizer, prompt)
+                spans.append((len(ids), len(ids) + len(right)))
+                ids += [*right, *after]
+        found.append(TokenSequence(task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans)))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Losses:
+    """What attention does to one sequence's predictions, beside dense attention.
+
+    kl: (P,) KL(dense || found) in nats at positions spread over the context. nll, dense_nll: (P,) -log p of the tokens
+    that follow them. Of the answers, (A,) each: their number of tokens, -log p, mean KL at their tokens, and whether
+    every token was the likeliest.
+    """
+
+    kl: np.ndarray
+    nll: np.ndarray
+    dense_nll: np.ndarray
+    answer_tokens: np.ndarray
+    answer_nll: np.ndarray
+    answer_dense_nll: np.ndarray
+    answer_kl: np.ndarray
+    right: np.ndarray
+    dense_right: np.ndarray
+
+
+Plans = Mapping[int, LayerPlan]
+"""The patterns of each layer that has some; other layers are dense."""
+
+
+class Reference:
+    """What a model predicts on sequences under dense attention by our kernel, to compare other attention with."""
+
+    def __init__(self, model: Any, found: Sequence[TokenSequence], *, backend: str = "auto") -> None:
+        """Nothing is run yet.
+
+        Raises:
+            HeadwiseError: the model computes the logits of all tokens or none.
+        """
+        check_logits(model)
+        self.sequences = tuple(found)
+        self._model = model
+        self._backend = backend
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        self._most = max(16, min(_MOST, _HELD // vocabulary))
+        self._dense: dict[int, Tensor] = {}
+
+    def positions(self, number: int) -> Tensor:
+        """The positions of a sequence that are compared: P spread over its context, then those before answer tokens."""
+        one = self.sequences[number]
+        # The context's last token is followed by a later turn, or by an answer, which counts for itself.
+        spread = torch.linspace(0, one.context - 2, min(self._most, one.context - 1)).long()
+        before = [at for start, stop in one.answers for at in range(start - 1, stop - 1)]
+        return torch.cat([spread, torch.tensor(before, dtype=torch.long)]).to(self._model.device)
+
+    def know(self, number: int, log_probs: Tensor) -> None:
+        """Take dense log-probabilities at `positions(number)` from a pass that was made anyway."""
+        self._dense[number] = log_probs
+
+    def losses(self, number: int, plans: Plans) -> Losses:
+        """Run the model over a sequence with these patterns, and compare."""
+        one, positions = self.sequences[number], self.positions(number)
+        if number not in self._dense:
+            self._dense[number] = self._log_probs(number, {}).half()
+        dense, found = self._dense[number], self._log_probs(number, plans)
+        ids = torch.tensor(one.ids, device=found.device)
+        targets = ids[positions + 1]
+        kl = torch.cat(
+            [
+                (wide.exp() * (wide - other)).sum(-1)
+                for wide, other in zip((rows.float() for rows in dense.split(_ROWS)), found.split(_ROWS), strict=True)
+            ]
+        ).clamp_min_(0)
+        nll, dense_nll = (-of.gather(1, targets[:, None])[:, 0].float() for of in (found, dense))
+        hits, dense_hits = (of.argmax(-1) == targets for of in (found, dense))
+        sizes = [stop - start for start, stop in one.answers]
+        spread = len(positions) - sum(sizes)
+
+        def of_answers(values: Tensor) -> list[Tensor]:
+            return list(values[spread:].split(sizes)) if sizes else []
+
+        def numbers(values: list[Any], dtype: type) -> np.ndarray:
+            return np.array([value.item() for value in values], dtype=dtype)
+
+        return Losses(
+            kl=kl[:spread].cpu().numpy(),
+            nll=nll[:spread].cpu().numpy(),
+            dense_nll=dense_nll[:spread].cpu().numpy(),
+            answer_tokens=np.array(sizes, dtype=np.int64),
+            answer_nll=numbers([one.sum() for one in of_answers(nll)], float),
+            answer_dense_nll=numbers([one.sum() for one in of_answers(dense_nll)], float),
+            answer_kl=numbers([one.mean() for one in of_answers(kl)], float),
+            right=numbers([one.all() for one in of_answers(hits)], bool),
+            dense_right=numbers([one.all() for one in of_answers(dense_hits)], bool),
+        )
+
+    @torch.inference_mode()
+    def _log_probs(self, number: int, plans: Plans) -> Tensor:
+        """(P, V) fp32 at a sequence's positions."""
+        one = self.sequences[number]
+        ids = torch.tensor([one.ids], device=self._model.device)
+        with attending(self._model, planned(plans, one.context, backend=self._backend)):
+            output = self._model(input_ids=ids, use_cache=False, logits_to_keep=self.positions(number))
+        logits: Tensor = output.logits[0].float()
+        return logits.log_softmax(-1).clamp_min_(LEAST)
+
+
+def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:
+    """Attention by patterns in a prefill of `context` tokens, dense in what comes after it and in layers without.
+
+    Dense attention is by Headwise's kernel; layers with a window or sinks of their own are left as the model has them.
+    """
+
+    def visit(inputs: LayerInputs) -> Tensor | None:
+        if inputs.sliding_window is not None or inputs.sinks is not None:
+            return None
+        q, k, v = inputs.q, inputs.k, inputs.v
+        options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
+        plan, length = plans.get(inputs.layer), q.shape[2]
+        if plan is None:
+            return sparse_attention(q, k, v, dense_index(1, q.shape[1], length, length, q.device), **options)
+        before = slice(0, context)
+        index = plan.build(q[:, :, before], k[:, :, before], scale=inputs.scale)
+        out = sparse_attention(q[:, :, before], k[:, :, before], v[:, :, before], index, **options)
+        if context == length:
+            return out
+        every = dense_index(1, q.shape[1], length - context, length, q.device)
+        return torch.cat([out, sparse_attention(q[:, :, context:], k, v, every, **options)], dim=2)
+
+    return visit
+
+
+def check_logits(model: Any) -> None:
+    """Raise HeadwiseError where a model computes the logits of all tokens or none."""
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise HeadwiseError(f"{type(model).__name__} has no logits_to_keep: logits of long prompts do not fit")

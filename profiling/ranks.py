@@ -1,0 +1,220 @@
+"""The processes of one launch by torchrun, which share a command's work: who does what, and what all of them know.
+
+    torchrun --nproc_per_node 8 -m search.heads --model M --out cfg.yaml
+
+Without torchrun there is one rank, and torch.distributed is not initialised.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from artifacts import HeadwiseError
+from artifacts.command_line import BAD_USE, INTERRUPTED
+from profiling.values import from_bytes, to_bytes
+
+# The longest that a rank waits for the others at the end of a phase. One that has died is noticed at once.
+TIMEOUT = 7200.0
+_FAILED, _CODE = "headwise/failed", "headwise/code"
+_SECONDS_TO_TELL = 5.0
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of this launch as one of them sees them. Every rank has to make the same calls in the same order."""
+
+    def __init__(self, rank: int = 0, count: int = 1, local: int = 0, store: Any = None) -> None:
+        """local: the rank among those on this machine. store: torch.distributed's, through which failures are known."""
+        self.rank, self.count, self.local = rank, count, local
+        self._store = store
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the output and prints."""
+        return self.rank == 0
+
+    def device(self, name: str) -> str:
+        """The device of this rank: `cuda` is a GPU of its own where there are several ranks.
+
+        Raises:
+            HeadwiseError: the machine has fewer GPUs than ranks.
+        """
+        if self.count == 1 or name != "cuda":
+            return name
+        import torch
+
+        if self.local >= torch.cuda.device_count():
+            raise HeadwiseError(
+                f"--device cuda: rank {self.rank} needs a GPU of its own, this machine has "
+                f"{torch.cuda.device_count()}: start at most so many with --nproc_per_node"
+            )
+        return f"cuda:{self.local}"
+
+    def deal(self, units: Sequence[T], costs: Sequence[float] | None = None) -> list[T]:
+        """This rank's share of the units, in their order: each, the longest first, goes to the rank with least to do.
+
+        Args:
+            units: the same in every rank.
+            costs: of each, in any unit; all the same if None.
+        """
+        costs = [1.0] * len(units) if costs is None else costs
+        load = [0.0] * self.count
+        mine = []
+        for place in sorted(range(len(units)), key=lambda place: -costs[place]):
+            rank = load.index(min(load))
+            load[rank] += costs[place]
+            if rank == self.rank:
+                mine.append(place)
+        return [units[place] for place in sorted(mine)]
+
+    def gather(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all ranks together, sorted by key; a key that several have is the first rank's.
+
+        They are as profiling.values.from_bytes returns them, also where there is one rank.
+        """
+        found: dict[str, Any] = {}
+        for theirs in self.gather_all(dict(values)):
+            found = {**theirs, **found}
+        return dict(sorted(found.items()))
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """The value that each rank gave, by rank."""
+        data = to_bytes(value)
+        if self.count == 1:
+            return [from_bytes(data)]
+        import torch
+        from torch import distributed
+
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        with self._together():
+            distributed.all_gather(sizes, torch.tensor([len(data)]))
+        longest = max(int(size) for size in sizes)
+        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
+        with self._together():
+            distributed.all_gather(padded, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+        return [from_bytes(bytes(part[: int(size)].numpy())) for part, size in zip(padded, sizes, strict=True)]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """The first rank's value, in every rank."""
+        return self.gather_all(value if self.is_first else None)[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.count > 1:
+            from torch import distributed
+
+            with self._together():
+                distributed.all_reduce(_nothing())
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The first rank does the block, then the others do: it fills caches on disk that they find filled."""
+        if not self.is_first:
+            self.barrier()
+        yield
+        if self.is_first:
+            self.barrier()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A call that ends in every rank or in none: where another rank has failed, this one ends with its code."""
+        try:
+            yield
+        except RuntimeError as error:
+            code = self._code_of_another()
+            if code is not None:
+                raise SystemExit(code) from None
+            # A rank that is killed says nothing.
+            raise HeadwiseError(
+                f"rank {self.rank} of {self.count} lost another rank, which was killed or has not come for long "
+                f"({_last_line(error)}); what is finished is kept: start the same command again"
+            ) from None
+
+    def _code_of_another(self) -> int | None:
+        try:
+            self._store.wait([_CODE], timedelta(seconds=_SECONDS_TO_TELL))
+            return int(self._store.get(_CODE))
+        except RuntimeError:
+            return None
+
+    def _fails(self, error: BaseException) -> None:
+        """Let the others know how this rank ends; where they know of another failure, this one is not told."""
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif isinstance(error, HeadwiseError):
+            code = BAD_USE
+        else:
+            code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        try:
+            first = self._store.add(_FAILED, 1) == 1
+            if first:
+                self._store.set(_CODE, str(code))
+        except RuntimeError:
+            # The store was the first rank's, and that is gone.
+            first = True
+        if not first:
+            sys.exit(code)
+
+
+@contextmanager
+def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
+    """Join the ranks of this launch until the block ends; leave it when all work is done.
+
+    An error in one rank ends all of them: it is told once, and the others end with its exit code when they next wait
+    for each other, or are ended by torchrun. torch.distributed speaks gloo for what is on the CPU, NCCL for GPUs.
+
+    Args:
+        timeout: seconds that a rank waits for the others.
+    """
+    count = _number("WORLD_SIZE", 1)
+    if count == 1:
+        yield Ranks()
+        return
+    import torch
+    from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    local = _number("LOCAL_RANK", 0)
+    if torch.cuda.is_available() and local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
+    store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=PrefixStore("headwise", store),
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=timeout),
+    )
+    joined = Ranks(rank, count, local, store)
+    try:
+        yield joined
+        # One that leaves early may take the store with it.
+        joined.barrier()
+    except BaseException as error:
+        joined._fails(error)
+        raise
+    distributed.destroy_process_group()
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise HeadwiseError(f"the environment's {name} must be a number, as torchrun sets it, got {text!r}")
+    return int(text)
+
+
+def _nothing() -> Any:
+    import torch
+
+    return torch.zeros(1)
+
+
+def _last_line(error: RuntimeError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]

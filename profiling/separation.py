@@ -1,0 +1,202 @@
+"""python -m profiling.separation: which tasks tell sparse patterns apart, by what each method loses on each of them.
+
+Dense attention, an artifact, A-shape and vertical-slash for all heads at one density, all with the same dense tail, and
+oracle top-k: a task earns its place where A-shape is clearly worse than dense and oracle is not. Every context under
+every method is a unit of a ledger beside the output: a killed run goes on where it was.
+
+python -m profiling.separation --model smollm2 --config cfg.yaml --length 4096 --out separation.json
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from artifacts import HeadwiseError, load_pair
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write
+from profiling.evaluation.methods import Methods, dense_kernel
+from profiling.evaluation.separation import Row, Unit, earns, records_of, rows_of, text_table
+from profiling.evaluation.times import machine
+from profiling.inside.oracle import oracle
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
+from profiling.quality.contexts import by_context
+from runtime.fingerprint import check
+
+TASKS = (
+    "line_retrieval",
+    "line_retrieval@question_first=1",
+    "needle@question_first=1",
+    "line_turns",
+    "kv_turns",
+    "chain_turns",
+    "line_asked",
+    "chain",
+    "label_map",
+    "repeats",
+    "prose",
+)
+METHODS = ("dense", "headwise", "a_shape", "vertical_slash", "a_shape-tail")
+_TAIL = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separation:
+    """One run of the command.
+
+    density: what A-shape and vertical-slash are fitted to, and the oracle's that a task is judged by.
+    oracles: all densities of oracle top-k.
+    contexts: prompts of a task with many answers each. prompts: of one with a single answer.
+    """
+
+    model: str
+    config: Path
+    out: Path
+    length: int = 4096
+    tasks: tuple[str, ...] = TASKS
+    density: float = 0.2
+    oracles: tuple[float, ...] = (0.1, 0.2, 0.3)
+    contexts: int = 3
+    prompts: int = 8
+    windows: int = 6
+    seed: int = 1000
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    fresh: bool = False
+    command: str = ""
+
+
+def run(config: Separation) -> dict[str, Any]:
+    """Measure and write the figures as JSON.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    artifact, arrays = load_pair(config.config)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    check(artifact.model, loaded.model)
+    prompts = {task: _prompts(config, loaded, task) for task in config.tasks}
+    settings = {
+        "separation": 1,
+        "artifact": artifact.content_sha256,
+        "weights": artifact.model.weights_sha256,
+        "length": config.length,
+        "density": config.density,
+        "dtype": config.dtype,
+        "device": config.device,
+        "version": version("headwise"),
+    }
+    densities: dict[str, float | None] = {}
+    units: dict[str, dict[str, list[Unit]]] = {task: {} for task in config.tasks}
+    judged = f"oracle {config.density:g}"
+    with Ledger(config.out, "separation", settings=settings, fresh=config.fresh) as ledger:
+        methods = Methods(loaded, artifact, arrays, density=config.density, ledger=ledger)
+        for name in METHODS:
+            made = dense_kernel(methods.artifact) if name == "dense" else methods.make(name, config.length)
+            densities[name] = made.density
+            _measure(loaded, made.apply(loaded.model), name, prompts, ledger, units)
+        worse = [task for task in config.tasks if earns(units[task], "a_shape", None)]
+        for density in sorted(config.oracles, key=lambda each: each != config.density):
+            name = f"oracle {density:g}"
+            densities[name] = density
+            some = {task: prompts[task] for task in worse}
+            _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, some, ledger, units)
+    rows = [row for task in config.tasks for row in rows_of(task, units[task])]
+    record = {
+        "command": config.command,
+        "settings": {**settings, "seed": config.seed, "prompts": {task: len(p) for task, p in prompts.items()}},
+        "machine": machine(str(loaded.model.device)),
+        "versions": {"python": platform.python_version(), "transformers": version("transformers")},
+        "densities": densities,
+        "rows": [asdict(row) for row in rows],
+        "earn_their_place": [task for task in worse if earns(units[task], "a_shape", judged)],
+    }
+    atomic_write(config.out, (json.dumps(record, indent=1) + "\n").encode())
+    ledger.remove()
+    return record
+
+
+def _prompts(config: Separation, loaded: LoadedModel, name: str) -> list[Prompt]:
+    """As many prompts of a task as there are to be: whole contexts, where several share one."""
+    task = parse_task(name)
+    questions = per_context(task)
+    how: dict[str, Any] = {"length": config.length, "seed": config.seed}
+    first = make_prompts(task, loaded.tokenizer, samples=1, **how)[0]
+    count = config.windows if first.answer is None else config.prompts
+    count = config.contexts * questions if questions > 1 or first.scored else count
+    return make_prompts(task, loaded.tokenizer, samples=count, **how)
+
+
+def _measure(
+    loaded: LoadedModel,
+    applied: AbstractContextManager[object],
+    name: str,
+    prompts: dict[str, list[Prompt]],
+    ledger: Ledger,
+    units: dict[str, dict[str, list[Unit]]],
+) -> None:
+    """Every context under a method that the ledger lacks; the units of all of them, by task."""
+    groups = [(task, [own[at] for at in group]) for task, own in prompts.items() for group in by_context(own)]
+    with applied:
+        for task, group in tqdm(groups, desc=name, disable=None, leave=False):
+            unit = ledger.unit(f"{name}/{task}/{digest(group)[:16]}")
+            found = ledger.once(unit, partial(records_of, loaded.model, loaded.tokenizer, group))
+            units[task].setdefault(name, []).extend(Unit(**record) for record in found)
+
+
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.separation."""
+    p = ArgumentParser(prog="python -m profiling.separation", description=__doc__)
+    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    p.add_argument("--config", required=True, type=Path, help="a searched artifact of that model")
+    p.add_argument("--out", required=True, type=Path, help="JSON file; a ledger stands beside it until it is written")
+    p.add_argument("--length", type=int, default=Separation.length, help="tokens of a prompt (default 4096)")
+    p.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"(default: {' '.join(TASKS)})")
+    p.add_argument("--density", type=float, default=Separation.density, help="of A-shape and vertical-slash (0.2)")
+    p.add_argument("--oracles", nargs="+", type=float, default=list(Separation.oracles), help="(0.1 0.2 0.3)")
+    p.add_argument("--contexts", type=int, default=Separation.contexts, help="of tasks with many answers each (3)")
+    p.add_argument("--prompts", type=int, default=Separation.prompts, help="of tasks with one answer each (8)")
+    p.add_argument("--windows", type=int, default=Separation.windows, help="of a text (6)")
+    p.add_argument("--seed", type=int, default=Separation.seed)
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    p.add_argument("--device", default="cpu")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry point."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    given = vars(parser().parse_args(argv))
+    for name in ("length", "contexts", "prompts", "windows"):
+        if given[name] < 1:
+            raise HeadwiseError(f"--{name} must be at least 1, got {given[name]}")
+    for density in (given["density"], *given["oracles"]):
+        if not 0 < density <= 1:
+            raise HeadwiseError(f"--density and --oracles must be above 0 and at most 1, got {density}")
+    lists = {name: tuple(given[name]) for name in ("tasks", "oracles")}
+    command = "python -m profiling.separation " + shlex.join(argv)
+    record = run(Separation(**{**given, **lists}, command=command))
+    print(text_table([Row(**row) for row in record["rows"]], record["densities"]))
+    print(f"\nearn their place: {', '.join(record['earn_their_place']) or 'none'}\nwrote {given['out']}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

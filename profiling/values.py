@@ -1,0 +1,58 @@
+"""Plain values and arrays as bytes, without pickle: what a resume ledger keeps, and what ranks send each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_ARRAY = "__array__"
+_JSON = "json"
+
+
+def to_bytes(value: Any) -> bytes:
+    """A safetensors file of JSON values, whose keys are text, with numpy arrays anywhere among them.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            name = str(len(arrays))
+            # safetensors writes the buffer as it lies.
+            arrays[name] = np.asarray(value, dtype=value.dtype.newbyteorder("="), order="C")
+            return {_ARRAY: name}
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, Mapping):
+            if wrong := [key for key in value if not isinstance(key, str) or key == _ARRAY]:
+                raise TypeError(f"keys must be text other than {_ARRAY}, got {wrong[0]!r}")
+            return {key: plain(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(entry) for entry in value]
+        if value is None or isinstance(value, str | int | float):
+            return value
+        raise TypeError(f"a value must be JSON or arrays of numbers, got {type(value).__name__}")
+
+    from safetensors.numpy import save
+
+    text = json.dumps(plain(value)).encode()
+    data: bytes = save({_JSON: np.frombuffer(text, dtype=np.uint8), **arrays})
+    return data
+
+
+def from_bytes(data: bytes) -> Any:
+    """What to_bytes() was given, with lists where there were tuples and Python's numbers where there were numpy's."""
+    from safetensors.numpy import load
+
+    arrays: dict[str, np.ndarray] = load(data)
+
+    def read(found: dict[str, Any]) -> Any:
+        # Those that safetensors returns cannot be written to.
+        return arrays[found[_ARRAY]].copy() if _ARRAY in found else found
+
+    return json.loads(arrays[_JSON].tobytes(), object_hook=read)

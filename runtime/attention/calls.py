@@ -1,0 +1,92 @@
+"""One call of an attention layer, as transformers makes it, and what of it no kernel of ours does.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels import dispatch
+from kernels.attention import cpu as native
+from runtime.attention.state import Layer
+
+
+class Call(NamedTuple):
+    """What transformers calls the registered attention function with, and what is applied to the module.
+
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that only some models
+    give. `layer` is None where nothing is applied to the module.
+    """
+
+    module: nn.Module
+    layer: Layer | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    scale: float | None
+    more: dict[str, Any]
+
+    @property
+    def softcap(self) -> float | None:
+        return self.more.get("softcap")
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """(H,): learned logits that take part in the softmax and have no value (GPT-OSS)."""
+        return self.more.get("s_aux")
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees, itself included, where the layer slides."""
+        return self.more.get("sliding_window")
+
+    @property
+    def causal(self) -> bool:
+        causal = self.more.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if causal is None else causal)
+
+    @property
+    def wants_weights(self) -> bool:
+        wanted = self.more.get("output_attentions")
+        if wanted is None:
+            config = getattr(self.module, "config", None)
+            wanted = config is not None and getattr(config, "output_attentions", False)
+        return bool(wanted)
+
+
+def special(call: Call) -> str | None:
+    """What a call asks for that no kernel of ours does, None where it is causal attention (sinks, a window or not)."""
+    _, _, query, key, value, _, dropout, _, more = call
+    if not call.causal:
+        return "attention is not causal"
+    if call.wants_weights:
+        return "attention weights were asked for"
+    if dropout:
+        return "attention dropout is on (the model is in training mode)"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "gradients are required (use torch.no_grad or inference_mode)"
+    if more.get("position_bias") is not None:
+        return "the layer uses a position bias"
+    if (dtype := query.dtype) != key.dtype or dtype != value.dtype:
+        return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
+    return None
+
+
+def no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why no kernel serves the call. The reference always does, slower than dense: only where asked for."""
+    if backend != "auto":
+        reason = dispatch.backend(backend).supports(query, key, value)
+        return reason and f"kernel {backend}: {reason}"
+    if query.is_cpu and native.supports(query, key, value) is None:
+        return None
+    reasons = dispatch.why_not(query, key, value)
+    fast = {name: reason for name, reason in reasons.items() if name != "reference"}
+    if None in fast.values():
+        return None
+    return "no fast kernel: " + "; ".join(f"{name}: {reason}" for name, reason in fast.items())

@@ -1,0 +1,140 @@
+"""The one way to Headwise's kernels: patterns, every key, windows, padded and packed batches, sinks, decode.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.decode import cpu as native
+from kernels.index import SparseIndex
+from kernels.patterns import LayerPlan
+from kernels.ragged import Ragged
+from runtime.attention.calls import Call, special
+from runtime.attention.layout import Together
+from runtime.attention.masks import starts_of
+from runtime.attention.state import Layer
+from runtime.dense import dense_plan
+
+# With fewer float32 keys torch's own attention is as fast a step of decode.
+_MIN_KEYS_FLOAT32 = 256
+
+
+def attend(call: Call, together: Together, plan: LayerPlan | None, *, window: int | None = None) -> Tensor:
+    """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key."""
+    assert call.layer is not None
+    key, value = call.key, call.value
+    if together.keys is not None and together.keys != slice(0, key.shape[2]):
+        key, value = key[:, :, together.keys], value[:, :, together.keys]
+    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+    done = attend_layer(call.layer, plan, call.query, key, value, window=window, ragged=together.ragged, **how)
+    return done.transpose(1, 2)
+
+
+def attend_layer(
+    layer: Layer,
+    plan: LayerPlan | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    ragged: Ragged | None = None,
+    kv_heads: tuple[int, ...] | None = None,
+) -> Tensor:
+    """(B, H, Q, E) for queries (B, H, Q, D), the last of the keys: the index of every head, and attention over it.
+
+    plan: the layer's, or None for every key. sinks: (H,). kv_heads: those of the layer's that k and v hold, with the
+    query heads that read them in q; None for all. With low_memory an index, and what a kernel packs, is of one KV head.
+    """
+    settings = layer.settings
+    if settings.low_memory and k.shape[1] > 1:
+        batch, heads, q_len, _ = q.shape
+        group = heads // k.shape[1]
+        out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
+        for head in range(k.shape[1]):
+            mine, its = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            out[:, mine] = attend_layer(
+                *(layer, plan, q[:, mine], k[:, its], v[:, its]),
+                scale=scale,
+                softcap=softcap,
+                window=window,
+                ragged=ragged,
+                sinks=None if sinks is None else sinks[mine],
+                kv_heads=(head if kv_heads is None else kv_heads[head],),
+            )
+        return out
+    if plan is None:
+        plan, kv_heads = dense_plan(q.shape[1], k.shape[1]), None
+    elif settings.watch is not None:
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "ragged": ragged}
+        done: Tensor = settings.watch.attend(layer, kv_heads, q, k, v, **how)
+        return done
+    some = plan if kv_heads is None else plan.of(kv_heads)
+    index = some.build(q, k, scale=scale, window=window, ragged=ragged)
+    return launch(q, k, v, index, sinks=sinks, scale=scale, softcap=softcap, backend=settings.backend)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, sinks: Tensor | None, **options: Any) -> Tensor:
+    """Attention over an index with one more logit a head, (H,), in each softmax: (B, H, Q, E); None: without."""
+    if sinks is None:
+        return sparse_attention(q, k, v, index, **options)
+    return add_sinks(*sparse_attention(q, k, v, index, return_lse=True, **options), sinks)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention (B, H, Q, E) with log-sum-exp (B, H, Q), as it is with the sinks (H,) in the softmax; changes `out`.
+
+    A sink has the share exp(sink) / (exp(sink) + exp(lse)) of a query's attention, and gives nothing for it.
+    """
+    return out.mul_(torch.sigmoid(lse - sinks.float()[:, None])[..., None])
+
+
+def attend_step(call: Call, layer: Layer) -> Tensor | None:
+    """(B, Q, H, E) of a few queries behind all keys of their sequences, on the CPU; None where sdpa is to serve them.
+
+    With one bfloat16 query and 256 keys or more, torch's attention on the CPU took 10 to 100 times as long.
+    """
+    q, k, v, mask = call.query, call.key, call.value, call.mask
+    if not layer.settings.steps or not q.is_cpu:
+        return None
+    k_len = k.shape[2]
+    if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:
+        return None
+    # Of a window that is not full yet, or just so, every key is seen.
+    if (window := call.window) is not None and k_len > window:
+        return None
+    if mask is None:
+        # Several queries without a mask start at the first key; that is sdpa's.
+        if q.shape[2] > 1:
+            return None
+        starts: Tensor | str | None = None
+    else:
+        # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel would not look.
+        starts = starts_of(mask) if mask.shape[-1] == k_len else "the mask is for other keys"
+    if isinstance(starts, str) or call.sinks is not None or special(call) is not None:
+        return None
+    batch, heads, _, dim = q.shape
+    fits = k.shape[0] == batch and k.shape[3] == dim and k.shape[:3] == v.shape[:3] and not heads % k.shape[1]
+    if not fits or not k_len or native.supports(q, k, v) is not None:
+        return None
+    out, _, _ = native.decode_attention(
+        *(q, k, v),
+        tokens=None,
+        starts=starts,
+        ends=None,
+        window=None,
+        block_table=None,
+        scores="none",
+        scale=dim**-0.5 if call.scale is None else call.scale,
+        softcap=call.softcap,
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,138 @@
+"""What a forward does, worked out once where its mask is made: which sequences, how long, which launch serves them.
+
+Shapes: B batch, Q query length, K key length (all slots of the cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from kernels.ragged import Ragged
+from runtime.attention.rules import Rows
+
+# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
+MIN_QUERIES = 64
+
+
+class Part(NamedTuple):
+    """One sequence of a call: slots [k_start, end) of the cache, of which those from `first_query` on ask."""
+
+    row: int
+    k_start: int
+    end: int
+    first_query: int
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_start, self.end)
+
+    @property
+    def k_len(self) -> int:
+        return self.end - self.k_start
+
+    @property
+    def q_len(self) -> int:
+        return self.end - max(self.k_start, self.first_query)
+
+    @property
+    def q_start(self) -> int:
+        return max(self.k_start - self.first_query, 0)
+
+
+class Together(NamedTuple):
+    """Sequences that one launch serves: all rows alike, over the slots `keys`, or where `ragged` says."""
+
+    keys: slice | None
+    ragged: Ragged | None
+
+
+class Split(NamedTuple):
+    """The sequences of a call that are long enough to be sparse, None where none is, and those that are not."""
+
+    long: Together | None
+    short: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the real tokens are: sequence b is the slots ranges[b] = [start, end) of the cache, maybe empty.
+
+    The queries are slots q_start .. q_start + q_len; slots after them are not filled yet. Made once a forward, and all
+    layers ask the same one.
+
+    fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the cache is one that asks
+        for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
+    held: with `fresh`, how many real tokens of each sequence the mask counts before the queries; None for all slots.
+    window: how many tokens a query sees, itself included, where the layer slides; None for all.
+    packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
+    """
+
+    q_start: int
+    q_len: int
+    k_len: int
+    ranges: tuple[tuple[int, int], ...] | None
+    fresh: tuple[tuple[int, int], ...] | None = None
+    held: tuple[int, ...] | None = None
+    window: int | None = None
+    packed: Rows | None = None
+    _splits: dict[int, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def batch(self) -> int:
+        return len(self.fresh or self.ranges or self.packed or ())
+
+    @cached_property
+    def sequences(self) -> list[tuple[int, int, int]] | None:
+        """Row, start and end of each sequence, in slots of the cache; None where they are not contiguous."""
+        if self.packed is not None:
+            return [(row, *slots) for row, all_slots in enumerate(self.packed) for slots in all_slots]
+        return None if self.ranges is None else [(row, *slots) for row, slots in enumerate(self.ranges)]
+
+    @cached_property
+    def longest(self) -> int:
+        """Real tokens in the longest sequence, those of the cache included."""
+        return max((end - start for _, start, end in self.sequences or ()), default=0)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The sequences that have queries in the call."""
+        parts = (Part(row, start, end, self.q_start) for row, start, end in self.sequences or ())
+        return tuple(part for part in parts if part.q_len > 0)
+
+    @cached_property
+    def together(self) -> Together | None:
+        """All sequences that have queries, in one launch; None where none has."""
+        return self._together(self.parts)
+
+    @cached_property
+    def needs_no_mask(self) -> bool:
+        """Whether causal attention from the first key on is all that the mask says: sdpa does that without one."""
+        near = self.window is None or self.k_len <= self.window
+        whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
+        return near and whole and self.q_len == self.k_len
+
+    def split(self, dense_below: int) -> Split:
+        """The sequences of at least MIN_QUERIES queries and `dense_below` keys, and the others."""
+        if dense_below not in self._splits:
+            long = [part for part in self.parts if part.k_len >= dense_below and part.q_len >= MIN_QUERIES]
+            short = tuple(part for part in self.parts if part not in long)
+            self._splits[dense_below] = Split(self._together(long), short)
+        return self._splits[dense_below]
+
+    def _together(self, parts: Sequence[Part]) -> Together | None:
+        if not parts:
+            return None
+        first = parts[0]
+        if len(parts) == self.batch and all(part[1:] == first[1:] and part.q_len == self.q_len for part in parts):
+            return Together(slice(first.k_start, first.end), None)
+        ragged = Ragged(
+            rows=tuple(part.row for part in parts),
+            q_starts=tuple(part.q_start for part in parts),
+            q_lens=tuple(part.q_len for part in parts),
+            k_starts=tuple(part.k_start for part in parts),
+            k_lens=tuple(part.k_len for part in parts),
+        )
+        return Together(None, ragged)

@@ -1,0 +1,260 @@
+"""Masks that say what they are: causal over padded sequences, known by ranges, not made unless read.
+
+Shapes: B batch, Q query length, K key length (all slots of the cache).
+
+transformers makes one mask a forward and hands it to every layer. For a long padded prefill sdpa's is a
+(B, 1, Q, K) tensor, 10 GB a sequence at 100K tokens. `headwise_mask` returns a PrefillMask in its place: a
+tensor of that shape and type without memory that holds the ranges of real tokens. Code that reads it as a
+tensor gets the true mask (made once a forward), so all between mask and attention goes on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from kernels.decode import MAX_QUERIES
+from runtime.attention.layout import MIN_QUERIES, Layout
+from runtime.attention.rules import Rule, rule_of
+from runtime.attention.state import Settings, settings_of
+
+# Entries from which on a mask counts as memory.
+LARGE = 1 << 24
+
+
+class PrefillMask(Tensor):
+    """A causal mask over sequences of contiguous tokens, (B, 1, Q, K), without memory until it is read.
+
+    `tokens` says where the real ones are. `for_dense()` is what the dense attention would have got: a mask,
+    or None where it needs none.
+    """
+
+    tokens: Layout
+    _make: Callable[[bool], Tensor | None]
+    _made: dict[bool, Tensor | None]
+
+    @staticmethod
+    def __new__(
+        cls,
+        layout: Layout,
+        make: Callable[[bool], Tensor | None],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PrefillMask:
+        shape = (layout.batch, 1, layout.q_len, layout.k_len)
+        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        mask.tokens, mask._make, mask._made = layout, make, {}
+        return mask
+
+    def for_dense(self) -> Tensor | None:
+        return self._once(True)
+
+    def read(self) -> Tensor:
+        """The mask as a plain tensor."""
+        mask = self._once(False)
+        assert mask is not None
+        return mask
+
+    def empty(self) -> PrefillMask:
+        """One over no tokens, to be told by who it is."""
+        nothing = torch.empty(0, dtype=self.dtype)
+        return PrefillMask(Layout(0, 0, 0, ()), lambda _: nothing, dtype=self.dtype, device=self.device)
+
+    def _once(self, may_skip: bool) -> Tensor | None:
+        if may_skip not in self._made:
+            self._made[may_skip] = self._make(may_skip)
+        mask = self._made[may_skip]
+        return mask if mask is None else mask.to(self.device)
+
+    def _moved(self, device: torch.device) -> PrefillMask:
+        moved = PrefillMask(self.tokens, self._make, dtype=self.dtype, device=device)
+        moved._made = self._made
+        return moved
+
+    # Only __torch_dispatch__ is wanted: it sees the operations that composite ones come down to.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A model spread over devices moves the mask to each: that must not make it.
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0]._moved(torch.device(kwargs.get("device") or args[0].device))
+        args, kwargs = tree_map_only(PrefillMask, PrefillMask.read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def starts_of(mask: Tensor | None) -> Tensor | str | None:
+    """First real key of each sequence, (B,) int32, by the mask of a call; None where all start at 0.
+
+    A string says why the mask does not tell: it was made elsewhere, or sequences have holes or end before the last key.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, PrefillMask):
+        layout, device = mask.tokens, mask.device
+        if layout.ranges is None:
+            return "a sequence has holes"
+        if any(end != layout.k_len for _, end in layout.ranges):
+            return "a sequence ends before the last key"
+        firsts = [start for start, _ in layout.ranges]
+        return torch.tensor(firsts, dtype=torch.int32, device=device) if any(firsts) else None
+    starts: Tensor | str | None = getattr(mask, _STARTS, "the mask was made elsewhere")
+    return starts
+
+
+_STARTS = "headwise_starts"
+
+
+def _telling(mask: Tensor | None, padding: Tensor | None, batch: int, gone: int, length: int) -> Tensor | None:
+    """The mask of a decode step over `length` slots after `gone`, with what starts_of wants to know kept on it."""
+    if mask is None or (padding is not None and (padding.dim() != 2 or padding.shape != (batch, gone + length))):
+        return mask
+    starts = None
+    if padding is not None:
+        real = padding[:, gone:].bool()
+        starts = real.to(torch.uint8).argmax(1).to(torch.int32)
+        if not bool((real.sum(1) == length - starts).all()):
+            return mask
+    setattr(mask, _STARTS, starts)
+    return mask
+
+
+def headwise_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What transformers calls for a mask: a PrefillMask for a long causal prefill, else what dense gets."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+    # What is traced reads no table of applications: any change of it would have the graph made again.
+    settings = None if torch.compiler.is_compiling() else settings_of(kwargs.get("config"))
+    name = "sdpa" if settings is None else settings.dense
+    dense = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    given: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **kwargs,
+    }
+    rule = None if settings is None or kwargs.get("use_vmap") else rule_of(mask_function)
+    if settings is None or rule is None or rule.window != kwargs.get("local_size"):
+        return dense(**given)
+    make = _fresh_mask if settings.evicts else _packed_mask if rule.packed is not None else _causal_mask
+    mask = make(rule, settings, given, dense, name)
+    return dense(**given) if mask is None else mask
+
+
+def _causal_mask(
+    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
+) -> Tensor | None:
+    """The mask of a call whose rows are one sequence each; None where dense attention's is to be made right away."""
+    gone, q_len, k_len = (int(given[each]) for each in ("kv_offset", "q_length", "kv_length"))
+    padding, batch = given["attention_mask"], int(given["batch_size"])
+    if gone and rule.window is None:
+        return None
+    slides = rule.window is not None and k_len > rule.window
+    large = settings.low_memory and q_len * k_len >= LARGE
+    ours = settings.kernel_from is not None and q_len > MAX_QUERIES and k_len >= settings.kernel_from
+    wanted = large or (settings.dense_kernels if slides else k_len >= settings.dense_below)
+    if not (ours or (wanted and q_len >= MIN_QUERIES)):
+        mask: Tensor | None = dense(**given)
+        kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
+        tells = (kernel and not slides) or (settings.decode is not None and rule.window is None)
+        whole = tells and int(given["q_offset"]) + q_len == gone + k_len
+        if settings.spread and whole and mask is not None and (ranges := _ranges(padding, batch, gone + k_len)):
+            # What is kept on a tensor does not go along to another device.
+            here = tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
+            return _prefill_mask(Layout(k_len - q_len, q_len, k_len, here, window=rule.window), given, dense, name)
+        return _telling(mask, padding, batch, gone, k_len) if whole else mask
+    start = int(given["q_offset"])
+    if start + q_len > gone + k_len:
+        return None
+    ranges = _ranges(padding, batch, start + q_len)
+    if ranges is None:
+        return None
+    # A layer that slides counts its slots from the first token that it still has.
+    here = tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
+    # A static cache gives its own counter, which has moved on by the time the mask is read.
+    layout = Layout(start - gone, q_len, k_len, here, window=rule.window)
+    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
+
+
+def _prefill_mask(layout: Layout, given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    # Of what flash and flex attention get, a reader could make nothing.
+    tensor = dense if name == "eager" else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    return PrefillMask(
+        layout,
+        lambda may_skip: dense(**given) if may_skip else tensor(**{**given, "allow_is_causal_skip": False}),
+        dtype=given.get("dtype", torch.float32) if name == "eager" else torch.bool,
+        device=torch.device(given.get("device", "cpu")),
+    )
+
+
+def _fresh_mask(
+    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
+) -> PrefillMask | None:
+    """The mask for a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
+    padding, start, q_len = given["attention_mask"], int(given["q_offset"]), int(given["q_length"])
+    if given["kv_offset"] != 0 or rule.packed is not None:
+        return None
+    batch, end = int(given["batch_size"]), start + q_len
+    new = padding if padding is None or padding.dim() != 2 else padding[:, start:end]
+    fresh = _ranges(new, batch, q_len)
+    if fresh is None:
+        return None
+    ranges = None if rule.window is not None else _ranges(padding, batch, end)
+    held = (
+        None if padding is None or padding.dim() != 2 else tuple(padding[:, :start].sum(1, dtype=torch.int64).tolist())
+    )
+    layout = Layout(start, q_len, int(given["kv_length"]), ranges, fresh, held)
+    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
+
+
+def _packed_mask(
+    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
+) -> PrefillMask | None:
+    """The mask of sequences that lie end to end in the rows of a call without a cache; None for any other."""
+    q_len, k_len = int(given["q_length"]), int(given["kv_length"])
+    if q_len != k_len or given["attention_mask"] is not None or int(given["q_offset"]):
+        return None
+    packed = rule.rows(int(given["batch_size"]), q_len)
+    if packed is None:
+        return None
+    return _prefill_mask(Layout(0, q_len, k_len, None, window=rule.window, packed=packed), given, dense, name)
+
+
+def _ranges(padding: Tensor | None, batch: int, length: int) -> tuple[tuple[int, int], ...] | None:
+    """The first `length` slots' range of real tokens for each sequence; None where a sequence has holes."""
+    if padding is None:
+        return ((0, length),) * batch
+    if padding.dim() != 2 or padding.shape[0] != batch or padding.shape[1] < length:
+        return None
+    real = padding[:, :length].bool()
+    count = real.sum(1)
+    first = real.to(torch.uint8).argmax(1)
+    last = length - real.flip(1).to(torch.uint8).argmax(1)
+    rows: list[list[int]] = torch.stack([first, last, count], dim=1).tolist()
+    if any(total and end - begin != total for begin, end, total in rows):
+        return None
+    return tuple((begin, end) if total else (0, 0) for begin, end, total in rows)

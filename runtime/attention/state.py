@@ -1,0 +1,171 @@
+"""What is applied where, by attention module and by configuration: models do not disturb each other."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from artifacts import HeadwiseError
+from kernels.patterns import LayerPlan
+from runtime.dense import LEAST
+from runtime.omnikv.decode import OmniKV, Role
+
+_log = logging.getLogger("headwise")
+
+
+class Calls:
+    """How the calls of each attention layer were served, counted by any number of threads at once."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, str]] = Counter()
+        # Adding to a Counter reads and writes: a thread that comes between loses a call.
+        self._lock = threading.Lock()
+
+    def add(self, layer: int, how: str) -> None:
+        """One more call of a layer served so."""
+        with self._lock:
+            self._counts[layer, how] += 1
+
+    def by_layer(self) -> dict[int, dict[str, int]]:
+        """Calls so far by layer, in order, and by how they were served."""
+        with self._lock:
+            counts = dict(self._counts)
+        layers: dict[int, dict[str, int]] = {layer: {} for layer in sorted({layer for layer, _ in counts})}
+        for (layer, how), count in counts.items():
+            layers[layer][how] = count
+        return layers
+
+    def total(self) -> Counter[str]:
+        """Calls so far of all layers together, by how they were served."""
+        return sum((Counter(calls) for calls in self.by_layer().values()), Counter())
+
+
+@dataclass(eq=False, kw_only=True)
+class Settings:
+    """One application of an artifact to a model, shared by its layers.
+
+    `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
+    `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel" ours, "model" `dense`.
+    `spread`: the model lies on several devices, and masks are moved.
+    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask. `watch` (runtime.watch) serves
+    sparse prefills and keeps what it sees; None where nobody asked.
+    """
+
+    dense_below: int
+    dense: str
+    strict: bool
+    backend: str
+    decode: OmniKV | None = None
+    evicts: bool = False
+    dense_by: str = "auto"
+    spread: bool = False
+    low_memory: bool = False
+    watch: Any = None
+    calls: Calls = field(default_factory=Calls)
+    said: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        # Asked at every step of decode.
+        self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
+
+    @property
+    def dense_kernels(self) -> bool:
+        """Whether our kernels may serve what stays dense: decode over every key, layers that slide, other prefills."""
+        return self.dense_by != "model"
+
+    @property
+    def kernel_from(self) -> int | None:
+        """Keys from which on our kernel may serve a dense prefill that sees all of them; None where it never does."""
+        return {"auto": LEAST, "kernel": 0}.get(self.dense_by)
+
+    def refuse(self, reason: str, detail: str = "") -> None:
+        """A call cannot be served sparsely: raise if strict, otherwise say so the first time, whatever the detail."""
+        said = f"{reason}: {detail}" if detail else reason
+        if self.strict:
+            raise HeadwiseError(f"cannot serve this call sparsely: {said}")
+        self.say(reason, f"serving densely: {said}")
+
+    def say(self, what: str, line: str | None = None) -> None:
+        """Warn of something, the first time."""
+        with self._lock:
+            first = what not in self.said
+            self.said.add(what)
+        if first:
+            _log.warning("%s", line or what)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The part of an application that one attention module needs.
+
+    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone. first_head: the first
+    query head that this process has of it.
+    """
+
+    settings: Settings
+    number: int
+    plan: LayerPlan | None
+    role: Role | None = None
+    first_head: int = 0
+    # The module as it was, for attention that reads its own name there; None where sdpa or eager is dense.
+    before: Any = None
+    # By which code that was compiled finds the module.
+    key: int = field(default_factory=itertools.count().__next__)
+
+    def count(self, how: str) -> None:
+        """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""
+        self.settings.calls.add(self.number, how)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module has nothing applied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+# Where a module keeps what is applied to it: a table of all modules would be part of every compiled graph.
+_ATTRIBUTE = "_headwise_layer"
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+# Configurations compare by value and do not hash, so they are held by identity.
+_configs: dict[int, tuple[weakref.ref[Any], Settings]] = {}
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """What is applied to an attention module, None where nothing is."""
+    layer: Layer | None = getattr(module, _ATTRIBUTE, None)
+    return layer
+
+
+def module_of(layer: int) -> nn.Module:
+    """The attention module to which the layer with this key is applied."""
+    return _modules[layer]
+
+
+def settings_of(config: Any) -> Settings | None:
+    """What is applied to the model of this very configuration object, None where nothing is."""
+    entry = _configs.get(id(config))
+    return entry[1] if entry is not None and entry[0]() is config else None
+
+
+def remember(config: Any, modules: dict[nn.Module, Layer], settings: Settings) -> None:
+    key = id(config)
+    _configs[key] = (weakref.ref(config, lambda _: _configs.pop(key, None)), settings)
+    for module, layer in modules.items():
+        setattr(module, _ATTRIBUTE, layer)
+        _modules[layer.key] = module
+
+
+def forget(config: Any, modules: list[nn.Module]) -> None:
+    _configs.pop(id(config), None)
+    for module in modules:
+        layer: Layer | None = vars(module).pop(_ATTRIBUTE, None)
+        if layer is not None:
+            _modules.pop(layer.key, None)

@@ -1,0 +1,83 @@
+"""A cache layer that grows in place. Importing this imports transformers.
+
+Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from runtime.allocator import in_huge_pages
+
+# Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
+_ROOM = 256
+_SHARE = 8
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values in memory with room at the end: a new token costs its own bytes, not a copy of all before it.
+
+    `DynamicLayer` concatenates at every step, which at 32K tokens moves more memory than the model's weights.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rooms: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append (B, G, Q, D) and (B, G, Q, E); the views (B, G, n + Q, ...) of all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        old = self.get_seq_length()
+        new = old + key_states.shape[-2]
+        rooms = self._rooms
+        if rooms is None or rooms[0].shape[-2] < new or not _writable(rooms[0]):
+            room = new + max(_ROOM, new // _SHARE)
+            rooms = _moved(self.keys, key_states, old, room), _moved(self.values, value_states, old, room)
+            self._rooms = rooms
+        for room_of, states in zip(rooms, (key_states, value_states), strict=True):
+            room_of[:, :, old:new] = states
+        self.keys, self.values = rooms[0][:, :, :new], rooms[1][:, :, :new]
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the room for new tokens included."""
+        return sum(room.nbytes for room in self._rooms or ())
+
+    def reset(self) -> None:
+        # transformers before 5.17 keeps the length and zeroes the tokens.
+        self._rooms, self.is_initialized = None, False
+        self.keys = self.values = None  # type: ignore[assignment]
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._rooms = None
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._rooms = None
+        super().batch_select_indices(indices.to(self.keys.device) if self.is_initialized else indices)
+
+
+def _moved(former: Tensor, states: Tensor, length: int, room: int) -> Tensor:
+    """New memory (B, G, room, D) with the first `length` tokens of `former`."""
+    moved = in_huge_pages(states.new_empty(*states.shape[:2], room, states.shape[-1]))
+    if length:
+        moved[:, :, :length] = former
+    return moved
+
+
+def _writable(room: Tensor) -> bool:
+    """Whether a new token can be written: memory made in inference mode cannot be outside of it."""
+    return torch.is_inference_mode_enabled() or not room.is_inference()

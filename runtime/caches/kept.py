@@ -1,0 +1,73 @@
+"""Attention of a layer whose cache is under policies: what the registered attention function does with such a cache.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from runtime.attention.calls import Call, special
+from runtime.attention.kernel import attend_layer
+from runtime.attention.layout import MIN_QUERIES
+from runtime.attention.masks import PrefillMask
+from runtime.attention.state import Layer
+from runtime.caches.policy import Step, attend_all
+
+
+def attend_kept(call: Call, cache: Any) -> Tensor:
+    """(B, Q, H, E) for a call's queries over what the layer's cache, a PolicyLayer, keeps and its new tokens.
+
+    Raises:
+        HeadwiseError: the call asks for what no kernel does, or for a mask that is not plainly causal: what was dropped
+            cannot be attended to in any other way.
+    """
+    layer, q, mask = call.layer, call.query, call.mask
+    assert layer is not None
+    why = special(call) or (None if call.sinks is None else "the layer uses attention sinks")
+    if why is None and not (mask is None or (isinstance(mask, PrefillMask) and mask.tokens.fresh is not None)):
+        why = "the mask is not causal over new tokens side by side (packed, overlaid, with holes, or made by hand)"
+    spans = mask.tokens.fresh if isinstance(mask, PrefillMask) else None
+    held = mask.tokens.held if isinstance(mask, PrefillMask) else None
+    if why is None and held is not None and not cache.holds(held):
+        why = "the attention mask leaves out tokens that the cache has taken in, or has ones that it has not"
+    if why is not None:
+        raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
+    layer.count("kept")
+    make = partial(_step, layer, q.shape[-1] ** -0.5 if call.scale is None else call.scale, call.softcap)
+    out: Tensor = cache.attend(q, spans, make)
+    return out.transpose(1, 2)
+
+
+def _step(
+    layer: Layer,
+    scale: float,
+    softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: tuple[int, ...] | None,
+) -> Step:
+    prefill = partial(_prefill, layer, heads, scale, softcap)
+    return Step(q=q, k=k, v=v, scale=scale, softcap=softcap, backend=layer.settings.backend, prefill=prefill)
+
+
+def _prefill(
+    layer: Layer,
+    heads: tuple[int, ...] | None,
+    scale: float,
+    softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
+    """Attention of whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns if they are long enough."""
+    settings, plan = layer.settings, layer.plan
+    if plan is None or k.shape[2] < settings.dense_below or q.shape[2] < MIN_QUERIES:
+        return attend_all(q, k, v, scale=scale, softcap=softcap, backend=settings.backend)[0]
+    layer.count("sparse")
+    return attend_layer(layer, plan, q, k, v, scale=scale, softcap=softcap, kv_heads=heads)

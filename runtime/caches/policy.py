@@ -1,0 +1,188 @@
+"""What a policy is: keys and values of some KV heads, what it keeps of them, and attention over that.
+
+Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.decode import MAX_QUERIES, decode_attention
+from runtime.allocator import in_huge_pages
+from runtime.dense import dense_plan
+
+# Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
+_ROOM = 256
+_SHARE = 8
+# What a share's product may be above a whole number by rounding: 0.1 of 30 tokens are 3.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """The new tokens of a call for some KV heads of sequences that all have Q new tokens, none of them padding.
+
+    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer,
+    (B, H, Q, E), for queries that are the last of keys none of which is missing: by the artifact's patterns, or dense
+    where the keys are fewer than it wants.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    backend: str
+    prefill: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    def whole(self) -> Tensor:
+        """Attention where these tokens are all there are, (B, H, Q, E)."""
+        return self.prefill(self.q, self.k, self.v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """See attend_all."""
+        return attend_all(q, k, v, window=window, scale=self.scale, softcap=self.softcap, backend=self.backend)
+
+
+def attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E) and lse (B, H, Q)."""
+    if q.shape[2] <= MAX_QUERIES:
+        done = decode_attention(q, k, v, window=window, scale=scale, softcap=softcap, backend=backend)
+        return done.out, done.lse
+    index = dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window)
+    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, return_lse=True, backend=backend)
+
+
+def tokens(budget: int | float, seen: int) -> int:
+    """How many tokens a budget is worth: a count is itself, a share goes by the tokens seen.
+
+    A share is rounded up, so that it grows by no more than one with each token.
+    """
+    return max(0, math.ceil(budget * seen - _ROUNDING)) if isinstance(budget, float) else budget
+
+
+class Policy(ABC):
+    """Keys and values of some KV heads, for sequences that have seen equally many tokens.
+
+    Every tensor it holds has the batch first and is an attribute of its own: so rows are selected and bytes counted.
+
+    seen: tokens so far, in each sequence.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """Tokens held of each sequence and KV head."""
+
+    @abstractmethod
+    def attend(self, call: Step) -> Tensor:
+        """Take in the call's tokens and attend to what is kept: (B, H, Q, E)."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> bool:
+        """Forget all but the first `length` tokens; False, and nothing done, where some of those are gone already."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds, by attribute."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def state(self) -> dict[str, Tensor | float]:
+        """Its tensors, shared, and numbers by attribute: what load_state() needs to go on from here."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor | int | float)}
+
+    def load_state(self, state: dict[str, Tensor | float]) -> None:
+        """Become the policy that state() was asked of; the tensors are taken over."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def mark(self) -> Self:
+        """A copy to come back to. Where tokens are only ever added behind others it may share this one's memory."""
+        return self.select(torch.arange(next((x.shape[0] for x in self.tensors().values()), 0)))
+
+    def select(self, rows: Tensor) -> Self:
+        """A copy that shares no memory, with these sequences, each as often as it is named."""
+        made = copy.copy(self)
+        for name, tensor in self.tensors().items():
+            setattr(made, name, tensor.index_select(0, rows.to(tensor.device)))
+        return made
+
+
+def with_room(former: Tensor | None, new: Tensor, used: int, needed: int, most: int | None = None) -> Tensor:
+    """Memory (B, G, at least `needed`, D) whose first `used` tokens are those of `former`; the same where it suffices.
+
+    new: (B, G, Q, D), for its sizes and type. most: never more tokens than that.
+    """
+    if (
+        former is not None
+        and former.shape[2] >= needed
+        and (torch.is_inference_mode_enabled() or not former.is_inference())
+    ):
+        return former
+    room = needed + max(_ROOM, needed // _SHARE)
+    made = in_huge_pages(new.new_empty(*new.shape[:2], room if most is None else min(room, most), new.shape[3]))
+    if former is not None:
+        made[:, :, :used] = former[:, :, :used]
+    return made
+
+
+class Full(Policy):
+    """Everything is kept, for layers, or KV heads, beside others that drop tokens.
+
+    keys (B, G, n, D) and values (B, G, n, E) of all tokens, with room at the end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    @property
+    def kept(self) -> int:
+        return self.seen
+
+    def mark(self) -> Self:
+        """See Policy.mark."""
+        return copy.copy(self)
+
+    def attend(self, call: Step) -> Tensor:
+        """See Policy.attend."""
+        past, total = self.seen, self.seen + call.length
+        self.keys = with_room(self.keys, call.k, past, total)
+        self.values = with_room(self.values, call.v, past, total)
+        self.keys[:, :, past:total] = call.k
+        self.values[:, :, past:total] = call.v
+        self.seen = total
+        keys, values = self.keys[:, :, :total], self.values[:, :, :total]
+        if call.length > 1:
+            return call.prefill(call.q, keys, values)
+        return call.attend(call.q, keys, values)[0]
+
+    def truncate(self, length: int) -> bool:
+        """See Policy.truncate."""
+        self.seen = length
+        return True

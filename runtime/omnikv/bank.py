@@ -1,0 +1,117 @@
+"""The context bank: keys and values of layers in CPU memory, in pages, so that growing copies nothing (OmniKV, 4.2).
+
+A token's row holds, for one layer, the keys of all KV heads and then their values: fetching a token is one copy.
+
+Shapes: L layers, P tokens of a page, B batch, R numbers in a row, n tokens, N rows that are fetched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from runtime.omnikv.lane import Lane
+
+# A page holds at least so many tokens, and this share of the whole: few pages, little room unused.
+_LEAST = 256
+_SHARE = 16
+
+
+class Bank:
+    """Rows of L layers and B sequences; those of each layer are written in order, and read when they are there."""
+
+    def __init__(self, layers: int, batch: int, width: int, dtype: torch.dtype, lane: Lane) -> None:
+        self.layers, self.batch, self.width, self.dtype, self.lane = layers, batch, width, dtype, lane
+        # (L, P, B, R) each.
+        self.pages: list[Tensor] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self.lane.arrived()
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.lane, new.pages = copy.deepcopy(self.lane, memo), []
+        for page in self.pages:
+            new._add(page.shape[1])
+            new.pages[-1].copy_(page)
+        return new
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory given out, the room for new tokens included."""
+        return sum(page.untyped_storage().nbytes() for page in self.pages)
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens."""
+        token = self.layers * self.batch * self.width * self.dtype.itemsize
+        while (missing := length - sum(page.shape[1] for page in self.pages)) > 0:
+            least = max(_LEAST * token, self.nbytes // _SHARE)
+            # Pinned memory is given out in powers of two: what is missing is made up of several.
+            nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (least - 1).bit_length())
+            self._add(nbytes // token, nbytes)
+
+    def write(self, layer: int, start: int, rows: Tensor) -> None:
+        """Take in rows (n, B, R) of the device as tokens `start` and on of a layer; room must have been made."""
+        for page, first, here in self._span(start, start + rows.shape[0]):
+            self.lane.send(page[layer, here], rows[first - start :][: here.stop - here.start])
+
+    def read(self, layer: int, length: int, out: Tensor) -> None:
+        """The first tokens of a layer to the device: rows out[:length] of (at least length, B, R)."""
+        for page, first, here in self._span(0, length):
+            self.lane.receive(out[first:][: here.stop - here.start], page[layer, here])
+
+    def gather(self, sequences: Tensor, tokens: Tensor, out: Tensor, layers: range) -> Tensor:
+        """Rows of tokens (N,), ascending, of sequences (N,), in some layers: to out (layers * N, R), page after page.
+
+        Returns:
+            (layers * N,): out[i] is the row of layers[order[i] // N] and token order[i] % N.
+        """
+        count = tokens.numel()
+        place, number = torch.arange(len(layers))[:, None], torch.arange(count)
+        bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
+        cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()
+        order = []
+        for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
+            if hi > lo:
+                rows = ((place + layers.start) * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
+                found = out[len(layers) * lo : len(layers) * hi]
+                torch.index_select(page.view(-1, self.width), 0, rows.flatten(), out=found)
+                order.append((place * count + number[lo:hi]).flatten())
+        return torch.cat(order)
+
+    def select(self, sequences: Tensor, length: int) -> None:
+        """Let sequence b be what sequence sequences[b] was, in the first `length` tokens."""
+        self.lane.arrived()
+        old, same = self.pages, len(sequences) == self.batch
+        self.batch = len(sequences)
+        if not same:
+            self.pages = []
+            self.reserve(length)
+        first = 0
+        for page in old:
+            count = min(page.shape[1], length - first)
+            for layer in range(self.layers):
+                chosen = page[layer, : max(count, 0)].index_select(1, sequences)
+                for target, at, here in self._span(first, first + chosen.shape[0]):
+                    target[layer, here] = chosen[at - first :][: here.stop - here.start]
+            first += page.shape[1]
+
+    def _add(self, tokens: int, nbytes: int | None = None) -> None:
+        shape = (self.layers, tokens, self.batch, self.width)
+        size = self.layers * tokens * self.batch * self.width
+        with torch.inference_mode(False):
+            memory = self.lane.memory(nbytes or size * self.dtype.itemsize)
+            self.pages.append(memory[: size * self.dtype.itemsize].view(self.dtype).view(shape))
+
+    def _span(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, slice]]:
+        """Tokens start to stop page by page: the page, the first of them in it, and which of its tokens they are."""
+        before = 0
+        for page in self.pages:
+            lo, hi = max(start, before), min(stop, before + page.shape[1])
+            if lo < hi:
+                yield page, lo, slice(lo - before, hi - before)
+            before += page.shape[1]

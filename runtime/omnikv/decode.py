@@ -1,0 +1,227 @@
+"""Decode as OmniKV does it: filter layers attend to everything and choose tokens, sparse layers attend to those.
+
+OmniKV (Hao et al., ICLR 2025), sections 4.1 and 4.2. Selection covers generated tokens as well as the prompt's.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen tokens, W window of the selector.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.patterns.choose import best_places
+from runtime.omnikv.chunks import Past, attend_past, choose_past, gains
+from runtime.omnikv.offload import OffloadedTensor, on_device
+from runtime.sharding import agreed
+
+if TYPE_CHECKING:
+    from runtime.omnikv.layers import FilterLayer
+
+# Weights of the selector "exponential" halve from a query to the one before it.
+_DECAY = 0.5
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a layer does in decode: it filters, or is served by the filter layer `filter`, or attends to everything."""
+
+    filters: bool = False
+    filter: int | None = None
+
+
+def role_of(layer: int, filter_layers: Sequence[int], dense_layers: Sequence[int]) -> Role:
+    """What a full-attention layer does: the nearest filter layer before it serves it, unless it is dense."""
+    before = [at for at in filter_layers if at < layer]
+    if layer in filter_layers:
+        return Role(filters=True)
+    return Role() if layer in dense_layers or not before else Role(filter=before[-1])
+
+
+@dataclass(eq=False, kw_only=True)
+class OmniKV:
+    """The decode section of an artifact at work on one model.
+
+    budget: tokens that a sparse layer attends to, or their share of the context.
+    selector: what chooses them: the "last" query's scores, or "uniform" or "exponential" means over `window` queries.
+    prefill_ratio: tokens of the past that a chunk of a prompt sees in sparse layers, for each of its own; None: all.
+    group: the processes that share the heads of a layer, which choose alike: by the largest score of all of them.
+    """
+
+    filter_layers: tuple[int, ...]
+    dense_layers: tuple[int, ...]
+    budget: int | float
+    selector: str
+    window: int
+    backend: str
+    prefill_ratio: float | None = None
+    group: Any = None
+    _step: threading.local = field(default_factory=threading.local, repr=False)
+
+    def role(self, layer: int) -> Role:
+        """What a full-attention layer does."""
+        return role_of(layer, self.filter_layers, self.dense_layers)
+
+    def count(self, k_len: int) -> int:
+        """How many of `k_len` tokens a sparse layer attends to."""
+        return self.budget if isinstance(self.budget, int) else max(1, ceil(self.budget * k_len))
+
+    def serves(self, q: Tensor, k: Tensor) -> bool:
+        """Whether a call is decode that gains from choosing: few queries, more keys than the budget."""
+        return q.shape[2] <= MAX_QUERIES and k.shape[2] > self.count(k.shape[2])
+
+    def attend(
+        self,
+        layer: int,
+        role: Role,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        starts: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """Attention of one layer in a decode step: (B, H, Q, E); None where no filter layer has chosen in this step.
+
+        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key starts[b].
+        """
+        tokens = ends = None
+        k_len = k.shape[2]
+        # A step that fails in here leaves no choice behind that another request could take for its own.
+        self._chosen().pop(layer, None)
+        if role.filter is not None and isinstance(k, OffloadedTensor):
+            attended = k.offload.attended()
+            if attended is None:
+                return None
+            # Only what was chosen is there: no padding, and not all in order.
+            (k, v, ends), starts = attended, None
+        elif role.filter is not None:
+            keys, tokens = self._chosen().get(role.filter, (0, None))
+            if keys != k_len:
+                return None
+            if tokens is not None:
+                # The filter layer may lie on another device.
+                tokens = tokens.to(q.device, non_blocking=True)
+        done = decode_attention(
+            q,
+            on_device(k),
+            on_device(v),
+            tokens=tokens,
+            starts=starts,
+            ends=ends,
+            scale=scale,
+            softcap=softcap,
+            scores="max" if role.filters else "none",
+            backend=self.backend,
+        )
+        if role.filters:
+            assert done.scores is not None
+            chosen = self._choose(agreed(done.scores.amax(1), self.group), q.shape[2], starts, k)
+            self._chosen()[layer] = (k_len, chosen)
+            if (cache := _filter_cache(k)) is not None:
+                cache.chose(chosen, k_len - q.shape[2])
+        return done.out
+
+    def attend_chunk(
+        self,
+        layer: int,
+        role: Role,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        firsts: Sequence[int],
+        *,
+        starts: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """Attention of one layer for a chunk of a prompt: (B, H, Q, E); None where it sees all of the past.
+
+        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key firsts[b].
+        """
+        ratio, q_len, k_len = self.prefill_ratio, q.shape[2], k.shape[2]
+        if ratio is None or not gains(ratio, q_len, k_len):
+            return None
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": self.backend}
+        self._pasts().pop(layer, None)
+        if role.filters:
+            chosen = choose_past(
+                q, on_device(k), firsts, starts, ratio=ratio, window=self.window, group=self.group, **how
+            )
+            self._pasts()[layer] = chosen
+        past = None if role.filter is None else self._pasts().get(role.filter)
+        if past is None or (past.q_len, past.k_len) != (q_len, k_len):
+            return None
+        here = replace(past, tokens=past.tokens.to(q.device, non_blocking=True))
+        return attend_past(here, q, k, v, **how)
+
+    def after_prefill(
+        self,
+        role: Role,
+        q: Tensor,
+        k: Tensor,
+        *,
+        starts: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> None:
+        """Let a filter layer's selector see the last queries of a prefill, each from its own position."""
+        cache = _filter_cache(k)
+        if self.selector == "last" or not role.filters or cache is None:
+            return
+        k_len, last = k.shape[2], min(self.window - 1, q.shape[2])
+        for back in range(last, 0, -1):
+            ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
+            query = q[:, :, q.shape[2] - back, None]
+            seen = decode_attention(
+                query, k, k, starts=starts, ends=ends, scale=scale, softcap=softcap, scores="max", backend=self.backend
+            )
+            assert seen.scores is not None
+            cache.remember(agreed(seen.scores.amax(1), self.group))
+
+    def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
+        """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves."""
+        cache = _filter_cache(k)
+        if self.selector != "last" and cache is not None:
+            rows = cache.remember(scores)
+            weights = torch.ones(rows.shape[1], device=rows.device)
+            if self.selector == "exponential":
+                weights = _DECAY ** torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+            scores = (rows * weights[:, None]).sum(1)
+        else:
+            scores = scores.clone()
+        # The newest tokens are always among them: a query sees itself.
+        scores[:, -q_len:] = float("inf")
+        if starts is not None:
+            outside = torch.arange(scores.shape[1], device=scores.device) < starts[:, None]
+            scores.masked_fill_(outside, float("-inf"))
+        return best_places(scores[:, None], [max(self.count(k.shape[2]), q_len)], [None], forced=0)[:, 0]
+
+    def _chosen(self) -> dict[int, tuple[int, Tensor | None]]:
+        """By filter layer: how many keys there were when it chose in this thread, and what it chose."""
+        if not hasattr(self._step, "chosen"):
+            self._step.chosen = {}
+        chosen: dict[int, tuple[int, Tensor | None]] = self._step.chosen
+        return chosen
+
+    def _pasts(self) -> dict[int, Past]:
+        """By filter layer: what it chose in this thread for the latest chunk."""
+        if not hasattr(self._step, "pasts"):
+            self._step.pasts = {}
+        pasts: dict[int, Past] = self._step.pasts
+        return pasts
+
+
+def _filter_cache(keys: Tensor) -> FilterLayer | None:
+    """The filter layer's cache whose update() returned these keys, None where it was another's."""
+    reference: Any = getattr(keys, "headwise_cache", None)
+    cache = None if reference is None else reference()
+    return cache if hasattr(cache, "remember") else None

@@ -1,0 +1,1 @@
+"""What more than one command of this package uses: the backend, the gate, records, and the report."""

@@ -1,0 +1,1 @@
+"""What is chosen for decode: the layers that filter, and the tokens that each KV head keeps."""

@@ -1,0 +1,270 @@
+"""Which layers filter in decode: the similarity of layers is measured, the best choice found and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays, update
+from artifacts.files import check_writable
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.held_out import Seen, held_out
+from profiling.prompts.prompt import Prompt, parse_task
+from profiling.similarities.layer_similarity import SimilarityConfig, measure, prompt_length, prompts_of, resolve
+from profiling.similarities.similarity_profile import Profile, load_profile
+from runtime.fingerprint import check
+from runtime.layers import attention_layers, sliding_layers
+from search.common.seen import with_seen
+from search.decode.filter_layers import (
+    Choice,
+    Rules,
+    best_choice,
+    by_hand,
+    cheapest,
+    evenly_spaced,
+    kept,
+    random_choices,
+    total,
+)
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+RANDOM_CHOICES = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterSearch:
+    """What to choose by. `profile` is measured if None; `layers` and `dense` are taken instead of the best."""
+
+    model: str
+    config: Path
+    out: Path
+    measured: SimilarityConfig
+    profile: Path | None = None
+    rules: Rules = field(default_factory=Rules)
+    layers: tuple[int, ...] | None = None
+    dense: tuple[int, ...] = ()
+    min_kept: float | None = None
+    max_error: float | None = None
+    budget: int | float = 2048
+    selector: str = "last"
+    window: int = 16
+    prefill_ratio: float | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A choice on some prompts: mean attention mass kept, and summed errors."""
+
+    choice: Choice
+    kept: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The choice on the prompts it was made by, and it and others like it on held-out ones."""
+
+    made_by: Score
+    held_out: Score
+    even: Score
+    random: tuple[Score, ...]
+    profile: Profile
+
+    @property
+    def choice(self) -> Choice:
+        return self.made_by.choice
+
+    @property
+    def random_kept(self) -> float:
+        return float(np.mean([score.kept for score in self.random]))
+
+    @property
+    def random_error(self) -> float:
+        return float(np.mean([score.error for score in self.random]))
+
+
+def run(config: FilterSearch) -> tuple[Artifact, Found]:
+    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that it finished.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right; nothing is written then.
+    """
+    check_writable(config.out)
+    artifact = load(config.config)
+    former = None if config.profile is None else load_profile(config.profile)
+    loaded = load_model(config.model, dtype=config.measured.dtype, device=config.measured.device)
+    check(artifact.model, loaded.model)
+    if former is not None and former.about["weights_sha256"] != artifact.model.weights_sha256:
+        raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
+    _check_rules(config, loaded)
+    measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
+    seen = Seen.by([load_arrays(config.config)])
+    for prompt in chain.from_iterable(prompts_of(_like(measured, former), loaded.tokenizer).values()):
+        seen.add(prompt)
+    # Before any work: a text that is too short to hold prompts out is the user's to know of now.
+    others = _held_out(measured, loaded.tokenizer, seen)
+    with Ledger(config.out, "filters", settings=_settings(measured, artifact), fresh=config.fresh) as ledger:
+        if former is None:
+            former = measure(measured, loaded, ledger)
+        choice = choose(config, former)
+        again = replace(measured, top_k=former.about["top_k"])
+        found = compare(choice, former, measure(again, loaded, ledger, prompts=others))
+        for prompt in chain.from_iterable(others.values()):
+            seen.add(prompt)
+        written = _write(config, artifact, found, seen)
+        ledger.remove()
+    return written, found
+
+
+def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
+    """Raise HeadwiseError, before anything is measured, where the model's layers leave no choice."""
+    modules = attention_layers(loaded.model)
+    layers = sorted(set(modules) - sliding_layers(modules))
+    if config.layers is not None:
+        by_hand(layers, config.rules, config.layers, config.dense)
+    elif layers:
+        best_choice(np.zeros((max(layers) + 1,) * 2), layers, config.rules)
+
+
+def _settings(measured: SimilarityConfig, artifact: Artifact) -> dict[str, Any]:
+    """What all that is measured depends on; the rules are not among it, so that others reuse what is measured."""
+    names = ("length", "steps", "seed", "dtype", "device")
+    model = {"model": artifact.model.name, "weights": artifact.model.weights_sha256}
+    return {**model, **{name: getattr(measured, name) for name in names}}
+
+
+def _like(measured: SimilarityConfig, former: Profile | None) -> SimilarityConfig:
+    """The configuration by which the choice's own prompts were made: a profile's, where one is given."""
+    if former is None:
+        return measured
+    return replace(measured, **{name: former.about[name] for name in ("length", "samples", "steps", "seed")})
+
+
+def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen) -> dict[str, list[Prompt]]:
+    """Prompts of each task that neither this choice nor a search before it has seen."""
+    how: dict[str, Any] = {"samples": measured.samples, "seed": measured.seed, "seen": seen}
+    tasks = {name: parse_task(name) for name in measured.tasks}
+    return {
+        task.name: held_out([name], tokenizer, length=prompt_length(measured, task), **how)
+        for name, task in tasks.items()
+    }
+
+
+def _write(config: FilterSearch, artifact: Artifact, found: Found, seen: Seen) -> Artifact:
+    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+        # Measuring took a while, and other commands write into the same file.
+        if now.model != artifact.model:
+            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
+        return with_seen(with_filters(now, config, found), _arrays(arrays, found), seen)
+
+    return update(config.config, change, out=config.out)
+
+
+def choose(config: FilterSearch, profile: Profile) -> Choice:
+    """The choice that the configuration asks for, by the mean over all tasks."""
+    layers, rules = profile.layers, config.rules
+    if config.layers is not None:
+        return by_hand(layers, rules, config.layers, config.dense)
+    if config.min_kept is None and config.max_error is None:
+        return best_choice(profile.error(), layers, rules)
+    if config.max_error is not None:
+        cost, limit = profile.error(), config.max_error
+    else:
+        assert config.min_kept is not None
+        cost, limit = 1 - profile.mass(), (1 - config.min_kept) * len(layers)
+    choice = cheapest(cost, layers, rules, limit)
+    if choice is None:
+        best = score(best_choice(cost, layers, rules), profile)
+        wanted = "--max-error" if config.max_error is not None else "--min-kept"
+        raise HeadwiseError(
+            f"no {rules.most} filter layers and {rules.full(len(layers))} layers in all that attend to everything meet "
+            f"{wanted}: {_named(best.choice.filter_layers)} with {_named(best.choice.dense_layers)} dense keep "
+            f"{best.kept:.3f} of the mass at an error of {best.error:.4f}; allow more filter layers, a lower --sparse "
+            "or a larger budget"
+        )
+    return choice
+
+
+def score(choice: Choice, profile: Profile) -> Score:
+    """What a choice keeps and changes on the prompts of a profile."""
+    layers = profile.layers
+    return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=total(profile.error(), layers, choice))
+
+
+def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
+    """The choice on held-out prompts beside evenly spaced and random filter layers: as many, with as many dense."""
+    layers, count, dense = held_out.layers, len(choice.filter_layers), choice.dense_layers
+    drawn = random_choices(layers, count, dense, samples=RANDOM_CHOICES, seed=0)
+    return Found(
+        made_by=score(choice, profile),
+        held_out=score(choice, held_out),
+        even=score(evenly_spaced(layers, count, dense), held_out),
+        random=tuple(score(other, held_out) for other in drawn),
+        profile=profile,
+    )
+
+
+def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Artifact:
+    """The artifact with the choice as its decode section."""
+    section = OmniKV(
+        filter_layers=found.choice.filter_layers,
+        dense_layers=found.choice.dense_layers,
+        selector=config.selector,  # type: ignore[arg-type]
+        window=config.window,
+        budget=config.budget,
+        prefill_ratio=config.prefill_ratio,
+        similarity=Similarity(
+            kept=found.held_out.kept,
+            evenly_spaced=found.even.kept,
+            random=found.random_kept,
+            random_samples=len(found.random),
+            top_k=found.profile.about["top_k"],
+            tasks=tuple(found.profile.tasks),
+        ),
+    )
+    return artifact.model_copy(update={"decode": Decode(omnikv=section)})
+
+
+def _arrays(arrays: Mapping[str, Array], found: Found) -> dict[str, Array]:
+    measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()}
+    return {**arrays, **{name: array.astype(np.float32) for name, array in measured.items()}}
+
+
+def report(found: Found) -> str:
+    """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
+    choice, n = found.choice, len(found.profile.layers)
+
+    def line(what: str, mass: float, error: float, note: str = "") -> str:
+        return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
+
+    lines = [
+        f"filter layers {_named(choice.filter_layers)}; dense {_named(choice.dense_layers)}; "
+        f"{n - choice.full} of {n} full-attention layers are sparse",
+        f"with the top {found.profile.about['top_k']} tokens",
+        f"{'':<27}kept       error",
+        line("chosen on", found.made_by.kept, found.made_by.error),
+        line("held-out prompts", found.held_out.kept, found.held_out.error),
+        line("evenly spaced", found.even.kept, found.even.error, f"({_named(found.even.choice.filter_layers)})"),
+        line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
+        line(
+            "best of these",
+            max(other.kept for other in found.random),
+            min(other.error for other in found.random),
+        ),
+        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
+        "the residual stream, summed",
+    ]
+    return "\n".join(lines)
+
+
+def _named(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"

@@ -1,0 +1,131 @@
+"""Why a head got its pattern, in sentences that are true of the numbers in the artifact's sidecar."""
+
+from __future__ import annotations
+
+from artifacts import pattern_name
+from search.explaining.findings import DRIFT_FLOOR, Findings, Trial, at_price, on_hull
+
+# Float32 in the sidecar: what differs by less is the same number, written down twice.
+_SAME = 1e-6
+
+
+def reasons(found: Findings, layer: int, head: int) -> list[str]:
+    """One sentence or a few: by what the winner won, what came next, and what happened to the head afterwards."""
+    winner = found.winner(layer, head)
+    if winner is None:
+        return ["The search chose nothing for this head: its pattern was put there otherwise."]
+    trials = found.trials(layer, head)
+    if found.artifact.search and found.artifact.search.allocation == "heads":
+        said = _within_budget(found, trials, winner)
+    else:
+        said = _at_price(found, layer, trials, winner)
+    row = found.artifact.prefill.layers[layer]
+    assert row is not None, "checked where the head was asked for"
+    served = pattern_name(found.artifact.patterns[row[head]])
+    if served != winner.pattern:
+        said.append(f"The artifact serves {served} all the same: the pattern was changed after the search.")
+    return [*_transferred(found, layer, head), *said]
+
+
+def _within_budget(found: Findings, trials: list[Trial], winner: Trial) -> list[str]:
+    """Each head had the same budget: the least error within it (MInference 1.0, Algorithm 1)."""
+    search = found.artifact.search
+    assert search is not None
+    better = [trial for trial in trials if trial.error < winner.error]
+    within = [trial for trial in trials if trial.density <= search.target_density + _SAME or trial is winner]
+    budget = f"{search.target_density:.3f} of dense attention"
+    if not better:
+        said = [
+            f"{winner.pattern} has the least error of the {len(trials)} candidates.",
+            _sizes(trials, within, budget),
+        ]
+    elif not set(better) & set(within):
+        said = [
+            f"{winner.pattern} has the least error of the {len(within)} candidates within the budget of {budget}.",
+            f"{_best(better).pattern} has less ({_best(better).error:.4f}), but computes {_best(better).density:.3f}.",
+        ]
+    else:
+        said = [
+            f"{_best(better).pattern} has less error than {winner.pattern} over all prompts, but was not within the "
+            f"budget of {budget} on the prompt that the sizes were settled on."
+        ]
+    if others := [trial for trial in within if trial.error > winner.error]:
+        runner = _best(others)
+        said.append(f"Next comes {runner.pattern} with {_times(runner.error, winner.error)} the error.")
+    return said
+
+
+def _sizes(trials: list[Trial], within: list[Trial], budget: str) -> str:
+    if len(within) == len(trials):
+        return f"Each was made as large as the budget of {budget} allows."
+    return f"{len(within)} of them keep to the budget of {budget}."
+
+
+def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -> list[str]:
+    """One budget for the model: the least of loss and cost at the price that all heads share."""
+    if found.price is None:
+        stands = "is" if winner in [trials[at] for at in on_hull(trials)] else "is not"
+        return [f"{winner.pattern} {stands} on the hull; the price that it was chosen at was not written down."]
+    price, weight = float(found.price[layer]), float(found.weight[layer])
+    per, unit, per_unit = _unit(winner)
+    lost = "squared error" if winner.change is None else "change of the residual stream"
+    lost = lost if winner.objective is None else "loss"
+
+    best = trials[at_price([weight * trial.loss for trial in trials], [trial.cost for trial in trials], price)]
+    weighed = "" if weight == 1 else f" (times {weight:.3g} in this layer)"
+    at_it = f"the model's price of {price * per:.3g} {lost}{weighed} {per_unit}"
+    if best.candidate != winner.candidate:
+        if winner.cost > best.cost:
+            why = "dearer steps of other heads did not fit any more, and it came in a later step with what was left"
+        else:
+            why = "the trial that won left the dearer estimates out, or several ranks share what a layer takes"
+        return [f"At {at_it}, this head would have {best.pattern}; it has {winner.pattern}, for {why}."]
+    said = [f"At {at_it}, {winner.pattern} has the least sum of {lost} and cost among {len(trials)} candidates."]
+    line = [trials[at] for at in on_hull(trials)]
+    if winner not in line:
+        return said
+    at = line.index(winner)
+    if at > 0:
+        cheaper = line[at - 1]
+        said.append(
+            f"The next cheaper, {cheaper.pattern}, would save {(winner.cost - cheaper.cost) / per:.3g} {unit} and add "
+            f"{lost} at {weight * _slope(cheaper, winner) * per:.3g} {per_unit}, more than the price."
+        )
+    if at + 1 < len(line):
+        dearer = line[at + 1]
+        said.append(
+            f"The next dearer, {dearer.pattern}, would cost {(dearer.cost - winner.cost) / per:.3g} {unit} more and "
+            f"take away {lost} at {weight * _slope(winner, dearer) * per:.3g} {per_unit}, less than the price."
+        )
+    return said
+
+
+def _slope(cheaper: Trial, dearer: Trial) -> float:
+    """Loss that each unit of cost saves between two candidates on the hull."""
+    return (cheaper.loss - dearer.loss) / max(dearer.cost - cheaper.cost, 1e-300)
+
+
+def _unit(trial: Trial) -> tuple[float, str, str]:
+    """In which unit a cost is told: its size, its name, and what a price is for."""
+    if trial.seconds is not None:
+        return 1e-3, "ms", "a ms"
+    return (1e9, "GFLOP", "a GFLOP") if trial.flops is not None else (1.0, "of dense", "for all of dense")
+
+
+def _transferred(found: Findings, layer: int, head: int) -> list[str]:
+    if found.drift is None or found.before is None or found.again is None:
+        return []
+    drift, before = float(found.drift[layer, head]), float(found.before[layer, head])
+    here = before + drift * max(before, DRIFT_FLOOR)
+    moved = f"an error of {before:.4f} there and {here:.4f} here (drift {drift:+.2f})"
+    if found.again[layer, head]:
+        return [f"Searched again on this model: the pattern found on another one had {moved}."]
+    return [f"Taken over from another model: the pattern has {moved}. The candidates' scores are those from there."]
+
+
+def _best(trials: list[Trial]) -> Trial:
+    return min(trials, key=lambda trial: trial.error)
+
+
+def _times(more: float, less: float) -> str:
+    return f"{more / less:.2f} times" if less > 0 else f"{more:.4f} against none of"

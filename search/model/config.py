@@ -1,0 +1,69 @@
+"""What a search with one budget for the model is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from artifacts import HeadwiseError
+from profiling.prompts.prompt import DEFAULT_TASKS
+from search.model.costs import Unit
+from search.model.gate import Limits
+
+DEFAULT_BUDGET = 0.25
+DEFAULT_TRIALS = 4
+# Dense tails that are compared where none is asked for, in tokens.
+TAILS = (0, 64, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSearch:
+    """What a search with one budget for the model is asked to do; None takes the default that depends on the model.
+
+    budget: cost of all heads' attention, as a share of what computing everything by the same kernels costs.
+    lengths: prompts are made at each; the patterns are for the longest, the others tell how sizes go with the length.
+    samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
+    storage: of Optuna's study, any URL that it takes; None keeps it in memory.
+    tensor_parallel: ranks that will serve; the slowest one's time is what counts.
+    """
+
+    model: str
+    out: Path
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    lengths: tuple[int, ...] | None = None
+    samples: int = 1
+    budget: float = DEFAULT_BUDGET
+    cost: Unit = "seconds"
+    cost_table: Path | None = None
+    n_trials: int = DEFAULT_TRIALS
+    storage: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    seed: int = 0
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    backend: str = "auto"
+    revision: str | None = None
+    dense_below: int | None = None
+    dense_tail: int | None = None
+    tensor_parallel: int = 1
+    beyond_positions: bool = False
+    fresh: bool = False
+    picture: bool = True
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "n_trials", "tensor_parallel", "dense_below"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in ("seed", "dense_tail"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+        if self.lengths is not None and min(self.lengths) < 128:
+            raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
+        if not 0 < self.budget <= 1:
+            raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.budget:g}")
+
+    @property
+    def tails(self) -> tuple[int, ...]:
+        """Dense tails that are compared."""
+        return TAILS if self.dense_tail is None else (self.dense_tail,)

@@ -1,0 +1,161 @@
+"""Refinement: how one budget is spent, by what it does to the whole model's predictions on the calibration prompts.
+
+Curves take heads one at a time on dense inputs. A first run with the patterns tells how far each kind of prompt's loss
+is from what the curves add up to, and so, in closed form, how the kinds weigh against each other. Optuna then tries
+weights of groups of layers, dense tails and estimates around that, all at the budget that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from search.model.allocation import Allocation, Heads
+from search.model.candidates import BROAD_LAST_Q, LAST_Q
+from search.model.gate import TaskLoss
+
+_GROUPS = 6
+# Weights are powers of two; curves alone are near the best, so trials stay near equal weights.
+_REACH = 1.0
+# How far the first run may move the balance between kinds of prompts.
+_MOST = 8.0
+# How many queries an estimate may look at: a trial may leave out the dearer ones.
+_ESTIMATES = (LAST_Q, BROAD_LAST_Q)
+
+Measure = Callable[[Sequence[Allocation]], list[list[TaskLoss]]]
+"""What allocations lose on the calibration prompts, by task."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """One way of spending the budget, and what it loses on the calibration prompts."""
+
+    name: str
+    allocation: Allocation
+    tasks: tuple[TaskLoss, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tasks, nats a token."""
+        return float(np.mean([task.loss for task in self.tasks]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Refinement:
+    """What refinement is asked to do. trials: in all, the closed-form ones included. storage: Optuna's; None is memory.
+
+    name: of the study. quiet: this rank is not the one that writes the study.
+    """
+
+    heads: Heads
+    total: float
+    last_qs: Sequence[int]
+    trials: int
+    seed: int
+    storage: str | None
+    name: str
+    quiet: bool
+
+
+def refine(asked: Refinement, measure: Measure, done: Callable[[int], object] = lambda count: None) -> list[Trial]:
+    """The trials, the best one first; those that could not be told apart keep the order in which they were made."""
+    heads, total = asked.heads, asked.total
+    tails = [tail for tail in sorted(heads.curves) if heads.least(tail) < total]
+    # By the curves alone: the dense tail that loses least for the budget comes first.
+    by_tail = sorted((heads.by_model(total, tail) for tail in tails), key=lambda a: _predicted(heads, a))
+    found: list[Trial] = []
+
+    def tried(name: str, allocation: Allocation) -> Trial:
+        known = next((one for one in found if one.allocation.digest == allocation.digest), None)
+        tasks = known.tasks if known else tuple(measure([allocation])[0])
+        trial = Trial(name=name, allocation=allocation, tasks=tasks)
+        found.append(trial)
+        done(len(found))
+        return trial
+
+    first = tried("curves", by_tail[0])
+    balance = balanced(heads, first)
+    if asked.trials > 1 and balance is not None:
+        tried("balanced", heads.by_model(total, first.allocation.tail, kinds=balance))
+    if asked.trials > len(found):
+        _study(asked, tried, found, tails)
+    return sorted(found, key=lambda trial: trial.loss)
+
+
+def balanced(heads: Heads, trial: Trial) -> dict[str, float] | None:
+    """Weights of the kinds of prompts for which the curves predict what the trial measured; None with one kind."""
+    curves = heads.curves[trial.allocation.tail]
+    kinds = curves.losses()
+    if len(kinds) < 2:
+        return None
+    measured = {
+        "text": [task.loss for task in trial.tasks if not task.answers],
+        "answer": [task.loss for task in trial.tasks if task.answers],
+    }
+    predicted = {kind: float(np.nansum(trial.allocation.pick(values))) for kind, values in kinds.items()}
+    factors = {kind: float(np.mean(measured[kind])) / max(predicted[kind], 1e-12) for kind in kinds}
+    middle = float(np.exp(np.mean([np.log(max(factor, 1e-12)) for factor in factors.values()])))
+    return {kind: float(np.clip(factor / middle, 1 / _MOST, _MOST)) for kind, factor in factors.items()}
+
+
+def _study(asked: Refinement, tried: Callable[[str, Allocation], Trial], found: list[Trial], tails: list[int]) -> None:
+    """Optuna's share of the trials. Every rank has a study of its own, which draws alike from equal losses."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    heads, groups = asked.heads, min(_GROUPS, int(asked.heads.searched.sum()))
+    sampler = optuna.samplers.TPESampler(seed=asked.seed, multivariate=True, n_startup_trials=len(found) + 2)
+    storage = None if asked.quiet else asked.storage
+    if storage is not None and asked.name in [study.study_name for study in optuna.get_all_study_summaries(storage)]:
+        # What was measured is in the ledger; the study is written again from the start.
+        optuna.delete_study(study_name=asked.name, storage=storage)
+    study = optuna.create_study(study_name=asked.name, storage=storage, sampler=sampler, direction="minimize")
+    kinds = min(found, key=lambda trial: trial.loss).allocation.kinds
+    middle = {f"group_{group}": 0.0 for group in range(groups)}
+    if len(kinds) > 1:
+        middle["answer"] = float(np.log2(kinds["answer"] / kinds["text"]))
+    for number, trial in enumerate(list(found)):
+        own = middle | {"dense_tail": trial.allocation.tail, "last_q": max(_ESTIMATES)}
+        if "answer" in middle:
+            own["answer"] = float(np.log2(trial.allocation.kinds["answer"] / trial.allocation.kinds["text"]))
+        study.add_trial(
+            optuna.trial.create_trial(
+                params=own,
+                distributions=_distributions(groups, tails, with_answers="answer" in middle),
+                value=trial.loss,
+                user_attrs={"name": trial.name, "number": number},
+            )
+        )
+    while len(found) < asked.trials:
+        drawn = study.ask(_distributions(groups, tails, with_answers="answer" in middle))
+        study.tell(drawn, tried(f"trial {len(found)}", _spent(heads, asked, drawn.params, groups)).loss)
+
+
+def _distributions(groups: int, tails: Sequence[int], *, with_answers: bool) -> dict[str, Any]:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    found: dict[str, Any] = {f"group_{group}": FloatDistribution(-_REACH, _REACH) for group in range(groups)}
+    if with_answers:
+        found["answer"] = FloatDistribution(-2 * float(np.log2(_MOST)), 2 * float(np.log2(_MOST)))
+    return found | {"dense_tail": CategoricalDistribution(list(tails)), "last_q": CategoricalDistribution(_ESTIMATES)}
+
+
+def _spent(heads: Heads, asked: Refinement, params: Mapping[str, Any], groups: int) -> Allocation:
+    """The allocation that a trial's parameters stand for."""
+    weight = np.ones(len(heads.searched))
+    for group, layers in enumerate(np.array_split(np.flatnonzero(heads.searched), groups)):
+        weight[layers] = 2.0 ** float(params[f"group_{group}"])
+    kinds = {"text": 1.0, "answer": 2.0 ** float(params["answer"])} if "answer" in params else None
+    allowed = np.array([last_q <= params["last_q"] for last_q in asked.last_qs])
+    least = float(heads.costs[params["dense_tail"]][heads.searched][..., allowed].min(axis=-1).sum())
+    return heads.by_model(
+        max(asked.total, least * (1 + 1e-9)), params["dense_tail"], weight=weight, kinds=kinds, allowed=allowed
+    )
+
+
+def _predicted(heads: Heads, allocation: Allocation) -> float:
+    """What the curves say that an allocation loses, with equal weights."""
+    return float(np.nansum(allocation.pick(heads.curves[allocation.tail].loss())))

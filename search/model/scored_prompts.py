@@ -1,0 +1,202 @@
+"""Curves of prompts: each prompt is one dense pass forth and back, on which every layer's candidates are scored.
+
+Prompts and their layers are dealt to the ranks of a launch; each layer of each prompt is a unit of the ledger.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from artifacts import HeadwiseError
+from kernels.patterns import Pattern
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.gradients import LayerGradients, gradient_pass
+from profiling.inside.head_fidelity import dense_attention
+from profiling.inside.residual import ResidualStream
+from profiling.ledger import Ledger, Unit
+from profiling.models.loading import LoadedModel
+from profiling.progress import Phase, phase
+from profiling.quality.sequences import Reference, TokenSequence
+from profiling.ranks import Ranks
+from search.model.curves import Curves
+from search.model.scoring import Scores, score_layer
+
+_SUMS = ("change", "squared", "size", "recall", "drop", "fisher", "tiles")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scoring:
+    """What prompts are scored with.
+
+    layers: that are searched. candidates: for prompts of this length. tails: dense tails that are compared.
+    """
+
+    loaded: LoadedModel
+    ledger: Ledger
+    ranks: Ranks
+    layers: tuple[int, ...]
+    num_layers: int
+    candidates: tuple[Pattern, ...]
+    tails: tuple[int, ...]
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """Curves by dense tail, means over the prompts. fault: why no gradients were taken, None where they were."""
+
+    curves: Mapping[int, Curves]
+    fault: str | None
+
+
+def score_prompts(scoring: Scoring, reference: Reference) -> Found:
+    """The curves of all sequences of `reference`, which learns what dense attention predicts on them.
+
+    Raises:
+        HeadwiseError: a layer has attention sinks of its own, or numbers that its dtype cannot hold.
+    """
+    units = {
+        (number, layer): scoring.ledger.unit(f"scores of layer {layer}", {"sequence": one.digest, "layer": layer})
+        for number, one in enumerate(reference.sequences)
+        for layer in scoring.layers
+    }
+    held = {at: found for at, unit in units.items() if (found := scoring.ledger.get(unit)) is not None}
+    # What one rank has finished before, no rank does again.
+    theirs = scoring.ranks.gather_all([list(at) for at in held])
+    known = {(int(number), int(layer)) for some in theirs for number, layer in some}
+    left = sorted(at for at in units if at not in known)
+    mine = _share(left, scoring.ranks)
+    with phase("scoring candidates", len(units), "layers", quiet=not scoring.ranks.is_first) as shown:
+        shown.reach(len(units) - len(left))
+        for number in sorted({number for number, _ in mine}):
+            layers = {layer for one, layer in mine if one == number}
+            shown.note(reference.sequences[number].task)
+            held |= _score(scoring, reference, number, layers, units, shown)
+    values = scoring.ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
+    by_prompt = [
+        _curves(scoring, one, {layer: values[f"{number}/{layer}"] for layer in scoring.layers})
+        for number, one in enumerate(reference.sequences)
+    ]
+    faults = [str(value["fault"]) for value in values.values() if value["fault"]]
+    return Found(
+        curves={tail: Curves.mean([curves[tail] for curves in by_prompt]) for tail in scoring.tails},
+        fault=faults[0] if faults else None,
+    )
+
+
+def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
+    """This rank's (sequence, layer) units: whole sequences, or of one some layers where there are fewer than ranks."""
+    numbers = sorted({number for number, _ in units})
+    if len(numbers) >= ranks.count or not numbers:
+        return {unit for unit in units if unit[0] in ranks.deal(numbers)}
+    mine = [unit for unit in units if unit[0] == numbers[ranks.rank % len(numbers)]]
+    sharing = len(range(ranks.rank % len(numbers), ranks.count, len(numbers)))
+    return set(mine[ranks.rank // len(numbers) :: sharing])
+
+
+def _score(
+    scoring: Scoring,
+    reference: Reference,
+    number: int,
+    layers: set[int],
+    units: Mapping[tuple[int, int], Unit],
+    shown: Phase,
+) -> dict[tuple[int, int], Any]:
+    """Some layers of one sequence, kept as they are found."""
+    loaded, one = scoring.loaded, reference.sequences[number]
+    ids = torch.tensor([one.ids], device=loaded.model.device)
+    answers = torch.zeros(len(one.ids), dtype=torch.bool, device=loaded.model.device)
+    for start, stop in one.answers:
+        answers[start:stop] = True
+    found: dict[tuple[int, int], Any] = {}
+    fault: str | None = None
+
+    with ResidualStream(loaded.model) as stream:
+
+        def visit(layer: LayerGradients, *, gradients: bool = True) -> None:
+            scores = score_layer(
+                layer,
+                stream,
+                scoring.candidates,
+                length=one.context,
+                tails=scoring.tails,
+                # The same tiles whoever draws them.
+                seed=zlib.crc32(f"{one.digest} {layer.inputs.layer}".encode()),
+                gradients=gradients,
+                backend=scoring.backend,
+            )
+            gain = float(stream.gain(layer.inputs.layer))
+            value = {str(tail): _plain(scores[tail], gain, layer.inputs.layer, loaded) for tail in scoring.tails}
+            at = (number, layer.inputs.layer)
+            found[at] = scoring.ledger.put(units[at], {"scores": value, "fault": fault})
+            shown.update()
+
+        def wanted(inputs: LayerInputs) -> bool:
+            if inputs.layer not in layers:
+                return False
+            if inputs.sinks is not None:
+                raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no search weighs yet")
+            return True
+
+        found_pass = gradient_pass(
+            loaded.model, ids, answers, visit, wanted=wanted, keep=reference.positions(number), backend=scoring.backend
+        )
+        reference.know(number, found_pass.log_probs)
+        fault = found_pass.fault
+        left = {layer for layer in layers if (number, layer) not in found}
+
+        def without(inputs: LayerInputs) -> torch.Tensor | None:
+            if inputs.layer not in left or not wanted(inputs):
+                return None
+            out, lse = dense_attention(inputs, backend=scoring.backend)
+            visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out)), gradients=False)
+            return out
+
+        if left:
+            fault = fault or "a layer's gradients are missing"
+            capture(loaded.model, ids, without)
+    return found
+
+
+def _plain(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> dict[str, np.ndarray]:
+    values = {name: np.array(getattr(scores, name)) for name in _SUMS}
+    # A norm between attention and stream scales what the heads add.
+    values["change"] *= gain
+    if not all(np.isfinite(value).all() for value in values.values()):
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        raise HeadwiseError(f"layer {layer} computes numbers that are not finite in {dtype}: try another --dtype")
+    return values
+
+
+def _curves(scoring: Scoring, one: TokenSequence, by_layer: Mapping[int, Any]) -> dict[int, Curves]:
+    """The curves of one sequence by dense tail."""
+    heads = next(iter(by_layer.values()))["scores"][str(scoring.tails[0])]["change"].shape[0]
+    known = all(value["fault"] is None for value in by_layer.values())
+    text, tokens = one.is_text and known, one.context
+    found = {}
+    for tail in scoring.tails:
+        sums = {name: np.full((scoring.num_layers, heads, len(scoring.candidates)), np.nan) for name in _SUMS}
+        for layer, value in by_layer.items():
+            for name in _SUMS:
+                sums[name][layer] = value["scores"][str(tail)][name]
+        fisher = sums["fisher"]
+        none = np.where(np.isnan(fisher), np.nan, 0.0)
+        found[tail] = Curves(
+            change=sums["change"] / tokens,
+            error=np.sqrt(sums["squared"] / np.maximum(sums["size"], 1e-30)),
+            recall=np.minimum(1.0, sums["recall"] / tokens),
+            tiles=sums["tiles"],
+            text=fisher / tokens if text else none,
+            drop=sums["drop"] / tokens if text else none,
+            answer=none if text or not known else fisher / max(1, one.answer_tokens),
+            tokens=tokens if text else 0,
+            texts=int(text),
+            asked=int(known and not one.is_text),
+        )
+    return found

@@ -1,0 +1,254 @@
+"""Scores every candidate of a layer against dense attention on sampled query tiles, through the kernels that serve.
+
+Shapes: H query heads, G KV heads, S tokens, E value dim, C candidates, n sampled tiles of 64 queries, T dense tails.
+
+What a candidate loses is a sum over query tiles. A few are enough to estimate it: one of each stretch of neighbouring
+tiles is drawn, those with large gradients more often, and weighted by how often it is drawn; the last tiles, where a
+dense tail makes a difference, are all taken. For one query tile, all candidates of all heads are heads of one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
+from kernels.patterns import KINDS, Pattern, make
+from profiling.inside.capture import LayerInputs
+from profiling.inside.gradients import LayerGradients
+from profiling.inside.residual import ResidualStream
+
+# One query tile in so many is scored, but never fewer tiles than this.
+_EVERY, _LEAST = 8, 16
+# Half of the chance that a tile is drawn goes by its gradient, half to all tiles alike: no weight exceeds twice _EVERY.
+_BY_GRADIENT = 0.5
+# Rows whose tiles are counted for density and cost, evenly spread.
+_COUNTED = 32
+# Query heads of one launch: outputs of all candidates are held at once.
+_HEADS = 1024
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sample:
+    """Query tiles (n,) of a prompt and their weights (n,): sums over them estimate sums over all tiles."""
+
+    rows: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """Sums over a prompt's tokens for one dense tail, (H, C) fp64 each.
+
+    change: squared change of what the head adds to the residual stream, relative to the stream's. squared: squared
+    change of its output; size: the output's own squared size. recall: attention mass kept. drop: first-order change of
+    the loss; fisher: half the sum over tiles of its square. tiles: 64 x 64 tiles computed.
+    """
+
+    change: np.ndarray
+    squared: np.ndarray
+    size: np.ndarray
+    recall: np.ndarray
+    drop: np.ndarray
+    fisher: np.ndarray
+    tiles: np.ndarray
+
+
+def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int) -> Sample:
+    """The query tiles of a prompt's first `length` tokens to score on.
+
+    Args:
+        by_out: (1, H, S, E) gradients, None where there are none: then tiles are drawn alike.
+        length: tokens of the prefill.
+        tails: dense tails that are compared: every tile that one of them holds is taken.
+        seed: of the draw; the same seed and gradients give the same tiles.
+    """
+    n = num_tiles(length)
+    body = min(max(0, (length - max(tails, default=0)) // TILE), n)
+    count = min(body, max(_LEAST, round(body / _EVERY)))
+    generator = np.random.default_rng(seed)
+    edges = np.linspace(0, body, count + 1).round().astype(int)
+    size = np.ones(n)
+    if by_out is not None:
+        norms = by_out[0, :, :length].float().square().sum((0, 2))
+        padded = torch.nn.functional.pad(norms, (0, -length % TILE)).unflatten(0, (-1, TILE)).sum(-1)
+        size = padded.sqrt().cpu().double().numpy()
+    rows, weights = [], []
+    for start, stop in pairwise(edges.tolist()):
+        own = size[start:stop]
+        share = own / own.sum() if own.sum() > 0 else np.full(stop - start, 1 / (stop - start))
+        chance = _BY_GRADIENT * share + (1 - _BY_GRADIENT) / (stop - start)
+        drawn = int(generator.choice(stop - start, p=chance / chance.sum()))
+        rows.append(start + drawn)
+        weights.append(1 / chance[drawn])
+    rows += range(body, n)
+    weights += [1.0] * (n - body)
+    return Sample(rows=torch.tensor(rows), weights=torch.tensor(weights, dtype=torch.float64))
+
+
+def score_layer(
+    layer: LayerGradients,
+    stream: ResidualStream,
+    candidates: Sequence[Pattern],
+    *,
+    length: int,
+    tails: Sequence[int],
+    seed: int,
+    gradients: bool = True,
+    backend: str = "auto",
+) -> dict[int, Scores]:
+    """The scores of all heads and candidates of a layer, by dense tail.
+
+    Args:
+        layer: what the pass hands out.
+        stream: of the model that it runs.
+        candidates: C of them.
+        length: tokens of the prefill; what comes after them, in a later turn, attends to everything and is not scored.
+        tails: dense tails, in tokens.
+        seed: of the tiles that are drawn.
+        gradients: False leaves `drop` and `fisher` 0.
+        backend: as for kernels.attention.sparse_attention.
+    """
+    whole = layer.inputs
+    inputs = replace(whole, q=whole.q[:, :, :length], k=whole.k[:, :, :length], v=whole.v[:, :, :length])
+    sample = sampled(layer.by_out if gradients else None, length, tails, seed)
+    indices = build_all(inputs, candidates)
+    heads, count = inputs.q.shape[1], len(candidates)
+    # A tail's first tile: rows from there on compute everything.
+    firsts = {tail: (length - tail) // TILE if tail else num_tiles(length) for tail in tails}
+    sums = {
+        tail: {name: np.zeros((heads, count)) for name in ("change", "squared", "recall", "drop", "fisher")}
+        for tail in tails
+    }
+    sizes = np.zeros((heads, 1))
+    for row, weight in zip(sample.rows.tolist(), sample.weights.tolist(), strict=True):
+        span = slice(row * TILE, min((row + 1) * TILE, length))
+        dense = layer.out[0, :, span].float()
+        by_out = layer.by_out[0, :, span].float() if gradients else None
+        sizes += weight * dense.square().sum((1, 2), keepdim=True)[:, :, 0].cpu().double().numpy()
+        found = _row(inputs, indices, row, dense, layer.lse[0, :, span], by_out, stream, backend)
+        for tail, first in firsts.items():
+            if row < first:
+                for name, values in found.items():
+                    sums[tail][name] += weight * values
+            else:
+                sums[tail]["recall"] += weight * (span.stop - span.start)
+    tiles = torch.stack([index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1)
+    return {
+        tail: Scores(
+            **sums[tail],
+            size=np.broadcast_to(sizes, (heads, count)),
+            tiles=tiles.cpu().numpy() + _tail_tiles(indices, tail),
+        )
+        for tail in tails
+    }
+
+
+def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[SparseIndex]:
+    """The index of all heads for each candidate; estimates are shared by candidates that differ in sizes alone."""
+    heads = range(inputs.q.shape[1])
+    builders: dict[Any, Any] = {}
+    found = []
+    for pattern in candidates:
+        key = (pattern.kind, getattr(pattern, "last_q", 0))
+        if key not in builders:
+            like = [p for p in candidates if (p.kind, getattr(p, "last_q", 0)) == key]
+            builders[key] = KINDS[pattern.kind].prepare(
+                [_largest(like)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale
+            )
+        found.append(builders[key]([pattern] * len(heads)))
+    return found
+
+
+def _row(
+    inputs: LayerInputs,
+    indices: Sequence[SparseIndex],
+    row: int,
+    dense: Tensor,
+    dense_lse: Tensor,
+    by_out: Tensor | None,
+    stream: ResidualStream,
+    backend: str,
+) -> dict[str, np.ndarray]:
+    """(H, C) of each sum, over the queries of one tile. dense, by_out: (H, queries, E); dense_lse: (H, queries)."""
+    heads, groups = inputs.q.shape[1], inputs.k.shape[1]
+    start, stop = row * TILE, row * TILE + dense.shape[1]
+    queries = inputs.q[:, :, start:stop]
+    names = ("change", "squared", "recall", "drop", "fisher")
+    found = {name: np.zeros((heads, len(indices))) for name in names}
+    step = max(1, _HEADS // heads)
+    for at in range(0, len(indices), step):
+        some = indices[at : at + step]
+        many = queries.unflatten(1, (groups, -1)).repeat_interleave(len(some), dim=2).flatten(1, 2)
+        out, lse = sparse_attention(
+            many,
+            inputs.k[:, :, :stop],
+            inputs.v[:, :, :stop],
+            _of_row(some, row, start, stop),
+            scale=inputs.scale,
+            softcap=inputs.softcap,
+            return_lse=True,
+            backend=backend,
+        )
+        # Candidates of a head stand side by side.
+        change = out[0].float().unflatten(0, (heads, len(some))).sub_(dense[:, None])
+        here = slice(at, at + len(some))
+        found["squared"][:, here] = torch.linalg.vector_norm(change, dim=(2, 3)).cpu().double().numpy() ** 2
+        kept = (lse[0].unflatten(0, (heads, len(some))) - dense_lse[:, None]).exp().clamp(max=1.0)
+        found["recall"][:, here] = kept.sum(-1).cpu().double().numpy()
+        found["change"][:, here] = stream.by_head(inputs.layer, change, slice(start, stop)).cpu().double().numpy()
+        if by_out is not None:
+            lost = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))[..., 0].cpu().double().numpy()
+            found["drop"][:, here] = lost
+            found["fisher"][:, here] = np.square(lost) / 2
+    return found
+
+
+def _of_row(indices: Sequence[SparseIndex], row: int, start: int, stop: int) -> SparseIndex:
+    """One query tile of many indices of the same heads, as heads of one index: head by head, index by index."""
+    first = indices[0]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        width = max(part.shape[-1] for part in parts)
+        padded = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=PAD) for part in parts]
+        return torch.stack(padded, dim=2).flatten(1, 2).contiguous()
+
+    tiles = [index.tiles[:, :, row : row + 1] for index in indices]
+    heads = first.num_heads * len(indices)
+    listed = joined(tiles) if any(part.shape[-1] for part in tiles) else None
+    device = first.diagonals.device
+    return SparseIndex(
+        q_len=stop - start,
+        k_len=stop,
+        diagonals=joined([index.diagonals for index in indices]),
+        tiles=empty_entries(1, heads, 1, 0, device=device) if listed is None else listed,
+        columns=joined([index.columns for index in indices]),
+    )
+
+
+def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
+    """(H, C) tiles that a dense tail computes beyond what the indices do in its rows."""
+    if not tail:
+        return np.zeros((indices[0].num_heads, len(indices)))
+    more = []
+    for index in indices:
+        first, n = max(0, (index.k_len - tail) // TILE), num_tiles(index.k_len)
+        rows = replace(
+            index, q_len=index.k_len - first * TILE, tiles=index.tiles[:, :, first:].contiguous(), dense_tail=()
+        )
+        more.append((n * (n + 1) // 2 - first * (first + 1) // 2) - rows.computed_tiles()[0].double())
+    return torch.stack(more, dim=-1).cpu().numpy()
+
+
+def _largest(patterns: Sequence[Pattern]) -> Pattern:
+    """A pattern that none of these, all of one kind and last_q, is larger than."""
+    first = patterns[0]
+    sizes = {name: max(getattr(p, name) for p in patterns) for name, value in vars(first).items() if type(value) is int}
+    return make(first.kind, **sizes)

@@ -1,0 +1,80 @@
+"""What is said of the fields is said of all of them, and the page and the JSON Schema say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from artifacts.__main__ import main
+from artifacts.commands.migrate import Config, run
+from artifacts.commands.schema import schema, tables
+from artifacts.schema import SCHEMA_VERSION, Artifact
+from artifacts.store import SCHEMA_FILE, load
+
+PAGE = Path(__file__).parents[2] / "docs" / "artifact.md"
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def models(annotation: Any) -> set[type[BaseModel]]:
+    """The models that an annotation names, and those that their fields name."""
+    found = set()
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        found = {annotation}.union(*(models(field.annotation) for field in annotation.model_fields.values()))
+    return found.union(*map(models, get_args(annotation)))
+
+
+def test_every_field_is_described_and_has_its_line():
+    lines = tables().splitlines()
+    for model in models(Artifact):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}: describe it where it is declared"
+            assert any(line.startswith(f"| `{name}` |") and field.description in line for line in lines)
+
+
+def test_the_page_has_these_tables():
+    assert tables() in PAGE.read_text(), "docs/artifact.md: put in what `python -m artifacts schema --markdown` prints"
+
+
+def test_every_property_of_the_schema_has_its_description(capsys):
+    assert main(["schema", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made == schema()
+    for part in (made, *made["$defs"].values()):
+        for name, field in part.get("properties", {}).items():
+            assert field["description"], name
+    assert made["$schema"].startswith("https://json-schema.org/") and f"version {SCHEMA_VERSION}" in made["title"]
+
+
+def test_a_file_names_the_schema_that_lies_beside_it(saved, capsys):
+    first = saved.read_text().splitlines()[0]
+    assert first == f"# yaml-language-server: $schema={SCHEMA_FILE}"
+    assert main(["schema", "--out", str(saved.parent)]) == 0
+    assert capsys.readouterr().out == f"wrote {saved.with_name(SCHEMA_FILE)}\n"
+    assert json.loads(saved.with_name(SCHEMA_FILE).read_text()) == schema()
+
+
+def test_markdown(capsys):
+    assert main(["schema", "--markdown"]) == 0
+    assert capsys.readouterr().out == tables()
+
+
+def test_migrate(tmp_path):
+    looked = run(Config(file=GOLDEN / "v1.yaml"))
+    assert looked.status == 0 and f"version {SCHEMA_VERSION}, the current one" in looked.text
+    outcome = run(Config(file=GOLDEN / "v1.yaml", out=tmp_path / "new.yaml", as_json=True))
+    assert outcome.status == 0 and json.loads(outcome.text)["version"] == 1
+    assert load(tmp_path / "new.yaml").model_dump(exclude={"sidecar"}) == load(GOLDEN / "v1.yaml").model_dump(
+        exclude={"sidecar"}
+    )
+
+
+@pytest.mark.parametrize("verb", ["lint", "diff", "merge", "convert", "migrate", "schema"])
+def test_help_teaches_by_examples(verb, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and f"examples:\n  python -m artifacts {verb} " in text and "--json" in text

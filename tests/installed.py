@@ -1,0 +1,122 @@
+"""An installed wheel finds an artifact and serves it, away from the checkout; `make test-wheel` runs this.
+
+python tests/installed.py FOLDER                 in the environment that the wheel is installed in; files go into FOLDER
+python tests/installed.py FOLDER --prebuilt      the same without a compiler: the wheel brings the native code
+python tests/installed.py FOLDER --serve-only    serves what was found before, without the packages of a search
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def save_model(folder: Path) -> None:
+    """A random Llama with a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            # The usual initialisation makes attention nearly uniform: all patterns would be alike.
+            parameter.data.normal_(std=2 * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    symbols = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=symbols, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def command(*words: str, folder: Path) -> str:
+    """What `python -m ...` prints; it must end with 0."""
+    done = subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def check_packages() -> None:
+    """All five packages are the environment's own."""
+    import artifacts
+    import kernels.index
+    import profiling
+    import runtime
+
+    for package in (artifacts, kernels.index, profiling, runtime):
+        assert Path(sys.prefix) in Path(package.__file__ or "").parents, f"{package.__name__} is not the installed one"
+
+
+def search(folder: Path) -> None:
+    options = "--allocation heads --length 512 --budget 0.6 --dtype float32"
+    command("search.heads", "--model", "model", "--out", "cfg.yaml", *options.split(), folder=folder)
+    command("artifacts", "validate", "cfg.yaml", folder=folder)
+    assert "LlamaForCausalLM: 3 layers" in command("artifacts", "show", "cfg.yaml", folder=folder)
+
+
+def serve(folder: Path) -> None:
+    import runtime
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    ids = torch.randint(3, 250, (1, 512), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dense = model(ids).logits
+        with runtime.load(folder / "cfg.yaml").apply(model, strict=True) as handle:
+            sparse = model(ids).logits
+            tokens = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            assert handle.stats()["sparse"] == 6, handle.stats()
+    assert tokens.shape == (1, 516)
+    assert torch.isfinite(sparse).all() and not torch.equal(sparse, dense)
+
+
+def check_that_a_search_says_what_it_needs(folder: Path) -> None:
+    assert not any(importlib.util.find_spec(name) for name in ("gguf", "matplotlib", "optuna"))
+    words = [sys.executable, "-m", "search.heads", "--model", "model", "--out", "again.yaml"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2, done
+    assert done.stderr == "error: optuna is not installed: pip install 'headwise[search]'\n", done.stderr
+
+
+def main(folder: Path, *, prebuilt: bool, serve_only: bool) -> None:
+    if prebuilt:
+        # No compiler is found, and nothing was compiled before.
+        os.environ.update(PATH=str(folder), HEADWISE_CACHE=str(folder / "cache"))
+        os.environ.pop("CXX", None)
+    from kernels.native import build
+
+    check_packages()
+    reason = build.load()
+    assert reason is None, reason
+    assert not prebuilt or not build.cache_folder().exists()
+    if serve_only:
+        check_that_a_search_says_what_it_needs(folder)
+    else:
+        save_model(folder / "model")
+        search(folder)
+    serve(folder)
+    print(f"{'served' if serve_only else 'searched and served'} from {sys.prefix}, Python {sys.version.split()[0]}")
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("folder", type=Path)
+    p.add_argument("--prebuilt", action="store_true")
+    p.add_argument("--serve-only", action="store_true")
+    options = p.parse_args()
+    main(options.folder.resolve(), prebuilt=options.prebuilt, serve_only=options.serve_only)

@@ -1,0 +1,325 @@
+"""Gradients of dense attention: every backend and CPU engine against autograd through plain softmax in fp64.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.gradient import attention_gradients, cpu, reference
+from kernels.gradient.dense import DenseAttention, dense_attention
+from kernels.patterns.dense import dense_index
+from tests.kernels.test_attention import threads
+
+needs_native = pytest.mark.skipif(cpu.supports(torch.empty(1)) is not None, reason="no native code on this machine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    q_len: int
+    k_len: int
+    batch: int = 1
+    heads: int = 3
+    kv_heads: int = 1
+    head_dim: int = 64
+    v_dim: int = 64
+    scale: float = 0.2
+    softcap: float | None = None
+    window: int | None = None
+    layout: str = "contiguous"
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+
+
+def square(length: int, **more: Any) -> Case:
+    return Case(q_len=length, k_len=length, **more)
+
+
+CASES = {
+    **{f"length {n}": square(n) for n in (1, 63, 64, 65, 200, 1000)},
+    "length 2100": square(2100, heads=2),
+    **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3), (5, 1))},
+    "batch 2": square(200, batch=2, heads=6, kv_heads=2),
+    **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))},
+    "520 of 1300": Case(q_len=520, k_len=1300, heads=2),
+    **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (32, 64, 80, 128, 256)},
+    **{f"D {d}, E {e}": square(200, head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
+    "soft-cap 2": square(300, softcap=2.0),
+    "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
+    **{f"window {n}": square(700, window=n) for n in (1, 40, 64, 65, 200, 513, 2000)},
+    "window 100, soft-cap, 130 of 700": Case(q_len=130, k_len=700, window=100, softcap=20.0),
+    "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
+    "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
+    "expanded": square(300, batch=2, heads=6, kv_heads=2, layout="expanded"),
+}
+ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["brgemm", "dot", "float"]}
+SERVERS = [(dtype, engine) for dtype, engines in ENGINES.items() for engine in [*engines, "reference"]]
+# Largest absolute error, in units of the largest gradient, and relative L2 error.
+TOLERANCES = {torch.float32: (1e-5, 5e-6), torch.float16: (2e-3, 5e-4), torch.bfloat16: (2e-2, 5e-3)}
+
+
+def laid_out(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
+    """Standard normal; what lies between and around is NaN."""
+    batch, heads, length, dim = shape
+    if layout == "transposed":
+        return torch.randn(batch, length, heads, dim).to(dtype).transpose(1, 2)
+    if layout == "strided":
+        around = torch.full((batch, heads + 2, 2 * length + 1, 3 * dim), torch.nan, dtype=dtype)
+        view = around[:, 1:-1, 1::2, ::3]
+        view.copy_(torch.randn(shape))
+        return view
+    if layout == "expanded":
+        return torch.randn(1, heads, length, dim).to(dtype).expand(batch, -1, -1, -1)
+    return torch.randn(shape).to(dtype)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+    """Dense attention and its log-sum-exp as one writes it down, for autograd to go through."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    logits = q @ k.transpose(-1, -2) * case.scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    distance = torch.arange(case.k_len - case.q_len, case.k_len)[:, None] - torch.arange(case.k_len)
+    outside = (distance < 0) | (distance >= (case.window or case.k_len))
+    logits = logits.masked_fill(outside, float("-inf"))
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+def problem(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """The tensors of a call, and its gradients in fp64."""
+    torch.manual_seed(case.q_len + case.k_len + case.head_dim)
+    q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), case.layout, dtype)
+    k = laid_out((case.batch, case.kv_heads, case.k_len, case.head_dim), case.layout, dtype)
+    v = laid_out((case.batch, case.kv_heads, case.k_len, case.v_dim), case.layout, dtype)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = plain(*exact, case)
+    grad_out = laid_out(tuple(out.shape), case.layout, dtype)
+    right = torch.autograd.grad(out, exact, grad_out.double())
+    return [q, k, v, out.detach().to(dtype), lse.detach().float(), grad_out], right
+
+
+def check(found: tuple[Tensor, ...], right: tuple[Tensor, ...], most: tuple[float, float]) -> None:
+    for name, one, other in zip(("dq", "dk", "dv"), found, right, strict=True):
+        error = (one.double() - other).nan_to_num(nan=float("inf"))
+        worst = float(error.abs().max() / other.abs().max().clamp_min(1.0))
+        # Of queries that see one key the gradients are 0, and the largest error says it all.
+        zero = other.abs().max() < 1e-9
+        relative = 0.0 if zero else float(error.norm() / other.norm())
+        assert worst <= most[0] and relative <= most[1], (
+            f"{name}: largest {worst:.3g}, relative {relative:.3g} of {most}"
+        )
+
+
+def gradients(tensors: list[Tensor], case: Case, server: str, skip_below: float = 0.0) -> tuple[Tensor, ...]:
+    if server == "reference":
+        return attention_gradients(*tensors, **case.how, skip_below=skip_below, backend="reference")
+    if cpu.supports(tensors[0]) is not None or server not in cpu.attention.engines(tensors[0].dtype):
+        pytest.skip(f"this processor or build has no engine {server!r}")
+    with threads(2):
+        return cpu.attention_gradients(*tensors, **case.how, skip_below=skip_below, engine=server)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS])
+def test_gradients_are_those_of_plain_softmax(dtype: torch.dtype, server: str, name: str) -> None:
+    tensors, right = problem(CASES[name], dtype)
+    found = gradients(tensors, CASES[name], server)
+    for one, of in zip(found, tensors, strict=False):
+        assert one.dtype == of.dtype and one.shape == of.shape
+    check(found, right, TOLERANCES[dtype])
+
+
+def test_the_forward_that_the_reference_has_is_attention() -> None:
+    for case in CASES.values():
+        (q, k, v, out, lse, _), _ = problem(case, torch.float32)
+        found, found_lse = reference.dense_attention(q, k, v, **case.how)
+        torch.testing.assert_close(found, out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["520 of 1300", "window 200", "batch 2"])
+def test_blocks_of_the_reference_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, right = problem(CASES[name], torch.float32)
+    for scores in (1, 1 << 19):
+        monkeypatch.setattr(reference, "_SCORES", scores)
+        check(gradients(tensors, CASES[name], "reference"), right, TOLERANCES[torch.float32])
+
+
+@needs_native
+@pytest.mark.parametrize(("dtype", "engine"), [pair for pair in SERVERS if pair[1] != "reference"])
+def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, engine: str) -> None:
+    if engine not in cpu.attention.engines(dtype):
+        pytest.skip(f"this processor or build has no engine {engine!r}")
+    case = square(1500, batch=2, heads=6, kv_heads=2)
+    tensors, _ = problem(case, dtype)
+    results = []
+    for number in (1, 2, 2, 3, 7):
+        with threads(number):
+            results.append(cpu.attention_gradients(*tensors, **case.how, skip_below=0.0, engine=engine))
+    for other in results[1:]:
+        assert all(torch.equal(one, another) for one, another in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS])
+@pytest.mark.parametrize("name", ["length 1000", "520 of 1300", "window 513", "soft-cap 2"])
+def test_tiles_without_a_large_probability_are_left_out(dtype: torch.dtype, server: str, name: str) -> None:
+    case = CASES[name]
+    tensors, whole = problem(case, dtype)
+    q, k, v, out, lse, grad_out = (x.double() for x in tensors)
+    p = _probabilities(q, k, lse, case)
+    peaks = _peaks(p, case.k_len - case.q_len)
+    # Half of the tiles go; no peak is so near the bound that rounding decides.
+    found = peaks[p > 0].unique()
+    middle = found[len(found) // 3 : 2 * len(found) // 3]
+    widest = int(middle.diff().argmax())
+    least = float(middle[widest : widest + 2].mean())
+    # Written down: the probabilities of such tiles are 0, all else is as it was.
+    right = _by_hand(q, k, v, torch.where(peaks >= least, p, 0), out, grad_out, case)
+    assert all((one - other).norm() > 0.1 * other.norm() for one, other in zip(right, whole, strict=True))
+    check(gradients(tensors, case, server, least), right, TOLERANCES[dtype])
+
+
+def _probabilities(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> Tensor:
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * case.scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
+    distance = torch.arange(case.k_len - case.q_len, case.k_len)[:, None] - torch.arange(case.k_len)
+    outside = (distance < 0) | (distance >= (case.window or case.k_len))
+    return (logits - lse[..., None]).exp().masked_fill(outside, 0)
+
+
+def _peaks(p: Tensor, offset: int) -> Tensor:
+    """The largest probability of the tile that an entry lies in, for each entry."""
+    rows = (torch.arange(p.shape[-2]) + offset) // 64
+    columns = torch.arange(p.shape[-1]) // 64
+    peaks = torch.zeros_like(p)
+    for row in rows.unique():
+        for column in columns.unique():
+            tile = (rows == row)[:, None] & (columns == column)
+            peaks[..., tile] = p[..., tile].amax(-1, keepdim=True)
+    return peaks
+
+
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, out: Tensor, grad_out: Tensor, case: Case
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    ds = p * (grad_out @ values.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * case.scale
+    if case.softcap is not None:
+        ds = ds * (1 - torch.tanh(q @ keys.transpose(-1, -2) * case.scale / case.softcap) ** 2)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out))
+    return ds @ keys, dk, dv
+
+
+@pytest.mark.parametrize("case", [CASES["9 heads on 3"], CASES["window 100, soft-cap, 130 of 700"]], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_what_attention_returns_goes_in(case: Case, dtype: torch.dtype) -> None:
+    """The log-sum-exp and the layout of the forward kernel."""
+    (q, k, v, _, _, grad_out), right = problem(case, dtype)
+    index = replace(dense_index(case.batch, case.heads, case.q_len, case.k_len, q.device), window=case.window)
+    out, lse = sparse_attention(q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True)
+    check(attention_gradients(q, k, v, out, lse, grad_out, **case.how), right, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", ["length 65", "9 heads on 3", "520 of 1300", "soft-cap 2", "window 200", "transposed"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_dense_attention_is_differentiable(dtype: torch.dtype, name: str) -> None:
+    (q, k, v, right_out, _, grad_out), right = problem(CASES[name], dtype)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = dense_attention(*leaves, **CASES[name].how)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), right_out.float(), atol=TOLERANCES[dtype][0], rtol=2e-2)
+    check(torch.autograd.grad(out, leaves, grad_out), right, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradcheck(window: int | None, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    shapes = ((2, 4, 9, 3), (2, 2, 70, 3), (2, 2, 70, 2))
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *x: dense_attention(*x, window=window, softcap=softcap), leaves)
+    leaves = [x.detach().float().requires_grad_() for x in leaves]
+    assert torch.autograd.gradcheck(
+        lambda *x: dense_attention(*x, window=window, softcap=softcap), leaves, eps=1e-2, atol=2e-3, rtol=2e-3
+    )
+
+
+def test_it_is_differentiated_once() -> None:
+    q, k, v = (torch.randn(1, 2, 10, 8).requires_grad_() for _ in range(3))
+    out = DenseAttention.apply(q, k, v, 0.5, None, None, 0.0)
+    with pytest.raises(RuntimeError, match="differentiated once: create_graph must be False"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_only_what_is_asked_for_is_returned() -> None:
+    q, k, v = (torch.randn(1, 2, 70, 8) for _ in range(3))
+    dense_attention(q.requires_grad_(), k, v).sum().backward()
+    assert q.grad is not None and k.grad is None
+    assert not dense_attention(q.detach(), k, v).requires_grad
+
+
+def test_defaults() -> None:
+    case = square(100, scale=64**-0.5)
+    tensors, right = problem(case, torch.float32)
+    check(attention_gradients(*tensors), right, TOLERANCES[torch.float32])
+
+
+GOOD: dict[str, Any] = {
+    "q": torch.zeros(1, 4, 10, 8),
+    "k": torch.zeros(1, 2, 20, 8),
+    "v": torch.zeros(1, 2, 20, 6),
+    "out": torch.zeros(1, 4, 10, 6),
+    "lse": torch.zeros(1, 4, 10),
+    "grad_out": torch.zeros(1, 4, 10, 6),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(4, 10, 8)}, "must be 4-D .*got q 3-D, k 4-D"),
+        ({"k": torch.zeros(1, 2, 20, 7)}, r"do not go together: .*k \(1, 2, 20, 7\)"),
+        ({"out": torch.zeros(1, 4, 10, 8)}, r"do not go together: .*out \(1, 4, 10, 8\)"),
+        ({"grad_out": torch.zeros(1, 4, 9, 6)}, r"do not go together: .*grad_out \(1, 4, 9, 6\)"),
+        ({"lse": torch.zeros(1, 4, 20)}, r"do not go together: .*lse \(1, 4, 20\)"),
+        ({"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)}, "4 query heads do not divide into 3 KV heads"),
+        ({"k": torch.zeros(1, 2, 9, 8), "v": torch.zeros(1, 2, 9, 6)}, "got 10 queries and 9 keys"),
+        ({"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)}, "every size must be positive"),
+        (
+            {"grad_out": torch.zeros(1, 4, 10, 6).half()},
+            "must share a floating dtype, got torch.float16, torch.float32",
+        ),
+        ({name: GOOD[name].int() for name in ("q", "k", "v", "out", "grad_out")}, "floating dtype, got torch.int32"),
+        ({"lse": torch.zeros(1, 4, 10).half()}, "lse must be torch.float32, got torch.float16"),
+        ({"lse": torch.zeros(1, 4, 10, device="meta")}, "must share a device, got cpu, meta"),
+        ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
+        ({"softcap": float("inf")}, "softcap must be a positive finite number, got inf"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"skip_below": 1.0}, "skip_below must be at least 0 and below 1, got 1.0"),
+        ({"skip_below": float("nan")}, "skip_below must be at least 0 and below 1, got nan"),
+        ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, reference"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention_gradients(**{**GOOD, **changes})
+
+
+def test_a_named_backend_that_cannot_serve_says_why() -> None:
+    tensors = {name: x.double() for name, x in GOOD.items()}
+    with pytest.raises(
+        ValueError, match=r"backend 'cpu' cannot serve this call: it serves float32, .* not torch.float64"
+    ):
+        attention_gradients(**tensors, backend="cpu")
+    assert attention_gradients(**tensors)[0].dtype == torch.float64

@@ -1,0 +1,62 @@
+"""Oracle top-k: the keys with the highest exact scores, and nothing but the prefill is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from artifacts import HeadwiseError
+from profiling.inside.oracle import oracle, top_k_attention
+from tests.profiling.conftest import tiny
+
+SCALE = 0.2
+
+
+def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    q = torch.randn(1, 6, length, 16, generator=generator)
+    k, v = (torch.randn(1, 2, length, 16, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, density: float, tail: int) -> torch.Tensor:
+    """Row by row: of a query's scores the highest, as many as `density` of what the last of its 64 queries sees."""
+    length = q.shape[2]
+    out = torch.empty_like(q)
+    for head in range(q.shape[1]):
+        keys, values = k[0, head // 3], v[0, head // 3]
+        for row in range(length):
+            scores = keys[: row + 1] @ q[0, head, row] * SCALE
+            stop = min(length, (row // 64 + 1) * 64)
+            count = len(scores) if row >= length - tail else min(len(scores), -int(-density * stop // 1))
+            chosen = scores.topk(count).indices
+            out[0, head, row] = scores[chosen].softmax(0) @ values[chosen]
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 63, 200])
+@pytest.mark.parametrize(("density", "tail"), [(1.0, 0), (0.25, 0), (0.25, 70)])
+def test_it_attends_to_the_highest_scores(length: int, density: float, tail: int) -> None:
+    q, k, v = tensors(length)
+    found = top_k_attention(q, k, v, density=density, tail=tail, scale=SCALE)
+    torch.testing.assert_close(found, expected(q, k, v, density, tail), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_model_under_it_prefills_sparsely_and_decodes_densely(family: str) -> None:
+    model, ids = tiny(family), torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dense = model(ids).logits
+        with oracle(model, 1.0):
+            torch.testing.assert_close(model(ids).logits, dense, atol=1e-4, rtol=1e-3)
+        with oracle(model, 0.1):
+            first = model(ids[:, :-5], use_cache=True)
+            assert not torch.allclose(first.logits, dense[:, :-5], atol=1e-2)
+            more = model(ids[:, -5:], past_key_values=first.past_key_values, use_cache=True).logits
+        assert torch.isfinite(more).all()
+        torch.testing.assert_close(model(ids).logits, dense)
+
+
+def test_a_density_that_is_none() -> None:
+    with pytest.raises(HeadwiseError, match="density must be above 0 and at most 1, got 0"), oracle(tiny("llama"), 0):
+        pass

@@ -1,0 +1,140 @@
+"""Tasks that dense attention of the last queries cannot solve: what is asked, where the answer is, what is shared."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.prompts.copies import CONTEXT, far_copies
+from profiling.prompts.kinds import FAMILIES, KINDS
+from profiling.prompts.prompt import Prompt, digest, make_prompts
+from profiling.prompts.texts import pythons_own
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+TURNS, INSIDE = ("line_turns", "kv_turns", "chain_turns"), ("line_asked", "chain", "label_map", "repeats")
+LENGTH = 4096
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]()
+
+
+def made(task: str, tokenizer: Any, samples: int = 2, length: int = LENGTH, seed: int = 0) -> list[Prompt]:
+    return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
+
+
+@pytest.mark.parametrize("task", [*TURNS, *INSIDE])
+def test_prompts_have_the_length_that_was_asked_for(tokenizer: Any, task: str) -> None:
+    for length in (2048, 4099):
+        prompts = made(task, tokenizer, 3, length)
+        assert {len(prompt.input_ids) for prompt in prompts} == {length}
+        assert digest(prompts) == digest(made(task, tokenizer, 3, length))
+        assert digest(prompts) != digest(made(task, tokenizer, 3, length, seed=1))
+        assert {prompt.task for prompt in prompts} == {task} and prompts[0].family in FAMILIES
+
+
+@pytest.mark.parametrize("task", TURNS)
+def test_questions_share_a_context_that_does_not_know_them(tokenizer: Any, task: str) -> None:
+    prompts = made(f"{task}@questions=5", tokenizer, 12)
+    contexts = [prompt.context for prompt in prompts]
+    assert [contexts.count(context) for context in dict.fromkeys(contexts)] == [5, 5, 2]
+    for prompt in prompts:
+        start, stop = prompt.finds[0].span
+        line = tokenizer.decode(prompt.context[start:stop])
+        turn = tokenizer.decode(prompt.input_ids[-prompt.turn :])
+        assert str(prompt.answer) in line and str(prompt.answer) not in turn
+        asked = re.search(r'(?:of |")([\w-]+)(?:"| is)', turn)
+        assert asked and prompt.turn < 120
+        text = tokenizer.decode(prompt.context)
+        if task == "chain_turns":
+            link = re.search(rf"value of {asked[1]} is that of ([\w-]+)\.", text)
+            assert link and f"The value of {link[1]} is {prompt.answer}." in line
+        else:
+            assert asked[1] in line
+    assert len({prompt.input_ids for prompt in prompts}) == 12
+
+
+def test_chains_may_have_more_links() -> None:
+    tokenizer = byte_level()
+    for prompt in made("chain_turns@questions=4,hops=3", tokenizer, 4):
+        text, turn = tokenizer.decode(prompt.context), tokenizer.decode(prompt.input_ids[-prompt.turn :])
+        name = re.search(r"of ([\w-]+) is", turn)
+        assert name
+        found = name[1]
+        for _ in range(3):
+            link = re.search(rf"value of {found} is that of ([\w-]+)\.", text)
+            assert link
+            found = link[1]
+        assert f"The value of {found} is {prompt.answer}." in text
+
+
+@pytest.mark.parametrize("task", INSIDE)
+def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str) -> None:
+    for prompt in made(task, tokenizer):
+        ids = prompt.input_ids
+        assert len(prompt.scored) >= 3 and prompt.answer is None
+        assert max(stop for _, stop in prompt.scored) <= LENGTH - 128
+        for start, stop in prompt.scored:
+            said, before = tokenizer.decode(ids[start:stop]).strip(), tokenizer.decode(ids[:start])
+            cue = before[before.rindex("\n") + 1 :]
+            name = {
+                "line_asked": r"of ([\w-]+) is$",
+                "chain": r"that of ([\w-]+), which is$",
+                "label_map": r"(\w+):$",
+                "repeats": r"([\w ]+)$",
+            }[task]
+            thing = re.search(name, cue.strip())
+            assert thing
+            told = before[: -len(cue)].rindex(f"{thing[1]} {said}" if task == "repeats" else thing[1])
+            assert said in before[told : told + len(thing[1]) + len(said) + 60]
+            assert len(tokenizer(before[told:], add_special_tokens=False)["input_ids"]) >= LENGTH // 4 - 60
+
+
+def test_labels_stay_what_they_were() -> None:
+    tokenizer = byte_level()
+    text = tokenizer.decode(made("label_map", tokenizer)[0].input_ids)
+    pairs = re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE)[1:]
+    assert len(dict(pairs)) < len(pairs) and len(set(pairs)) == len(dict(pairs))
+
+
+@pytest.mark.parametrize("task", ["line_retrieval", "kv_retrieval", "needle"])
+def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) -> None:
+    for last, first in zip(made(task, tokenizer), made(f"{task}@question_first=1", tokenizer), strict=True):
+        assert task == "kv_retrieval" or first.answer == last.answer
+        start, stop = first.finds[0].span
+        text = tokenizer.decode(first.input_ids)
+        line = tokenizer.decode(first.input_ids[start:stop])
+        assert str(first.answer) in line
+        key = re.search(r'The thing that (\w+) |value of ([\w-]+) |"([\w-]+)":', line)
+        assert key
+        name = next(group for group in key.groups() if group)
+        assert text.index(name) < 300 and text.count(name) == 2 and name not in text[-100:]
+
+
+@pytest.mark.parametrize("task", [*TURNS, *INSIDE])
+def test_what_does_not_fit_is_an_error(task: str) -> None:
+    with pytest.raises(HeadwiseError, match=f"length 150 is too small for {task}"):
+        made(task, byte_level(), 8, 150)
+
+
+def test_far_copies_are_those_that_were_not_said_lately() -> None:
+    piece, other = tuple(range(10)), tuple(range(100, 200))
+    ids = (*piece, *other, *piece, *piece)
+    assert far_copies(ids, far=100) == list(range(110 + CONTEXT, 120))
+    assert far_copies(ids, far=5) == [*range(110 + CONTEXT, 120), *range(120 + CONTEXT, 130)]
+    assert far_copies(ids, far=200) == [] and far_copies(ids) == far_copies(ids, far=32)
+
+
+def test_prose_serves_the_longest_prompts() -> None:
+    # A tokenizer that splits into words, some 1.3 tokens a word less than real ones have.
+    assert len(pythons_own().split()) > 160_000
+    assert pythons_own().count("\n\n") > 5000
+
+
+def test_every_task_has_a_family() -> None:
+    assert {kind.family for kind in KINDS.values()} <= set(FAMILIES)
+    assert {KINDS[name].family for name in ("text", "prose")} == {"text"}

@@ -1,0 +1,158 @@
+"""Answers under teacher forcing: the tokens that are compared, what is made of them, and contexts that are shared."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from artifacts import HeadwiseError
+from profiling.prompts.prompt import Find, Prompt, make_prompts
+from profiling.quality.answers import answer, answers, negative_log_likelihood
+from profiling.quality.contexts import PIECE
+from profiling.quality.forced import answer_ids, forced_answers
+from tests.profiling.conftest import tiny
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+
+class Copier(torch.nn.Module):
+    """Gives each token's successor in `right` a logit of its own, and all others none; its cache is what it saw."""
+
+    def __init__(self, vocabulary: int, right: dict[int, float]) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+        self.vocabulary, self.right = vocabulary, right
+        self.calls: list[list[int]] = []
+
+    def forward(
+        self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool, logits_to_keep: Any = None
+    ) -> Any:
+        before = past_key_values or []
+        self.calls.append(input_ids[0].tolist())
+        logits = torch.zeros(1, input_ids.shape[1], self.vocabulary)
+        for at, token in self.right.items():
+            if 0 <= at - len(before) < input_ids.shape[1]:
+                logits[0, at - len(before), int(token)] = 100.0
+        before = past_key_values if past_key_values is not None else []
+        before += self.calls[-1]
+        return SimpleNamespace(
+            logits=logits if logits_to_keep is None else logits[:, logits_to_keep], past_key_values=before
+        )
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("task", ["kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval"])
+def test_the_answers_ids_read_as_the_text_that_goes_on(make: Any, task: str) -> None:
+    tokenizer = make()
+    prompt = make_prompts(task, tokenizer, length=1500, samples=1, seed=0)[0]
+    ids = answer_ids(tokenizer, prompt)
+    asked = tokenizer.decode(prompt.input_ids)
+    assert tokenizer.decode((*prompt.input_ids, *ids)) == asked + str(prompt.continuation)
+
+
+def test_no_space_comes_twice() -> None:
+    tokenizer = byte_level()
+    ids = tuple(tokenizer("The key is ", add_special_tokens=False)["input_ids"])
+    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids, "12"))) == "12"
+    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids[:-1], "12"))) == " 12"
+
+
+def test_accuracy_and_nll_of_a_known_model() -> None:
+    tokenizer = byte_level()
+    prompt = Prompt(tuple(tokenizer("The key is", add_special_tokens=False)["input_ids"]), "wxyz")
+    expected = answer_ids(tokenizer, prompt)
+    start = len(prompt.input_ids) - 1
+    assert len(expected) > 3
+    # Sure of the first two tokens, and of a wrong one for the third; the others are as likely as any.
+    model = Copier(1000, {start: expected[0], start + 1: expected[1], start + 2: 0})
+    ((found,),) = forced_answers(model, tokenizer, [prompt])
+    assert model.calls == [[*prompt.input_ids], [*expected[:-1]]]
+    assert len(found.nll) == len(expected) and not found.right
+    assert found.token_accuracy == pytest.approx(2 / len(expected))
+    assert found.mean == pytest.approx((100 + (len(expected) - 3) * math.log(1000)) / len(expected), rel=1e-3)
+    assert found.total == pytest.approx(sum(found.nll)) and found.nll[:2] == pytest.approx((0, 0), abs=1e-3)
+    sure = Copier(1000, {start + at: token for at, token in enumerate(expected)})
+    assert forced_answers(sure, tokenizer, [prompt])[0][0].right
+
+
+def asking(ids: tuple[int, ...], **more: Any) -> Prompt:
+    return Prompt.to_find(ids, Find("wxyz", (0, 1)), **more)
+
+
+def prompts_of_one_context() -> list[Prompt]:
+    """Three questions over one context, one over another, and one without a later turn."""
+    rng = random.Random(0)
+    one, other = (tuple(rng.choices(range(3, 90), k=40)) for _ in range(2))
+    turns = [tuple(rng.choices(range(3, 90), k=n)) for n in (5, PIECE + 3, 1)]
+    asked = [asking((*context, *turn), turn=len(turn)) for context in (one, other) for turn in turns]
+    return [asked[0], asked[4], asked[1], asking(one), asked[2]]
+
+
+def test_a_context_is_prefilled_once_for_all_its_questions() -> None:
+    model, tokenizer, prompts = Copier(1000, {}), byte_level(), prompts_of_one_context()
+    found = forced_answers(model, tokenizer, prompts)
+    assert [len(call) for call in model.calls].count(40) == 2
+    assert len(found) == 5 and all(len(one) == 1 for one in found)
+    assert max(len(call) for call in model.calls if len(call) != 40) == PIECE
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_each_question_is_answered_as_if_it_were_alone(family: str) -> None:
+    model, tokenizer, prompts = tiny(family), byte_level(), prompts_of_one_context()
+    together = forced_answers(model, tokenizer, prompts)
+    for prompt, (found,) in zip(prompts, together, strict=True):
+        expected = answer_ids(tokenizer, prompt)
+        whole = negative_log_likelihood(model, Prompt(prompt.input_ids + expected, None))
+        assert found.nll == pytest.approx(whole[-len(expected) :].tolist(), rel=1e-4, abs=1e-5)
+    assert answers(model, tokenizer, prompts, label="") == [
+        answer(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts
+    ]
+
+
+def test_ranges_of_the_prompt_itself_are_answers_too() -> None:
+    model, tokenizer = tiny("llama"), byte_level()
+    ids = (*random.Random(1).choices(range(3, 90), k=57), *tokenizer("#%+", add_special_tokens=False)["input_ids"])
+    prompt = asking(ids, scored=((20, 23), (1, 2), (50, 60)))
+    found = forced_answers(model, tokenizer, [prompt])[0]
+    losses = negative_log_likelihood(model, Prompt(ids, None)).tolist()
+    assert [len(one.nll) for one in found[:3]] == [3, 1, 10]
+    assert [x for one in found[:3] for x in one.nll] == pytest.approx(
+        losses[19:22] + losses[:1] + losses[49:], rel=1e-4
+    )
+    assert found[3:] == forced_answers(model, tokenizer, [asking(ids)])[0]
+    assert len(forced_answers(model, tokenizer, [replace(prompt, answer=None, finds=())])[0]) == 3
+
+
+@pytest.mark.parametrize("wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}])
+def test_a_turn_or_a_range_beyond_the_prompt(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
+        Prompt((1, 2, 3), None, **wrong)
+
+
+def test_a_prompt_without_an_answer() -> None:
+    with pytest.raises(HeadwiseError, match="without an answer has none to compare with"):
+        forced_answers(tiny("llama"), byte_level(), [Prompt((1, 2), None)])
+
+
+def test_a_task_may_allow_longer_answers() -> None:
+    model, tokenizer = tiny("llama"), byte_level()
+    lengths = []
+
+    class Counted:
+        pad_token_id, eos_token_id = None, None
+        __call__ = staticmethod(tokenizer.__call__)
+
+        @staticmethod
+        def decode(ids: Any, skip_special_tokens: bool) -> str:
+            lengths.append(len(ids))
+            return ""
+
+    for new_tokens in (None, 9):
+        answer(model, Counted(), Prompt((5, 6, 7), "wx", new_tokens=new_tokens))
+    short = len(tokenizer("wx", add_special_tokens=False)["input_ids"]) + 2
+    assert lengths[1] in range(1, 10) and lengths[0] <= short

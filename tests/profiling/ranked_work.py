@@ -1,0 +1,81 @@
+"""A small command for the tests to launch by torchrun: units through a ledger, and a report by the first rank.
+
+Every unit that begins is a line "begin unit NUMBER RANK PID" of the log, and so is every process that starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from artifacts import HeadwiseError
+from artifacts.command_line import run_command
+from artifacts.files import atomic_write
+from profiling.ledger import Ledger, Unit
+from profiling.ranks import ranks
+
+UNITS = 7
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--hang", help="the unit at which to wait for a kill")
+    parser.add_argument("--fail", help="the unit that cannot be")
+    parser.add_argument("--bug", help="the unit that divides by zero")
+    parser.add_argument("--all-fail", action="store_true", help="every rank finds the same wrong")
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true")
+    options = parser.parse_args(argv)
+
+    def note(what: str) -> None:
+        with options.out.with_suffix(".log").open("a") as file:
+            file.write(f"{what} {os.environ.get('RANK', '-')} {os.getpid()}\n")
+
+    note("start - -")
+
+    def work(unit: Unit) -> object:
+        note(f"begin {unit.name}")
+        while options.hang == unit.name:
+            time.sleep(0.05)
+        if options.fail == unit.name:
+            raise HeadwiseError(f"{unit.name} cannot be")
+        if options.bug == unit.name:
+            return 1 / 0
+        number = int(unit.name.split()[1])
+        return {
+            "sums": np.random.default_rng(number).normal(size=5),
+            "mean": 1 / (3 + number),
+            "odd": (number % 2, None),
+        }
+
+    with ranks(timeout=options.timeout) as joined:
+        if options.all_fail:
+            raise HeadwiseError("this cannot be for anybody")
+        with Ledger(options.out, "work", settings={"seed": options.seed}, fresh=options.fresh, ranks=joined) as ledger:
+            told: list[int] = []
+            units = [ledger.unit(f"unit {number}") for number in range(UNITS)]
+            values = ledger.run(units, work, costs=[float(n) for n in range(UNITS)], done=told.append)
+            assert told[-1] == UNITS and told == sorted(told)
+            assert joined.broadcast(joined.rank) == 0
+            each = joined.gather({f"rank {joined.rank}": np.arange(joined.rank), "same": joined.rank})
+            assert sorted(each) == sorted([*(f"rank {n}" for n in range(joined.count)), "same"]) and each["same"] == 0
+            with joined.main_process_first():
+                assert options.out.with_suffix(".first").exists() or joined.is_first
+                options.out.with_suffix(".first").touch()
+            if joined.is_first:
+                report = [{**value, "sums": value["sums"].tobytes().hex()} for value in values]
+                atomic_write(options.out, json.dumps(report).encode())
+                print(f"wrote {options.out}")
+            ledger.remove()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,70 @@
+"""Progress: a bar on a terminal, lines in a log, nothing where quiet is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from profiling.progress import phase
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_log_shows_start_life_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with phase("curves", 8, "prompts", every=0.3) as shown:
+        shown.reach(2)
+        time.sleep(0.4)  # no unit is done, and still there is a line
+        shown.reach(4)
+        shown.note("prose/4096")
+        time.sleep(0.3)
+        shown.update(4)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["curves: 8 prompts", "curves: 2 of 8 prompts"]
+    # Two units in 0.6 seconds; the two of before are not counted.
+    assert re.fullmatch(r"curves: 4 of 8 prompts, 00:01 left \(prose/4096\)", lines[2])
+    assert re.fullmatch(r"curves: 8 of 8 prompts in 00:0\d", lines[-1])
+
+
+def test_time_left_is_by_the_pace_of_this_run() -> None:
+    with phase("p", 1000, quiet=True) as shown:
+        shown.skip(900)
+        assert "left" not in shown.line()
+        shown._began -= 50
+        shown.update(10)
+        assert shown.line() == "p: 910 of 1000 units, 07:30 left"
+
+
+def test_quiet_says_nothing_and_an_error_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    with phase("p", 3, quiet=True) as shown:
+        shown.update(3)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(KeyError), phase("p", 3):
+        raise KeyError
+    assert capsys.readouterr().err == "p: 3 units\n"
+
+
+def test_a_terminal_shows_a_bar() -> None:
+    code = (
+        "from profiling.progress import phase\n"
+        "with phase('curves', 8, 'prompts') as p:\n    p.skip(4); p.note('vt'); p.update(4)\n"
+    )
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=theirs, check=True)
+    os.close(theirs)
+    text = b""
+    # The end of a terminal is an error to read from.
+    with contextlib.suppress(OSError):
+        while part := os.read(ours, 10_000):
+            text += part
+    os.close(ours)
+    assert b"curves" in text and b"8/8" in text and b"100%" in text

@@ -1,0 +1,207 @@
+"""Ranks under torchrun: the same result by any number of them, after any kill, and an error that is told once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.ranks import Ranks, ranks
+from tests.profiling.ranked_work import UNITS
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+
+
+class Launch:
+    """Launches ranked_work by as many ranks as asked for; 0 is a process without torchrun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "out.json"
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, count: int, *options: str) -> subprocess.Popen[str]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)] if count else []
+        command = [sys.executable, *launcher, "-m", "tests.profiling.ranked_work", str(self.out), *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._running.append(process)
+        return process
+
+    def finish(self, count: int, *options: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of a launch."""
+        process = self.start(count, *options)
+        said, complained = process.communicate(timeout=SECONDS)
+        return process.returncode, said, complained
+
+    def begun(self) -> list[tuple[str, str, int]]:
+        """Unit, rank and process of each beginning."""
+        return [(f"unit {unit}", rank, int(pid)) for what, _, unit, rank, pid in self._lines() if what == "begin"]
+
+    def process_at(self, unit: str) -> int:
+        """The process that began a unit, once it has."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            for begun, _, pid in self.begun():
+                if begun == unit:
+                    return pid
+            time.sleep(0.02)
+        raise AssertionError(f"{unit} was not begun within {SECONDS} s")
+
+    def kill(self) -> None:
+        """kill -9 of everything that runs; torchrun's processes have groups of their own."""
+        for process in self._running:
+            process.kill()
+        for _, _, _, _, pid in self._lines():
+            if str(self.out) in _command_line(pid):
+                os.kill(int(pid), signal.SIGKILL)
+        for process in self._running:
+            process.communicate(timeout=SECONDS)
+        deadline = time.monotonic() + SECONDS
+        while any(str(self.out) in _command_line(pid) for _, _, _, _, pid in self._lines()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self._running.clear()
+
+    def _lines(self) -> list[list[str]]:
+        log = self.out.with_suffix(".log")
+        return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def _command_line(pid: str) -> str:
+    """Of a process that runs, so that no other of the same number is taken for it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    made = Launch(tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What one process without torchrun writes."""
+    made = Launch(tmp_path_factory.mktemp("alone"))
+    code, said, complained = made.finish(0)
+    assert code == 0 and said == f"wrote {made.out}\n", complained
+    return made.out.read_bytes()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_ranks_writes_the_same(launch: Launch, alone: bytes, count: int) -> None:
+    code, said, complained = launch.finish(count)
+    assert code == 0 and said == f"wrote {launch.out}\n", complained
+    assert launch.out.read_bytes() == alone
+    units, by, _ = zip(*launch.begun(), strict=True)
+    assert len(units) == len(set(units)) == UNITS and set(by) == {str(rank) for rank in range(count)}
+    assert sorted(path.suffix for path in launch.out.parent.iterdir()) == [".first", ".json", ".log"]
+
+
+@pytest.mark.parametrize(("count", "after"), [(2, 3), (3, 0)])
+def test_a_killed_rank_ends_the_launch_and_another_goes_on(
+    launch: Launch, alone: bytes, count: int, after: int
+) -> None:
+    """kill -9 of the rank that has the costliest unit, and of all others of the launch by torchrun."""
+    process = launch.start(count, "--hang", "unit 4")
+    killed = launch.process_at("unit 4")
+    finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}
+    os.kill(killed, signal.SIGKILL)
+    _, complained = process.communicate(timeout=SECONDS)
+    assert process.returncode not in (0, None)
+    assert not launch.out.exists()
+    launch.out.with_suffix(".log").unlink()
+    code, _, complained = launch.finish(after)
+    assert code == 0 and launch.out.read_bytes() == alone, complained
+    again = {unit for unit, _, _ in launch.begun()}
+    assert "unit 4" in again and not again & finished
+
+
+def test_a_unit_that_cannot_be_ends_all_ranks_with_one_line(launch: Launch, alone: bytes) -> None:
+    code, said, complained = launch.finish(3, "--fail", "unit 5")
+    assert code != 0 and said == "" and complained.count("error: unit 5 cannot be") == 1
+    assert "[rank" not in complained, "a traceback of a rank"
+    # torchrun's own report, of the rank that failed.
+    assert re.search(r"exitcode +: 2", complained)
+    assert not launch.out.exists()
+    code, _, complained = launch.finish(2)
+    assert code == 0 and launch.out.read_bytes() == alone, complained
+
+
+def test_what_every_rank_finds_wrong_is_told_once(launch: Launch) -> None:
+    code, said, complained = launch.finish(3, "--all-fail")
+    assert code != 0 and said == "" and complained.count("this cannot be for anybody") == 1
+    assert [path.suffix for path in launch.out.parent.iterdir()] == [".log"]
+
+
+def test_a_bug_keeps_its_traceback_and_ends_all_ranks(launch: Launch) -> None:
+    code, _, complained = launch.finish(2, "--bug", "unit 6")
+    assert code != 0 and complained.count("ZeroDivisionError") == 1
+
+
+def test_other_settings_and_a_second_launch_are_refused(launch: Launch) -> None:
+    launch.start(2, "--hang", "unit 0")
+    launch.process_at("unit 0")
+    code, _, complained = launch.finish(2)
+    assert code != 0 and complained.count("is writing it; wait for it or end it") == 1
+    launch.kill()
+    code, _, complained = launch.finish(2, "--seed", "5")
+    assert code != 0 and complained.count("its seed is 0, not 5") == 1
+    assert launch.finish(2, "--seed", "5", "--fresh")[0] == 0
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(launch: Launch) -> None:
+    began = time.monotonic()
+    code, _, complained = launch.finish(2, "--hang", "unit 3", "--timeout", "5")
+    assert code != 0 and time.monotonic() - began < 60
+    assert complained.count("lost another rank, which was killed or has not come for long") == 1
+
+
+def test_units_are_dealt_by_cost_and_each_once() -> None:
+    costs = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 8.0]
+    for count in (1, 2, 3, 9):
+        shares = [Ranks(rank, count).deal(range(7), costs) for rank in range(count)]
+        assert sorted(unit for share in shares for unit in share) == list(range(7))
+        assert all(share == sorted(share) for share in shares)
+        loads = [sum(costs[unit] for unit in share) for share in shares]
+        assert max(loads) == max(8.0, sum(costs) / count)
+    assert [Ranks(rank, 2).deal("abcde") for rank in range(2)] == [["a", "c", "e"], ["b", "d"]]
+    assert Ranks(1, 3).deal([]) == []
+
+
+def test_one_process_needs_no_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import sys\nfrom profiling.ranks import ranks\n"
+        "with ranks() as r:\n"
+        "    assert r.gather({'b': (1,), 'a': 2}) == {'a': 2, 'b': [1]} and r.broadcast(3) == 3\n"
+        "    r.barrier()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(HeadwiseError, match="WORLD_SIZE must be a number, as torchrun sets it, got 'many'"), ranks():
+        pass
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Ranks().device("cuda") == "cuda" and Ranks(5, 8, 1).device("cuda") == "cuda:1"
+    assert Ranks(5, 8, 1).device("cpu") == "cpu" and Ranks(5, 8, 1).device("cuda:0") == "cuda:0"
+    with pytest.raises(HeadwiseError, match="rank 6 needs a GPU of its own, this machine has 2"):
+        Ranks(6, 8, 2).device("cuda")

@@ -1,0 +1,309 @@
+"""The cache layer under policies: batches, turns, crop, beams, drafts, KV heads apart, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import artifacts
+from artifacts import Full, HeadwiseError, Streaming
+from runtime import Headwise, memory_report
+from tests.runtime.caches.feeding import fed
+from tests.runtime.live_bytes import LiveBytes
+
+CLOSE = {"atol": 3e-4, "rtol": 1e-3}
+STREAM = Streaming(sinks=2, window=14)
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def test_sequences_of_unlike_lengths_are_served_as_each_alone(build, keeping, ids):
+    model, lengths = build(), (40, 40, 17, 5, 1)
+    prompts = [ids(n, seed=seed)[0] for seed, n in enumerate(lengths)]
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    real = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
+    with keeping(model, STREAM).apply(model) as handle:
+        alone = [
+            model.generate(p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY)[0, len(p) :]
+            for p in prompts
+        ]
+        cache = handle.new_cache()
+        found = model.generate(tokens, attention_mask=real, past_key_values=cache, max_new_tokens=30, **GREEDY)
+        # Those alike stay together.
+        assert len(cache.layers[0].policies) == 4
+    assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
+
+
+def test_turns_go_on_where_the_cache_is(build, keeping, ids):
+    model, first, second = build(), ids(30), ids(25, seed=1)
+    with keeping(model, STREAM).apply(model) as handle:
+        expected = fed(model, torch.cat([first, second], dim=1), (1,), handle.new_cache())
+        cache = handle.new_cache()
+        fed(model, first, (30,), cache)
+        torch.testing.assert_close(fed(model, second, (25,), cache), expected[:, 30:], **CLOSE)
+        cache.reset()
+        torch.testing.assert_close(fed(model, first, (30,), cache), expected[:, :30], **CLOSE)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kv_heads_of_unlike_policies_are_each_as_in_a_layer_of_their_own(batch, build, keeping, ids):
+    model, tokens = build(num_key_value_heads=4, num_hidden_layers=1), ids(60, batch=batch)
+    table = {"full": Full(), "stream": STREAM, "wide": Streaming(sinks=2, window=30, positions="original")}
+    names, states = ("stream", "full", "wide", "stream"), {}
+    for name in table:
+        headwise = keeping(model, {name: table[name]})
+        states[name] = _heads(model, headwise, tokens)
+    found = _heads(model, keeping(model, table, rows=[names]), tokens)
+    for head, name in enumerate(names):
+        torch.testing.assert_close(found[:, :, head], states[name][:, :, head], **CLOSE)
+
+
+def _heads(model: Any, headwise: Headwise, tokens: torch.Tensor) -> torch.Tensor:
+    """What the heads of the only layer give (B, n, H, D), in chunks and one by one."""
+    seen: list[torch.Tensor] = []
+    module = model.model.layers[0].self_attn.o_proj
+    hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].unflatten(-1, (4, -1))))
+    with headwise.apply(model) as handle:
+        fed(model, tokens, (20, 11, 1), handle.new_cache())
+    hook.remove()
+    return torch.cat(seen, dim=1)
+
+
+def test_memory_of_a_layer_is_what_its_heads_keep(build, keeping, ids):
+    model, tokens = build(num_key_value_heads=4), ids(2000)
+    rows = [("full", "stream", "stream", "stream")] * 2
+    with keeping(model, {"full": Full(), "stream": STREAM}, rows=rows).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, tokens, (500,), cache)
+    for layer in memory_report(cache).layers:
+        one = 2 * 64 * 4
+        assert (layer.seen, layer.kept) == (2000, 2000)
+        assert layer.mean_kept == (2000 + 3 * 16) / 4
+        assert one * 2000 <= layer.device <= one * (1.13 * 2000 + 3 * 20)
+
+
+def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, apply, ids):
+    model, tokens = build(num_key_value_heads=4, num_hidden_layers=1), ids(200)
+    names = ["vs_70_70", "a_64_64", "bs_2", "a_64_64"]
+    # The prompt is not longer than the stream's window, so that all heads see what the patterns let them.
+    table = {"full": Full(), "stream": Streaming(sinks=2, window=500)}
+    headwise = keeping(model, table, rows=[("full", "stream", "full", "full")], patterns=[names])
+    with headwise.apply(model, backend="reference") as handle:
+        found = model(tokens, past_key_values=handle.new_cache()).logits
+        assert handle.stats() == {"sparse": 1, "kept": 1, "dense": {}}
+    expected_rows = [[names[0], "dense", names[2], names[3]]]
+    with apply(model, rows=expected_rows, strict=True):
+        torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
+
+
+def test_chunks_are_sparse_where_everything_is_kept(build, keeping, apply, ids):
+    model, tokens = build(num_hidden_layers=1), ids(300)
+    rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]]
+    with apply(model, rows=rows, strict=True) as handle:
+        expected = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
+    with keeping(model, Full(), patterns=rows).apply(model, backend="reference") as handle:
+        found = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
+        assert handle.stats() == {"sparse": 2, "kept": 4, "dense": {}}
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_beams_reorder_what_is_kept(build, keeping, ids):
+    model, prompt = build(), ids(12)
+    options: dict[str, Any] = {**GREEDY, "num_beams": 3, "max_new_tokens": 20}
+    expected = model.generate(prompt, **options)
+    with keeping(model, Streaming(sinks=2, window=200)).apply(model) as handle:
+        assert torch.equal(model.generate(prompt, past_key_values=handle.new_cache(), **options), expected)
+    with keeping(model, STREAM).apply(model) as handle:
+        found = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+        again = fed(model, found, (1,), handle.new_cache())
+        # The score that beam search gave is that of the sequence by itself.
+        out = model.generate(
+            prompt, past_key_values=handle.new_cache(), output_scores=True, return_dict_in_generate=True, **options
+        )
+        logs = again.log_softmax(-1)[0, 11:-1].gather(1, found[0, 12:, None]).sum()
+        torch.testing.assert_close(out.sequences_scores[0] * 20, logs, atol=1e-3, rtol=1e-3)
+
+
+def test_tokens_are_taken_back_while_nothing_was_dropped(build, keeping, ids):
+    model, tokens, other = build(), ids(16), ids(20, seed=1)
+    with keeping(model, STREAM).apply(model) as handle:
+        expected = fed(model, torch.cat([tokens[:, :1], other], dim=1), (1,), handle.new_cache())
+        cache = handle.new_cache()
+        fed(model, tokens, (1,), cache)
+        cache.crop(-15)
+        assert cache.get_seq_length() == 1
+        torch.testing.assert_close(fed(model, other, (1,), cache), expected[:, 1:], **CLOSE)
+        with pytest.raises(HeadwiseError, match="cannot take 1 tokens back: the cache has dropped others since"):
+            cache.crop(-1)
+        assert cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize("length", [5, 30])
+@pytest.mark.parametrize("back", [1, 3, 6])
+def test_recorded_tokens_are_taken_back_whatever_was_dropped(back, length, build, keeping, ids):
+    model, tokens, drafts, then = build(), ids(length), ids(6, seed=1), ids(9, seed=2)
+    with keeping(model, STREAM).apply(model) as handle:
+        kept = drafts[:, : 6 - back]
+        expected = fed(model, torch.cat([tokens, kept, then], dim=1), (1,), handle.new_cache())
+        cache = handle.new_cache()
+        fed(model, tokens, (length,), cache)
+        for layer in cache.layers:
+            layer.activate_past_recording()
+        drafted = fed(model, drafts, (6,), cache)
+        torch.testing.assert_close(drafted[:, : 6 - back], expected[:, length : length + 6 - back], **CLOSE)
+        cache.crop(-back)
+        torch.testing.assert_close(fed(model, then, (9,), cache), expected[:, -9:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "policy", [STREAM, Full(), artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)]
+)
+def test_what_is_recorded_is_little_counted_and_let_go(policy, build, keeping, ids):
+    """It was a copy of the whole state for each of 64 tokens, which no report counted."""
+    model, tokens = build(), ids(500)
+    with keeping(model, policy).apply(model) as handle:
+        plain, cache = handle.new_cache(), handle.new_cache()
+        fed(model, tokens, (200, 1), plain)
+        with LiveBytes() as live:
+            fed(model, tokens[:, :200], (200,), cache)
+            for layer in cache.layers:
+                layer.activate_past_recording()
+            fed(model, tokens[:, 200:], (1,), cache)
+            held = live.now
+        found, usual = memory_report(cache), memory_report(plain)
+        # All that lives is in the report, but for constants that the model keeps.
+        assert found.device == sum(layer.device for layer in found.layers)
+        assert held - found.device < 4096
+        # Two copies of what is kept, and queries, keys and values of at most 128 tokens.
+        token = 2 * (4 + 2 + 2) * 64 * 4
+        assert found.device <= 3 * usual.device + 128 * token
+        # Any of the last 64 tokens can be taken back, however many came before.
+        cache.crop(-60)
+        again = fed(model, tokens[:, 440:], (1,), cache)
+        expected = fed(model, tokens, (200, 1), handle.new_cache())[:, 440:]
+        torch.testing.assert_close(again, expected, **CLOSE)
+        fed(model, ids(100, seed=5), (100,), cache)
+        assert not any(layer.recorded for layer in cache.layers)
+
+
+@pytest.mark.parametrize("repeats", [4, 12])
+def test_drafts_of_assisted_decoding_change_nothing(repeats, build, keeping, ids):
+    model, prompt = build(), ids(10).repeat(1, repeats)
+    with keeping(model, STREAM).apply(model) as handle:
+        expected = model.generate(prompt, past_key_values=handle.new_cache(), max_new_tokens=40, **GREEDY)
+        found = model.generate(
+            prompt, past_key_values=handle.new_cache(), max_new_tokens=40, prompt_lookup_num_tokens=4, **GREEDY
+        )
+    assert torch.equal(found, expected)
+
+
+def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
+    model = build()
+    cache = keeping(model, STREAM).new_cache(model)
+    with pytest.raises(HeadwiseError, match="apply the artifact to the model"):
+        model(ids(4), past_key_values=cache)
+
+
+def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
+    model = build()
+    with keeping(model, STREAM).apply(model) as handle:
+        with pytest.raises(HeadwiseError, match="cannot serve this call: attention weights were asked for"):
+            model(ids(4), past_key_values=handle.new_cache(), output_attentions=True)
+        with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
+            hand_made = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+            model(ids(4), past_key_values=handle.new_cache(), attention_mask=hand_made)
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_a_hole_in_the_past_is_refused(left, build, keeping, ids):
+    """It was ignored: the tokens under it went on being attended to."""
+    model, tokens, more = build(), ids(20, batch=2), ids(1, batch=2, seed=3)
+    real = torch.ones(2, 21, dtype=torch.long)
+    real[0, :left] = 0
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, tokens, (20,), cache, attention_mask=real[:, :20])
+        hole = real.clone()
+        hole[1, 4] = 0
+        with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"):
+            model(more, past_key_values=cache, attention_mask=hole)
+
+
+def test_padding_on_the_right_is_no_hole(build, keeping, ids):
+    model, tokens, more = build(), ids(20, batch=2), ids(5, batch=2, seed=3)
+    real = torch.ones(2, 25, dtype=torch.long)
+    real[0, 12:20] = 0
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        model(tokens, past_key_values=cache, attention_mask=real[:, :20])
+        model(more, past_key_values=cache, attention_mask=real)
+        assert sorted(policy.seen for policy in cache.layers[0].policies) == [17, 25]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(kind, build, keeping, ids, warnings):
+    model, tokens = build(), ids(20)
+    made = {"static": lambda: StaticCache(config=model.config, max_cache_len=40), "dynamic": DynamicCache}
+    with keeping(model, STREAM).apply(model):
+        model(tokens, use_cache=False)
+        assert not warnings()
+        cache = made[kind]()
+        model(tokens, past_key_values=cache)
+        model(tokens[:, :1], past_key_values=cache)
+    assert warnings() == ["this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"]
+
+
+def test_an_interrupted_forward_is_noticed(build, keeping, ids):
+    model = build()
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        with pytest.raises(HeadwiseError):
+            model(ids(4), past_key_values=cache, output_attentions=True)
+        with pytest.raises(HeadwiseError, match="holds tokens that no attention saw"):
+            model(ids(4), past_key_values=cache)
+        cache.reset()
+        model(ids(4), past_key_values=cache)
+
+
+def test_rows_are_for_layers_that_see_everything(build, keeping):
+    model = build("Gemma3")
+    with pytest.raises(HeadwiseError, match=r"layers\[0\] must be null: the layer slides"):
+        keeping(model, {"full": Full()}, rows=["full"] * 3).apply(model)
+    with pytest.raises(HeadwiseError, match=r"layers\[2\] must name a policy"):
+        keeping(model, {"full": Full()}, rows=[None, "full", None]).new_cache(model)
+
+
+def test_a_layer_that_reads_another_s_cache_is_refused(build, keeping, ids, monkeypatch):
+    model = build()
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        update = type(cache.layers[0]).update
+        given = []
+
+        def shared(layer, *args, **kwargs):
+            # As where the second layer has no keys of its own.
+            if layer is cache.layers[0]:
+                given.append(update(layer, *args, **kwargs))
+            return given[0]
+
+        monkeypatch.setattr(type(cache.layers[0]), "update", shared)
+        with pytest.raises(HeadwiseError, match="two layers read one layer's keys and values"):
+            model(ids(4), past_key_values=cache)
+
+
+def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, keeping, ids):
+    model, tokens = build(num_hidden_layers=6), ids(120)
+    omnikv = decoding(model)
+    rows = [STREAM.model_copy(update={"window": 400}), *[Full()] * 5]
+    section = artifacts.KVCache(policies={"s": rows[0], "full": Full()}, layers=("s", *["full"] * 5))
+    both = Headwise(artifacts.Artifact(**{**dict(omnikv.artifact), "kv_cache": section}))
+    with omnikv.apply(model) as handle:
+        expected = fed(model, tokens, (100, 1), handle.new_cache())
+    with both.apply(model) as handle:
+        found = fed(model, tokens, (100, 1), handle.new_cache())
+        assert handle.stats()["decode"] > 0
+    torch.testing.assert_close(found, expected, **CLOSE)

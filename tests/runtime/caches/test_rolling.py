@@ -1,0 +1,94 @@
+"""The rolling buffer of layers that slide: what masked full attention gives, in any chunks and ragged batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from artifacts import Full, Streaming
+from runtime import memory_report
+from tests.runtime.caches.feeding import fed
+
+CLOSE = {"atol": 3e-4, "rtol": 1e-3}
+W = 24
+CHUNKS = (1, 3, W - 1, W, W + 1, 2 * W + 3)
+
+
+def _model(build: Any, family: str) -> Any:
+    return build(family, sliding_window=W, **({"head_dim": 64} if family == "Mistral" else {}))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("family", ["Gemma3", "Mistral"])
+def test_in_chunks_it_is_the_masked_model(family, chunk, build, keeping, ids):
+    model, tokens = _model(build, family), ids(4 * W + 7, batch=2)
+    expected = model(tokens, use_cache=False).logits
+    with keeping(model, {"full": Full()}).apply(model) as handle:
+        cache = handle.new_cache()
+        found = fed(model, tokens, (chunk,), cache)
+        sliding = [layer for layer in cache.layers if layer.is_sliding]
+        assert sliding and all(policy.kept == W for layer in sliding for policy in layer.policies)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, keeping, ids):
+    model, lengths, more = _model(build, "Gemma3"), (4 * W, 2 * W + 5, 7), 2 * W
+    prompts = [ids(n + more, seed=n)[0] for n in lengths]
+    padded = torch.zeros(3, max(lengths), dtype=torch.long)
+    real = torch.zeros(3, max(lengths), dtype=torch.long)
+    for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
+        padded[row, :n], real[row, :n] = prompt[:n], 1
+    with keeping(model, {"full": Full()}).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, padded, (chunk,), cache, attention_mask=real)
+        steps = []
+        for step in range(more):
+            real = torch.nn.functional.pad(real, (0, 1), value=1)
+            token = torch.stack([prompt[n + step] for prompt, n in zip(prompts, lengths, strict=True)])[:, None]
+            at = real.sum(1, keepdim=True) - 1
+            steps.append(model(token, attention_mask=real, position_ids=at, past_key_values=cache).logits)
+    found = torch.cat(steps, dim=1)
+    for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
+        expected = model(prompt[None], use_cache=False).logits[0, n:]
+        torch.testing.assert_close(found[row], expected, **CLOSE)
+        assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
+
+
+def test_left_padding_is_no_token(build, keeping, ids):
+    model, lengths = _model(build, "Gemma3"), (4 * W, W + 5, 3)
+    prompts = [ids(n, seed=n)[0] for n in lengths]
+    tokens = torch.zeros(3, max(lengths), dtype=torch.long)
+    real = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
+    options: dict[str, Any] = {"max_new_tokens": 2 * W, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = [model.generate(prompt[None], **options)[0, len(prompt) :] for prompt in prompts]
+    with keeping(model, {"full": Full()}).apply(model) as handle:
+        found = model.generate(tokens, attention_mask=real, past_key_values=handle.new_cache(), **options)
+    assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
+
+
+def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, ids):
+    model, tokens = _model(build, "Gemma3"), ids(3 * W)
+    with keeping(model, Streaming(sinks=4, window=500)).apply(model) as handle:
+        cache = handle.new_cache()
+        found = fed(model, tokens, (W + 1, 1), cache)
+        kept = [layer.kept for layer in memory_report(cache).layers]
+    # Nothing has left the wide window yet.
+    torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
+    assert kept == [W, 3 * W, 3 * W]
+
+
+def test_without_a_section_sliding_layers_are_transformers_own(build, apply, ids):
+    model = _model(build, "Gemma3")
+    with apply(model, dense=True) as handle:
+        cache = handle.new_cache()
+        tokens = ids(100)
+        expected = model(tokens, past_key_values=DynamicCache(config=model.config)).logits
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected, **CLOSE)
+        assert type(cache.layers[0]).__name__ == "DynamicSlidingWindowLayer"

@@ -1,0 +1,95 @@
+"""transformers' continuous batching: mixed requests in one step give the tokens that each gives alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import artifacts
+from artifacts import HeadwiseError
+from runtime import Headwise, apply_dense
+from tests.runtime.omnikv import DECODE
+
+LENGTHS = (200, 20, 150, 64, 129, 1)
+ALONE: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def together(model: Any, prompts: list[list[int]], *, batch: int = 1024) -> list[list[int]]:
+    """The tokens of all prompts, in one manager; `batch` is how many tokens a step takes."""
+    config = ContinuousBatchingConfig(page_size=32, num_blocks=64, max_batch_tokens=batch, auto_switch_to_flash=False)
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    outputs = model.generate_batch(
+        prompts, generation_config=generation, continuous_batching_config=config, progress_bar=False
+    )
+    found = {tuple(each.prompt_ids): list(each.generated_tokens) for each in outputs.values()}
+    return [found[tuple(prompt)] for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize("batch", [1024, 160])
+def test_requests_are_what_they_are_alone(batch: int, family: str, build: Any, artifact_for: Any, ids: Any) -> None:
+    """With few tokens a step prompts come in chunks, beside others that decode."""
+    model = build(family)
+    prompts = [ids(length)[0].tolist() for length in LENGTHS]
+    # Dense patterns: what chunks a prompt comes in changes nothing.
+    loaded = Headwise(artifact_for(model, dense=True))
+    with loaded.apply(model) as handle:
+        alone = [model.generate(torch.tensor([p]), **ALONE)[0, len(p) :].tolist() for p in prompts]
+        before = copy.deepcopy(handle.stats())
+        assert together(model, prompts, batch=batch) == alone
+        stats = handle.stats()
+    assert stats["sparse"] > before["sparse"]
+    assert stats["dense"]["decode by kernel"] > before["dense"].get("decode by kernel", 0)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_long_prompt_is_sparse(build: Any, artifact_for: Any, ids: Any) -> None:
+    model = build()
+    prompts = [ids(length)[0].tolist() for length in (200, 250, 30)]
+    with Headwise(artifact_for(model)).apply(model) as handle:
+        alone = [model.generate(torch.tensor([p]), **ALONE)[0, len(p) :].tolist() for p in prompts]
+        before = handle.stats()["sparse"]
+        assert together(model, prompts) == alone
+        assert handle.stats()["sparse"] == before + 2
+        # And afterwards as before.
+        assert model.generate(torch.tensor([prompts[0]]), **ALONE)[0, 200:].tolist() == alone[0]
+        assert model.config._attn_implementation == "headwise"
+    assert "init_continuous_batching" not in vars(model)
+
+
+def test_dense_by_our_kernel_serves_it_too(build: Any, ids: Any) -> None:
+    model = build()
+    prompts = [ids(length)[0].tolist() for length in LENGTHS]
+    expected = together(model, prompts)
+    with apply_dense(model) as applied:
+        assert together(model, prompts) == expected
+        assert applied.settings.calls.total()["decode by kernel"] > 0
+    assert together(model, prompts) == expected
+
+
+def test_what_is_not_served_is_refused_by_name(build: Any, artifact_for: Any, ids: Any) -> None:
+    model = build(num_hidden_layers=6)
+    plain = artifact_for(model)
+    cache = artifacts.KVCache(policies={"full": artifacts.Full()}, layers=("full",) * 6)
+    for changes, options, says in (
+        ({"decode": artifacts.Decode(omnikv=DECODE)}, {}, "with a decode section"),
+        ({"kv_cache": cache}, {}, "with a kv_cache section"),
+        ({}, {"low_memory": True}, "with low_memory=True"),
+    ):
+        with Headwise(plain.model_copy(update=changes)).apply(model, **options):
+            with pytest.raises(HeadwiseError, match=f"generate_batch is not served {says}"):
+                together(model, [[5, 6, 7]])
+            assert model.config._attn_implementation == "headwise"
+    assert len(together(model, [[5, 6, 7]])[0]) == 6
+
+
+def test_a_copy_of_the_model_has_its_own(build: Any, artifact_for: Any) -> None:
+    model = build()
+    with Headwise(artifact_for(model)).apply(model):
+        made = copy.deepcopy(model)
+    assert together(made, [[5, 6, 7]]) == together(model, [[5, 6, 7]])
+    assert made.config._attn_implementation == "sdpa"

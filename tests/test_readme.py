@@ -1,0 +1,76 @@
+"""README.md's blocks run from top to bottom, as a reader would run them, on a tiny model in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.search.conftest import save_tiny
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+# What a block is in, and its text.
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+# What makes a command small; one that is not here fails until it says so.
+SMALL = {
+    "search.heads": "--length 512 --budget 0.8 --dtype float32 --cost flops --n-trials 4",
+    "search.filters": "--length 256 --dtype float32 --task prose --filters 1 --sparse 0.3",
+}
+
+
+def commands(block: str) -> list[list[str]]:
+    """The words of each line of a block that is a command; of a session's transcript none."""
+    if block.startswith("$ "):
+        return []
+    lines = block.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run(words: list[str], model: Path, folder: Path) -> None:
+    """Run `python -m MODULE ...` in the folder, MODEL being the model."""
+    assert words[:2] == ["python", "-m"] and words[2] in SMALL, f"how is {shlex.join(words)} run small?"
+    words = [str(model) if word == "MODEL" else word for word in words[1:]]
+    done = subprocess.run(
+        [sys.executable, *words, *SMALL[words[1]].split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr[-3000:]}"
+
+
+def test_make_targets_are_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[1] for kind, block in BLOCKS if not kind for words in commands(block) if words[0] == "make"}
+    assert named and named <= targets
+
+
+@pytest.mark.slow
+def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import transformers
+
+    tiny = save_tiny(tmp_path / "tiny", max_position_embeddings=2048)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    ids = torch.randint(3, 250, (1, 512), generator=torch.Generator().manual_seed(0))
+    names: dict[str, Any] = {"model": model, "inputs": {"input_ids": ids, "max_new_tokens": 3}}
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for kind, block in BLOCKS:
+        if kind == "python":
+            exec(compile(block, "README.md", "exec"), names)
+            ran += 1
+        elif not kind:
+            for words in commands(block):
+                if words[0] != "make":
+                    run(words, tiny, tmp_path)
+                    ran += 1
+    assert ran >= 4
