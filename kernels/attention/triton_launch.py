@@ -57,18 +57,17 @@ _HOPPER_16: _Builds = {
 # Compute capability 10 and 11: as before, but registers do not suffice for two tiles of 256.
 _BLACKWELL_16: _Builds = {**_HOPPER_16, 256: (_one(32, 8, 3),)}
 # Compute capability 8 and 12, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
-_AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 16, 2),)}
+_AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
 # float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
 # which Triton does without the matrix units; beyond 128 they do not fit in shared memory.
 _CUDA_32: _Builds = {
     64: (_one(32, 8, 2, "tf32x3"),),
     128: (_one(16, 4, 2, "tf32x3"),),
     256: (_one(16, 8, 1),),
-    512: (_one(16, 16, 1),),
 }
 # 64 KiB of shared memory.
 _CDNA_16: _Builds = {128: (_one(32, 4, 2),), 256: (_one(16, 4, 2),), 512: (_one(16, 8, 1),)}
-_CDNA_32: _Builds = {128: (_one(16, 4, 2),), 256: (_one(16, 4, 1),), 512: (_one(16, 8, 1),)}
+_CDNA_32: _Builds = {128: (_one(16, 4, 2),), 256: (_one(16, 4, 1),)}
 # Small steps make an interpreted run look at more of them.
 _INTERPRETER: _Builds = {512: (_one(32, 4, 1), _two(32, 4, 1))}
 
@@ -118,8 +117,10 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
-    """Whether the table has a build that fits: all but wide float32 where shared memory is 99 KiB."""
-    return itemsize == 2 or dim <= 128 or not target.startswith(("sm_86", "sm_89", "sm_12"))
+    """Whether the table has a build that fits: all but wide float32, the wider the less shared memory there is."""
+    if itemsize == 2 or dim <= 128 or target == "interpreter":
+        return True
+    return dim <= 256 and not target.startswith(("sm_86", "sm_89", "sm_12"))
 
 
 def split(dim: int, widest: int = 256) -> tuple[int, int]:

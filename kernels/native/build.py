@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -41,16 +43,20 @@ _log = logging.getLogger("headwise")
 
 
 _loading = threading.Lock()
+# Seconds after which nobody waits for another process any more.
+_LONGEST_BUILD = 600
 
 
 @functools.cache
 def load() -> str | None:
     """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
 
-    A library that the wheel brought for this processor is taken, unless CXX asks for a compiler. Else it is compiled
-    beside its place and renamed into it: an interrupted or a parallel build does no harm. One that is there and does
-    not load (cut off, or of another machine that shares the folder) is compiled again. The folder must be the user's
-    own and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another compiler.
+    A library that the wheel brought for this processor is taken, unless CXX asks for a compiler. Else it is compiled,
+    which is tried once a process, and done once by all processes of a machine that start together: they wait for the
+    first. It is compiled beside its place and renamed into it, so that an interrupted build does no harm. One that is
+    there and does not load (cut off, or of another machine that shares the folder) is compiled again. The folder must
+    be the user's own and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
+    compiler.
     """
     # Threads that come first together would compile and load two, and torch takes operators of a name only once.
     with _loading:
@@ -72,18 +78,39 @@ def _load() -> str | None:
             return reason
         if (reason := _not_ours(library.parent.parent) or _not_ours(library)) is not None:
             return f"compiled kernels are not taken from there: {reason} (HEADWISE_CACHE moves the cache folder)"
-        found = library.exists()
-        if not found or _why_not_loaded(library) is not None:
-            if found:
-                _log.warning("the compiled CPU kernels do not load: compiling them again")
-            _log.info("compiling the CPU kernels, once for this machine")
-            compile_library(compiler, library)
-            return _why_not_loaded(library)
+        if library.exists() and _why_not_loaded(library) is None:
+            return None
+        with _lock(library):
+            found = library.exists()
+            # Another process may have compiled it in the meantime.
+            if not found or _why_not_loaded(library) is not None:
+                if found:
+                    _log.warning("the compiled CPU kernels do not load: compiling them again")
+                _log.info("compiling the CPU kernels, once for this machine")
+                compile_library(compiler, library)
+                return _why_not_loaded(library)
     except subprocess.CalledProcessError as error:
         return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
     except (OSError, RuntimeError) as error:
         return f"the compiled library cannot be stored: {error} (HEADWISE_CACHE moves the cache folder)"
     return None
+
+
+@contextmanager
+def _lock(library: Path) -> Iterator[None]:
+    """Of the processes of this machine that want the library, one at a time; all of them where it waits too long."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(library.parent.parent / f"{library.stem}.lock", timeout=_LONGEST_BUILD)
+    try:
+        lock.acquire()
+    except (Timeout, NotImplementedError):
+        # A second build at the same time costs time and nothing else.
+        _log.warning("waited %d s for another process that compiles the CPU kernels", _LONGEST_BUILD)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _make_private(folder: Path) -> str | None:

@@ -6,10 +6,12 @@ Shapes: B batch, h heads of one kind, n entries to choose from, W the most that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from kernels.breaker import CannotBuildError
 from kernels.index import PAD
 from kernels.patterns import cpu, triton
 from kernels.patterns.base import on_device
@@ -37,7 +39,9 @@ def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float |
     if cpu.serves(scores):
         return cpu.best_places(scores, sizes, coverage, forced=forced)
     if triton.chooses(scores, coverage):
-        return triton.best_places(scores, sizes, forced=forced)
+        # Where it turns out not to build, torch serves this call and those to come.
+        with suppress(CannotBuildError):
+            return triton.best_places(scores, sizes, forced=forced)
     width = min(max(sizes), scores.shape[-1])
     marked = scores.clone()
     first = marked[..., :forced]

@@ -7,11 +7,13 @@ in a run n KV heads with m query heads each, S keys that the last queries can se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.breaker import CannotBuildError
 from kernels.patterns import cpu, triton
 from kernels.patterns.base import on_device
 
@@ -54,7 +56,9 @@ def estimate(
     if cpu.serves(q):
         return cpu.estimate(q, k, heads, last_q, scale=scale, window=window)
     if triton.serves(q):
-        return triton.estimate(q, k, heads, last_q, scale=scale, window=window)
+        # Where it turns out not to build, torch serves this call and those to come.
+        with suppress(CannotBuildError):
+            return triton.estimate(q, k, heads, last_q, scale=scale, window=window)
     batch, group, k_len = q.shape[0], q.shape[1] // k.shape[1], k.shape[2]
     last_q = [min(last, q.shape[2]) for last in last_q]
     room = _SCRATCH_BYTES.get(q.device.type, _SCRATCH_BYTES_ELSEWHERE)

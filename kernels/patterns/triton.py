@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, choose, split, unavailable
+from kernels.breaker import building, failure
+from kernels.dispatch import say_once
 from kernels.index import PAD, TILE, num_tiles
 from kernels.patterns.base import on_device
 
@@ -37,7 +39,16 @@ _CHUNK = 2048
 
 def serves(x: Tensor) -> bool:
     """Whether Triton serves builders on these tensors: half precision on a GPU that it compiles for."""
-    return x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM and unavailable(x.device) is None
+    fits = x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM
+    return fits and unavailable(x.device) is None and _built(x.device)
+
+
+def _built(device: torch.device) -> bool:
+    """Whether no kernel of the builders has failed to build for the device; torch does their work where one has."""
+    reason = failure("builders", str(device))
+    if reason is not None:
+        say_once("triton for builders", reason)
+    return reason is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +65,8 @@ class Launch:
 def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
     """Whether Triton makes this choice: short rows on a GPU, none of them by mass."""
     short = 0 < scores.shape[-1] <= _MOST_PLACES and scores.numel() > 0
-    return short and all(share is None for share in coverage) and unavailable(scores.device) is None
+    wanted = short and all(share is None for share in coverage)
+    return wanted and unavailable(scores.device) is None and _built(scores.device)
 
 
 def best_places(scores: Tensor, sizes: Sequence[int], *, forced: int) -> Tensor:
@@ -194,5 +206,6 @@ def _run(launch: Launch, device: torch.device) -> None:
     from kernels.patterns import triton_kernels
 
     kernel = getattr(triton_kernels, launch.kernel)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    on_its_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_its_device, building("builders", str(device)):
         kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)

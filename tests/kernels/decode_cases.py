@@ -39,6 +39,7 @@ class Case:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     layout: str = "contiguous"
     page: int | None = None
     dtype: torch.dtype = torch.float32
@@ -52,9 +53,12 @@ SMALL = {
     "16 queries of 3 keys": Case(q_len=16, k_len=3),
     **{f"{h} heads on {g}": Case(heads=h, kv_heads=g, q_len=2) for h, g in ((3, 3), (9, 3), (16, 2), (5, 1))},
     "128 rows of a KV head": Case(heads=8, kv_heads=1, q_len=16),
-    **{f"D {d}": Case(head_dim=d, v_dim=d) for d in (80, 96, 128, 256)},
+    **{f"D {d}": Case(head_dim=d, v_dim=d) for d in (80, 96, 128, 256, 512)},
     **{f"D {d}, E {e}": Case(head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
     "own scale": Case(scale=0.5),
+    "sinks": Case(sinks=True, q_len=2),
+    "sinks, window, starts, ends, soft-cap": Case(q_len=5, sinks=True, window=30, softcap=20.0, **SPANS),
+    "sinks, tokens": Case(q_len=2, sinks=True, tokens="ragged", batch=2),
     "soft-cap 2": Case(scale=0.5, softcap=2.0, q_len=2),
     **{f"{kind} tokens": Case(batch=2, tokens=kind, q_len=2) for kind in ("shared", "heads", "ragged")},
     "one token": Case(tokens="heads", chosen=1),
@@ -112,6 +116,7 @@ def problem(case: Case, device: torch.device) -> tuple[tuple[Tensor, Tensor, Ten
         "window": case.window,
         "scale": case.scale,
         "softcap": case.softcap,
+        "sinks": (torch.randn(case.heads, generator=generator) * 2).to(device) if case.sinks else None,
         **places,
     }
     q, k, v = (x.to(device) for x in (q, k, v))
@@ -233,8 +238,16 @@ def poison_memory() -> None:
 
 def interpreted() -> dict[str, tuple[Case, int | None]]:
     """What the interpreter is put to, with the number of splits: fp32, and fp16 here and there; bf16 fails there."""
-    split = ("65 keys", "5 queries", "128 rows of a KV head", "starts, ends and tokens", "window", "pages of 16")
-    halves = ("64 keys", "D 80", "ragged tokens", "window, starts, ends, soft-cap")
+    split = (
+        "sinks, tokens",
+        "65 keys",
+        "5 queries",
+        "128 rows of a KV head",
+        "starts, ends and tokens",
+        "window",
+        "pages of 16",
+    )
+    halves = ("sinks", "64 keys", "D 80", "ragged tokens", "window, starts, ends, soft-cap")
     return {
         **{name: (case, None) for name, case in SMALL.items()},
         **{f"3 splits, {name}": (SMALL[name], 3) for name in split},

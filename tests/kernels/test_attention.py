@@ -34,6 +34,7 @@ class Case:
     v_dim: int = 64
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     layout: str = "contiguous"
     window: int | None = None
     # Queries that see every key, head by head, round and round.
@@ -78,9 +79,19 @@ CASES = {
     "batch 2": square(200, batch=2, heads=6, kv_heads=2),
     **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))},
     "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
+    # Few enough blocks to be cut into parts of the keys.
+    **{
+        f"tail, {q} of 4100": Case(q_len=q, k_len=4100, heads=2, batch=b, tail=(4100, 20))
+        for q, b in ((17, 1), (65, 2), (200, 1))
+    },
     "batch 3, 65 of 130": Case(q_len=65, k_len=130, batch=3, heads=4, kv_heads=2),
-    **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (80, 96, 128, 256)},
+    **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (80, 96, 128, 256, 512)},
     **{f"D {d}, E {e}": square(200, head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
+    "D 320, E 512": square(200, heads=2, head_dim=320, v_dim=512),
+    "sinks": square(300, heads=9, kv_heads=3, sinks=True),
+    "sinks, 100 of 5000, tail, window, soft-cap": Case(
+        q_len=100, k_len=5000, heads=2, sinks=True, tail=(0, 70), window=3000, softcap=20.0
+    ),
     "own scale": square(300, scale=0.5),
     "soft-cap 2": square(300, scale=0.5, softcap=2.0),
     "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
@@ -125,6 +136,7 @@ REFERENCE_CASES = (
     "37 of 1000",
     "D 192, E 128",
     "soft-cap 2",
+    "sinks",
     "strided",
 )
 RUNS = [(d, s, name) for d, s in SERVERS for name in CASES] + [
@@ -186,6 +198,7 @@ class Problem(NamedTuple):
     v: Tensor
     index: SparseIndex
     table: Tensor | None
+    sinks: Tensor | None
     out: Tensor
     lse: Tensor
 
@@ -214,10 +227,11 @@ def problem(name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]) -> Proble
     if case.page is not None:
         (k, table), (v, _) = paged(k, case.page), paged(v, case.page)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    sinks = torch.randn(case.heads) * 3 if case.sinks else None
     out, lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap, block_table=table
+        q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap, block_table=table, sinks=sinks
     )
-    return Problem(q, k, v, index, table, out, lse)
+    return Problem(q, k, v, index, table, sinks, out, lse)
 
 
 @pytest.mark.parametrize(("dtype", "server", "name"), RUNS, ids=[f"{str(d)[6:]} {s}, {n}" for d, s, n in RUNS])
@@ -228,17 +242,16 @@ def test_backend_agrees_with_the_reference(
     backend, _, engine = server.partition(" ")
     if engine and engine not in cpu.engines(dtype):
         pytest.skip(f"this processor or build has no engine {engine!r}")
-    q, k, v, index, table, expected, expected_lse = problem(name, dtype, layer_of_unlike_heads)
+    q, k, v, index, table, sinks, expected, expected_lse = problem(name, dtype, layer_of_unlike_heads)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     if backend == "cpu":
         with threads(2):
             out, lse = cpu.sparse_attention(
-                q, k, v, index, scale=scale, softcap=case.softcap, block_table=table, engine=engine
+                q, k, v, index, scale=scale, softcap=case.softcap, block_table=table, sinks=sinks, engine=engine
             )
     else:
-        out, lse = sparse_attention(
-            q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True, block_table=table, backend=backend
-        )
+        how = {"scale": case.scale, "softcap": case.softcap, "block_table": table, "sinks": sinks}
+        out, lse = sparse_attention(q, k, v, index, **how, return_lse=True, backend=backend)  # type: ignore[call-overload]
     assert out.dtype == dtype and lse.dtype == torch.float32
     assert out.shape == expected.shape and lse.shape == expected_lse.shape
     assert out.transpose(1, 2).is_contiguous()
@@ -249,7 +262,7 @@ def test_backend_agrees_with_the_reference(
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "4097" not in n and case.page is None])
 def test_reference_is_softmax_over_the_mask(name: str, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
     case = CASES[name]
-    q, k, v, index, _, out, lse = problem(name, torch.float32, layer_of_unlike_heads)
+    q, k, v, index, _, sinks, out, lse = problem(name, torch.float32, layer_of_unlike_heads)
     group = case.heads // case.kv_heads
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     lengths = case.lengths or ((case.q_len, case.k_len),) * case.batch
@@ -270,14 +283,16 @@ def test_reference_is_softmax_over_the_mask(name: str, layer_of_unlike_heads: tu
         mask = index.sequence(s).to_mask()[0]
         assert not mask[:, (distance < 0) | (distance >= (case.window or k_len))].any()
         logits = logits.masked_fill(~mask, float("-inf"))
-        expected[b, :, asked] = logits.softmax(-1) @ values[b, :, seen]
+        if sinks is not None:
+            logits = torch.cat([sinks.double()[:, None, None].expand(-1, q_len, 1), logits], dim=-1)
+        expected[b, :, asked] = logits.softmax(-1)[..., -k_len:] @ values[b, :, seen]
         expected_lse[b, :, asked] = logits.logsumexp(-1)
     check(out, expected, "out", torch.float32)
     check(lse, expected_lse, "lse", torch.float32)
 
 
 def test_default_scale_backend_and_result(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
-    q, k, v, index, _, expected, expected_lse = problem("9 heads on 3", torch.float32, layer_of_unlike_heads)
+    q, k, v, index, _, _, expected, expected_lse = problem("9 heads on 3", torch.float32, layer_of_unlike_heads)
     check(sparse_attention(q, k, v, index), expected, "out", torch.float32)
     out, lse = sparse_attention(q, k, v, index, return_lse=True)
     check(out, expected, "out", torch.float32)
@@ -285,13 +300,14 @@ def test_default_scale_backend_and_result(layer_of_unlike_heads: tuple[Pattern, 
 
 
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
+@pytest.mark.parametrize("name", ["length 1000", "tail, 65 of 4100"])
 def test_same_bits_again_and_for_any_number_of_threads(
-    dtype: torch.dtype, server: str, layer_of_unlike_heads: tuple[Pattern, ...]
+    dtype: torch.dtype, server: str, name: str, layer_of_unlike_heads: tuple[Pattern, ...]
 ) -> None:
     engine = server.partition(" ")[2]
     if engine not in cpu.engines(dtype):
         pytest.skip(f"this processor or build has no engine {engine!r}")
-    q, k, v, index, *_ = problem("length 1000", dtype, layer_of_unlike_heads)
+    q, k, v, index, *_ = problem(name, dtype, layer_of_unlike_heads)
     results = []
     for number in (1, 2, 2, 3):
         with threads(number):

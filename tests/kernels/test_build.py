@@ -187,6 +187,20 @@ def test_two_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
+def test_eight_processes_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.delenv("HEADWISE_CACHE")
+        library = built()
+    body = 'while [ "$1" != "-o" ]; do shift; done; echo run >> {1}/runs; sleep 0.3; cp {0} "$2"'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", body.format(library, tmp_path))))
+    command = [sys.executable, "-c", "from kernels.native import build; print(build.load())"]
+    all_of_them = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    assert [process.communicate(timeout=240)[0].split() for process in all_of_them] == [["None"]] * 8
+    # Each source once, and the library.
+    assert len((tmp_path / "runs").read_text().split()) == len(build.SOURCES) + 1
+
+
+@pytest.mark.slow
 def test_without_a_compiler_the_reference_serves(cache: Path, tmp_path: Path) -> None:
     program = (
         "import logging, torch\n"

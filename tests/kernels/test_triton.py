@@ -102,7 +102,7 @@ def test_backend_asked_for_by_name_says_why_it_cannot() -> None:
     ("dtype", "dim", "reason"),
     [
         (torch.float64, 64, "it serves float32, float16 and bfloat16, not torch.float64"),
-        (torch.float16, 257, "it serves head dims up to 256, not 257"),
+        (torch.float16, 513, "it serves head dims up to 512, not 513"),
     ],
 )
 def test_reasons_to_decline_a_gpu_tensor(

@@ -47,6 +47,7 @@ class Case:
     v_dim: int = 64
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
     index: str = "layer"
     dense_tail: int | tuple[int, ...] = ()
@@ -87,7 +88,8 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
         _poison_padding(q, k, v, case.ragged)
     index = _index(case, q, k)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    how: dict[str, Any] = {"scale": scale, "softcap": case.softcap}
+    sinks = torch.randn(case.heads, device=device) * 2 if case.sinks else None
+    how: dict[str, Any] = {"scale": scale, "softcap": case.softcap, "sinks": sinks}
     expected, expected_lse = sparse_attention(
         q.float(), k.float(), v.float(), index, **how, return_lse=True, backend="reference"
     )
