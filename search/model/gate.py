@@ -49,7 +49,7 @@ class Limits:
         """(how many times the limit, why)."""
         found = []
         if self.kl is not None and not task.kl <= self.kl:
-            said = f"KL to dense attention is {task.kl:.4f} nats a token, the limit (--max-kl) {self.kl:g}"
+            said = f"KL to dense attention is {task.kl:.4f} nats a token, the limit (--max-kl) is {self.kl:g}"
             found.append((task.kl / self.kl, said))
         if self.perplexity is not None and task.perplexity is not None and not task.perplexity - 1 <= self.perplexity:
             rise = task.perplexity - 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, window_arrays
 from profiling.prompts.filler import sentences
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt, make_prompts
@@ -66,3 +66,21 @@ def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> No
     found = held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=Seen(seen))
     assert len(found) == 4 and not set(found) & set(seen)
     assert found == held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=Seen(seen))
+
+
+@pytest.mark.parametrize("change", ["renamed", "edited"])
+def test_a_renamed_and_an_edited_file_stay_honest(tokenizer: Any, tmp_path: Path, change: str) -> None:
+    """What was seen is known by its tokens, as an artifact's sidecar keeps them, not by a file's name."""
+    task = story(tmp_path / "a.txt", 4 * LENGTH)
+    seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
+    arrays = window_arrays(Seen(seen).digests)
+    text = (tmp_path / "a.txt").read_text()
+    (tmp_path / "b.txt").write_text(text if change == "renamed" else f"Edited. {text[3:]}")
+    again = f"text:{tmp_path / 'b.txt'}"
+    known = Seen.by([arrays])
+    assert known.digests == Seen(seen).digests
+    some = [p for s in range(8) for p in make_prompts(again, tokenizer, length=LENGTH, samples=1, seed=s)]
+    assert any(map(known.overlaps, some)), "no window of the changed file would have been a test of anything"
+    for seed in range(4):
+        found = held_out([again], tokenizer, length=LENGTH, samples=1, seed=seed, seen=known)
+        assert overlap(found[0], seen[0]) == 0

@@ -1,0 +1,149 @@
+"""The gate by task: the worst one counts, each limit fails alone, and one lost answer alone fails nothing."""
+
+from __future__ import annotations
+
+from math import exp
+from typing import Any
+
+import numpy as np
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.quality.sequences import Losses, TokenSequence
+from search.model.gate import Limits, TaskLoss, by_task, lost_answers, mean_kl
+
+GOOD = {"kl": 0.01, "perplexity": None, "nll": 0.01, "nll_low": -0.02, "nll_high": 0.04}
+
+
+def task(name: str = "kv", **changes: Any) -> TaskLoss:
+    counts = {"sequences": 4, "answers": 40, "dense_right": 30, "lost": 1, "won": 2}
+    return TaskLoss(**{"task": name, **GOOD, **counts, **changes})
+
+
+def text(name: str = "prose", **changes: Any) -> TaskLoss:
+    none = {"perplexity": 1.01, "nll": None, "nll_low": 0.0, "nll_high": 0.0, "answers": 0, "dense_right": 0}
+    return task(name, **{**none, "lost": 0, "won": 0, **changes})
+
+
+def test_what_loses_little_passes() -> None:
+    assert Limits().fault([text(), task()]) is None
+
+
+@pytest.mark.parametrize(
+    "bad, limit, says",
+    [
+        (task(kl=0.06), "kl", r"kv: KL to dense attention is 0.0600 nats a token, the limit (--max-kl) is 0.05"),
+        (
+            text(perplexity=1.08),
+            "perplexity",
+            "prose: perplexity rises by 8.00%, the limit (--max-perplexity) is 3.00%",
+        ),
+        (
+            task(nll=0.3, nll_low=0.1, nll_high=0.5),
+            "nll",
+            "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the limit (--max-nll) is 0.1",
+        ),
+        (
+            task(lost=6),
+            "lost",
+            "kv: 6 of 30 answers that dense attention gets right are lost, the limit (--max-lost) is 10%",
+        ),
+    ],
+    ids=["kl", "perplexity", "nll", "lost"],
+)
+def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
+    good = [text(), task("other")]
+    fault = Limits().fault([*good, bad])
+    assert fault == says
+    # Among the others it is seen wherever it stands, and a mean over the tasks would have hidden it.
+    assert Limits().fault([bad, *good]) == fault
+    assert Limits(**{limit: None}).fault([*good, bad]) is None
+    only = dict.fromkeys(("kl", "perplexity", "nll", "lost")) | {limit: getattr(Limits(), limit)}
+    assert Limits(**only).fault([*good, bad]) == fault
+
+
+def test_of_several_faults_the_worst_is_said() -> None:
+    twice, thrice = task("twice", kl=0.1), task("thrice", lost=9)
+    assert (said := Limits().fault([twice, thrice])) is not None and said.startswith("thrice: 9 of 30")
+    assert (said := Limits().fault([thrice, task("four", kl=0.2)])) is not None and said.startswith("four: KL")
+
+
+@pytest.mark.parametrize("dense_right", [1, 2, 5])
+def test_one_lost_answer_alone_fails_nothing_and_two_do(dense_right: int) -> None:
+    assert Limits().fault([task(dense_right=dense_right, lost=1)]) is None
+    assert Limits().fault([task(dense_right=dense_right + 1, lost=2)]) is not None
+
+
+def test_one_in_five_of_enough_answers_is_seen() -> None:
+    assert Limits().fault([task(dense_right=15, lost=3)]) is not None
+    assert Limits().fault([task(dense_right=20, lost=2)]) is None
+
+
+def test_a_rise_that_its_interval_does_not_tell_from_none_is_no_finding() -> None:
+    assert Limits().fault([task(nll=0.3, nll_low=-0.01, nll_high=0.7)]) is None
+    assert Limits().fault([task(nll=0.3, nll_low=0.01, nll_high=0.7)]) is not None
+
+
+@pytest.mark.parametrize("name", ["kl", "perplexity", "nll"])
+def test_what_is_not_a_number_fails(name: str) -> None:
+    changes = {name: float("nan")} | ({"nll_low": float("nan")} if name == "nll" else {})
+    assert Limits().fault([text(**changes) if name == "perplexity" else task(**changes)]) is not None
+
+
+@pytest.mark.parametrize("name", ["kl", "perplexity", "nll", "lost"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_limits_are_above_0(name: str, value: float) -> None:
+    with pytest.raises(HeadwiseError, match=f"--max-{name} must be above 0"):
+        Limits(**{name: value})
+
+
+def sequence(name: str, sizes: tuple[int, ...]) -> TokenSequence:
+    spans, at = [], 50
+    for size in sizes:
+        spans.append((at, at + size))
+        at += size + 3
+    return TokenSequence(task=name, ids=tuple(range(at)), context=50, answers=tuple(spans))
+
+
+def losses(sizes: tuple[int, ...], rise: list[float], right: list[bool], dense: list[bool], kl: float) -> Losses:
+    spread = np.full(10, kl)
+    return Losses(
+        kl=spread,
+        nll=spread + 1.0,
+        dense_nll=np.ones(10),
+        answer_tokens=np.array(sizes, dtype=np.int64),
+        answer_nll=np.array(rise) + 2,
+        answer_dense_nll=np.full(len(sizes), 2.0),
+        answer_kl=np.full(len(sizes), 2 * kl),
+        right=np.array(right, dtype=bool),
+        dense_right=np.array(dense, dtype=bool),
+    )
+
+
+def test_losses_are_gathered_by_task() -> None:
+    made = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
+    found = by_task(
+        made,
+        [
+            losses((2, 3), [0.2, 0.6], [True, False], [True, True], 0.1),
+            losses((), [], [], [], 0.3),
+            losses((5,), [1.2], [True], [False], 0.2),
+        ],
+    )
+    kv, prose = found
+    assert [kv.task, prose.task] == ["kv", "prose"]
+    # Answers' tokens count beside the ten positions: 5 of twice the KL each time.
+    assert kv.kl == pytest.approx(np.mean([0.1 * 20 / 15, 0.2 * 20 / 15])) and prose.kl == pytest.approx(0.3)
+    assert kv.nll == pytest.approx((0.2 + 0.6 + 1.2) / 10) and kv.perplexity is None
+    # Few sequences: the interval is over their answers.
+    assert kv.nll_low >= 0.1 - 1e-9 and kv.nll_high <= 0.24 + 1e-9 and kv.nll_low < kv.nll < kv.nll_high
+    assert (kv.sequences, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
+    assert prose.perplexity == pytest.approx(exp(0.3)) and prose.nll is None and prose.answers == 0
+    assert kv.loss == pytest.approx(kv.kl + 0.2) and prose.loss == prose.kl
+    assert mean_kl(found) == pytest.approx((kv.kl + 0.3) / 2)
+    assert lost_answers(found) == {"dense_right": 2, "lost": 1}
+
+
+def test_lines_say_what_is_too_few() -> None:
+    assert "too few" in task(dense_right=13).line() and "too few" not in task(dense_right=14).line()
+    assert "perplexity +1.00%" in text().line()

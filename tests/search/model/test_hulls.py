@@ -1,0 +1,136 @@
+"""Spending a budget over parts: the best there is for what it uses, and a price that says the same."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from artifacts import HeadwiseError
+from search.model.hulls import hull, slope, spend
+
+SIZES = (0.0625, 0.125, 0.25, 0.5, 1.0)
+
+
+def curves(parts: int, seed: int, convex: bool) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    drops = rng.exponential(size=(parts, len(SIZES) - 1)) * rng.exponential(size=(parts, 1))
+    if convex:
+        steps = np.diff(SIZES)
+        drops = -np.sort(-drops / steps, axis=1) * steps
+    return np.concatenate([np.zeros((parts, 1)), -np.cumsum(drops, axis=1)], axis=1) + 10
+
+
+def chosen_at(price: float, losses: np.ndarray, costs: np.ndarray) -> list[int]:
+    """Each part's step by step up its hull while a step saves more than the price."""
+    wide = np.broadcast_to(costs, losses.shape)
+    found = []
+    for cost, loss in zip(wide, losses, strict=True):
+        line = hull(cost, loss)
+        steps = itertools.takewhile(lambda two: slope(cost, loss, *two) > price, itertools.pairwise(line))  # noqa: B023
+        found.append([line[0], *(dearer for _, dearer in steps)][-1])
+    return found
+
+
+def cost_of(entries: list[int], costs: np.ndarray) -> float:
+    return float(sum(row[entry] for row, entry in zip(costs, entries, strict=True)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("convex", [True, False])
+def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
+    """Everett's condition: the least of loss + price * cost is the best for its own cost, which must lead to it."""
+    losses = curves(4, seed, convex)
+    choices = list(itertools.product(range(len(SIZES)), repeat=4))
+    sizes = [sum(SIZES[entry] for entry in choice) for choice in choices]
+    total_losses = [sum(losses[part, entry] for part, entry in enumerate(choice)) for choice in choices]
+    price = float(np.random.default_rng(seed).exponential())
+    best = min(range(len(choices)), key=lambda at: total_losses[at] + price * sizes[at])
+    assert tuple(spend(losses, SIZES, sizes[best]).entries) == choices[best]
+
+
+def test_convex_curves_are_followed_exactly_in_equal_steps() -> None:
+    sizes, rng = (1, 2, 3, 4, 5), np.random.default_rng(0)
+    for _ in range(50):
+        drops = -np.sort(-rng.exponential(size=(4, 4)), axis=1)
+        losses = np.concatenate([np.zeros((4, 1)), -np.cumsum(drops, axis=1)], axis=1)
+        total = int(rng.integers(4, 21))
+        best = min(
+            sum(losses[part, entry] for part, entry in enumerate(choice))
+            for choice in itertools.product(range(5), repeat=4)
+            if sum(sizes[entry] for entry in choice) <= total
+        )
+        found = spend(losses, sizes, total).entries
+        assert sum(losses[part, entry] for part, entry in enumerate(found)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int) -> None:
+    """Also where steep steps are too large and flatter ones fit later: their slope would be far too low a price."""
+    rng = np.random.default_rng(seed)
+    parts = int(rng.integers(2, 9))
+    shape = parts, int(rng.integers(2, 7))
+    costs = np.cumsum(rng.exponential(size=shape) * 10 ** rng.uniform(-2, 2, size=shape), axis=1)
+    losses = rng.exponential(size=shape) * 10 ** rng.uniform(-3, 3, size=(parts, 1))
+    total = float(rng.uniform(costs[:, 0].sum(), costs[:, -1].sum()))
+    spent = spend(losses, costs, total)
+    by_price = chosen_at(spent.price, losses, costs)
+    assert cost_of(by_price, costs) <= cost_of(spent.entries, costs) * (1 + 1e-9) <= total * (1 + 1e-9)
+    if spent.price == 0:
+        assert by_price == spent.entries
+    # A part that got something else got more: what was left over fitted a flatter step.
+    assert all(
+        costs[part, a] <= costs[part, b] for part, (a, b) in enumerate(zip(by_price, spent.entries, strict=True))
+    )
+    # And it is no higher than it must be: a little below it, the step that did not fit would be taken.
+    if spent.price > 0:
+        assert cost_of(chosen_at(spent.price * (1 - 1e-9), losses, costs), costs) > cost_of(by_price, costs)
+
+
+@pytest.mark.parametrize("steep", [3.0, 34.0, 1000.0])
+def test_a_large_step_that_does_not_fit_sets_the_price_and_not_a_small_one_that_does(steep: float) -> None:
+    """One part would save `steep` a unit with 10 more, others 1 a unit with 1 more each; there are 3 left."""
+    losses = np.array([[10 * steep, 0.0], *[[1.0, 0.0]] * 5])
+    costs = np.array([[1.0, 11.0], *[[1.0, 2.0]] * 5])
+    spent = spend(losses, costs, 9.0)
+    assert spent.price == pytest.approx(steep) and spent.entries == [0, 1, 1, 1, 0, 0]
+    assert cost_of(chosen_at(spent.price, losses, costs), costs) == 6.0
+    assert cost_of(chosen_at(0.99, losses, costs), costs) > 9.0
+
+
+def test_with_all_that_there_is_the_price_is_none() -> None:
+    losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
+    assert spend(losses, (1, 2, 3), 6.0).price == 0.0
+    # The first step that does not fit, whatever fitted before.
+    assert spend(losses, (1, 2, 3), 2.0).price == pytest.approx(4.0)
+    assert spend(losses, (1, 2, 3), 4.0).price == pytest.approx(1.0)
+
+
+def test_what_needs_little_gives_room_to_what_needs_much() -> None:
+    flat, steep = [1.0, 1.0, 1.0, 1.0, 1.0], [9.0, 7.0, 5.0, 3.0, 1.0]
+    assert spend(np.array([flat, steep]), SIZES, 1.1).entries == [0, 4]
+
+
+def test_a_dent_in_a_curve_is_stepped_over() -> None:
+    losses = np.array([[10.0, 9.9, 1.0, 0.9, 0.0]])
+    assert spend(losses, SIZES, 0.2).entries == [0] and spend(losses, SIZES, 0.25).entries == [2]
+
+
+def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
+    losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
+    costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
+    assert spend(losses, costs, 4.0).entries == [2, 0] and spend(losses, costs, 12.0).entries == [2, 2]
+    assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5).entries == [1]
+    with pytest.raises(HeadwiseError, match=r"a total of 1\.9 is too small for 2 parts: the least is 2"):
+        spend(losses, costs, 1.9)
+
+
+def test_what_loses_infinitely_much_is_not_taken() -> None:
+    losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
+    assert spend(losses, (1, 2, 3), 3.0).entries == [1, 0] and spend(losses, (1, 2, 3), 6.0).entries == [2, 2]
+
+
+def test_of_entries_that_are_alike_the_last_is_taken() -> None:
+    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0).entries == [2]
+    assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0).entries == [1]

@@ -1,0 +1,166 @@
+"""Scores of candidates against building each one and plain arithmetic over the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.index import TILE, num_tiles
+from kernels.patterns import LayerPlan, make
+from profiling.inside.gradients import LayerGradients, gradient_pass
+from profiling.inside.residual import ResidualStream
+from search.model import scoring
+from search.model.scoring import Scores, sampled, score_layer
+from tests.runtime.tiny import tiny_model
+
+TAILS = (0, 64, 100)
+CANDIDATES = (
+    make("a_shape", sink=64, window=20),
+    make("vertical_slash", vertical=70, slash=70, last_q=64),
+    make("vertical_slash", vertical=70, slash=80, last_q=256),
+    make("vertical_slash", vertical=150, slash=150, last_q=64, coverage=0.9),
+    make("block_sparse", blocks=2),
+    make("block_sparse", blocks=4, coverage=0.9),
+    make("dense"),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("Llama")
+
+
+@pytest.fixture
+def every_tile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(scoring, "_EVERY", 1)
+    monkeypatch.setattr(scoring, "_LEAST", 10_000)
+    monkeypatch.setattr(scoring, "_COUNTED", 10_000)
+    yield
+
+
+def scores_of(model: Any, length: int, visit: Any, *, total: int | None = None) -> None:
+    ids = torch.randint(3, 97, (1, total or length), generator=torch.Generator().manual_seed(2))
+    answers = torch.zeros(ids.shape[1], dtype=torch.bool)
+    with ResidualStream(model) as stream:
+        gradient_pass(model, ids, answers, lambda layer: visit(layer, stream))
+
+
+def direct(model: Any, layer: LayerGradients, stream: ResidualStream, length: int, tail: int) -> dict[str, np.ndarray]:
+    """(H, C) of each sum, a candidate at a time over the whole prefill."""
+    whole = layer.inputs
+    q, k, v = (x[:, :, :length] for x in (whole.q, whole.k, whole.v))
+    heads, groups, dim = q.shape[1], k.shape[1], v.shape[3]
+    dense, by_out = layer.out[0, :, :length].double(), layer.by_out[0, :, :length].double()
+    weight = model.model.layers[whole.layer].self_attn.o_proj.weight.double()
+    sizes = stream._sizes[whole.layer][:length].double()
+    names = ("change", "squared", "size", "recall", "drop", "fisher", "tiles")
+    found = {name: np.empty((heads, len(CANDIDATES))) for name in names}
+    for c, pattern in enumerate(CANDIDATES):
+        index = LayerPlan([pattern] * heads, groups, dense_tail=tail).build(q, k, scale=whole.scale)
+        out, lse = sparse_attention(q, k, v, index, scale=whole.scale, return_lse=True, backend="reference")
+        change = out[0].double() - dense
+        lost = (change * by_out).sum(-1)
+        tiles = torch.nn.functional.pad(lost, (0, -length % TILE)).unflatten(1, (-1, TILE)).sum(-1)
+        for head in range(heads):
+            written = change[head] @ weight[:, head * dim : (head + 1) * dim].T
+            found["change"][head, c] = (written.square().sum(-1) / sizes).sum()
+        found["squared"][:, c] = change.square().sum((1, 2))
+        found["size"][:, c] = dense.square().sum((1, 2))
+        found["recall"][:, c] = (lse[0].double() - layer.lse[0, :, :length].double()).exp().sum(-1)
+        found["drop"][:, c] = lost.sum(-1)
+        found["fisher"][:, c] = tiles.square().sum(-1) / 2
+        found["tiles"][:, c] = index.computed_tiles()[0]
+    return found
+
+
+@pytest.mark.parametrize("length, total", [(320, 320), (333, 333), (200, 333), (150, 150)])
+def test_with_every_tile_scores_are_those_of_each_candidate_alone(
+    model: Any, every_tile: None, length: int, total: int
+) -> None:
+    """Also where the length is no multiple of a tile, and where turns and answers follow the context."""
+    layers: list[int] = []
+
+    def visit(layer: LayerGradients, stream: ResidualStream) -> None:
+        layers.append(layer.inputs.layer)
+        found = score_layer(layer, stream, CANDIDATES, length=length, tails=TAILS, seed=0)
+        for tail, scores in found.items():
+            for name, expected in direct(model, layer, stream, length, tail).items():
+                near = 1e-6 * max(1.0, float(np.abs(expected).max()))
+                np.testing.assert_allclose(
+                    getattr(scores, name), expected, rtol=3e-3, atol=50 * near, err_msg=f"{name} with tail {tail}"
+                )
+
+    scores_of(model, length, visit, total=total)
+    assert layers == [1, 0]
+
+
+def test_without_gradients_only_what_needs_them_is_missing(model: Any, every_tile: None) -> None:
+    def visit(layer: LayerGradients, stream: ResidualStream) -> None:
+        one, none = (
+            score_layer(layer, stream, CANDIDATES, length=200, tails=TAILS, seed=0, gradients=g)[0]
+            for g in (True, False)
+        )
+        assert not none.drop.any() and not none.fisher.any() and one.fisher.any()
+        for name in ("change", "squared", "size", "recall", "tiles"):
+            np.testing.assert_array_equal(getattr(none, name), getattr(one, name))
+
+    scores_of(model, 200, visit)
+
+
+def test_estimates_are_unbiased_and_the_same_for_a_seed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    length, names = 700, ("change", "squared", "recall", "drop", "fisher")
+
+    def scored(layer: LayerGradients, stream: ResidualStream, seed: int) -> Scores:
+        return score_layer(layer, stream, CANDIDATES[:1], length=length, tails=(64,), seed=seed)[64]
+
+    def visit(layer: LayerGradients, stream: ResidualStream) -> None:
+        if layer.inputs.layer:
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(scoring, "_LEAST", 10_000)
+            expected = scored(layer, stream, 0)
+        monkeypatch.setattr(scoring, "_LEAST", 3)
+        found = [scored(layer, stream, seed) for seed in range(60)]
+        again = scored(layer, stream, 0)
+        for name in names:
+            values = np.stack([getattr(one, name) for one in found])
+            error = values.std(0, ddof=1) / len(found) ** 0.5
+            assert (np.abs(values.mean(0) - getattr(expected, name)) <= 4.5 * error + 1e-9).all(), name
+            assert np.ptp(values) > 0 and np.array_equal(getattr(again, name), values[0])
+
+    scores_of(model, length, visit)
+
+
+@pytest.mark.parametrize("length, tails", [(4096, (0, 64)), (4100, (0, 256)), (130, (0,)), (200, (256,))])
+def test_tiles_are_one_of_each_stretch_and_all_of_the_tails(length: int, tails: tuple[int, ...]) -> None:
+    by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
+    found = sampled(by_out, length, tails, 3)
+    rows = found.rows.tolist()
+    body = min(max(0, (length - max(tails)) // TILE), num_tiles(length))
+    assert rows == sorted(set(rows)) and rows[len(rows) - (num_tiles(length) - body) :] == list(
+        range(body, num_tiles(length))
+    )
+    assert len(rows) - (num_tiles(length) - body) == min(body, max(16, round(body / 8)))
+    assert (found.weights >= 1 - 1e-9).all()
+    again = sampled(by_out, length, tails, 3)
+    assert torch.equal(again.rows, found.rows) and torch.equal(again.weights, found.weights)
+    if body > 16:
+        assert not torch.equal(sampled(by_out, length, tails, 4).rows, found.rows)
+
+
+def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() -> None:
+    length, n = 64 * 160, 160
+    by_out = torch.full((1, 1, length, 4), 0.01)
+    by_out[:, :, 64 * 40 : 64 * 41] = 1.0
+    draws = [sampled(by_out, length, (0,), seed) for seed in range(300)]
+    assert np.mean([float(one.weights.sum()) for one in draws]) == pytest.approx(n, rel=0.05)
+    assert np.mean([40 in one.rows.tolist() for one in draws]) > 0.5
+    assert max(float(one.weights.max()) for one in draws) <= 2 * 10 + 1e-9
+    alike = sampled(None, length, (0,), 0)
+    assert len(alike.rows) == 20 and torch.allclose(alike.weights, torch.full((20,), 8.0, dtype=torch.float64))
