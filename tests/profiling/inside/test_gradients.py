@@ -1,0 +1,214 @@
+"""One pass forth and back against autograd over a plain dense model, and against differences of the loss itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from profiling.inside.capture import Run, attend_densely, attending_with, layer_mask, masks_of
+from profiling.inside.gradients import DensePass, LayerGradients, gradient_pass
+from runtime.layers import attention_layers, sliding_layers
+from tests.runtime.tiny import FAMILIES, tiny_model
+
+LENGTH = 130
+PLAIN = ("Llama", "Qwen2", "Gemma3")
+
+
+def prompt(vocabulary: int = 97) -> Tensor:
+    return torch.randint(3, vocabulary, (1, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def asked(*at: int) -> Tensor:
+    found = torch.zeros(LENGTH, dtype=torch.bool)
+    found[list(at)] = True
+    return found
+
+
+TEXT, ANSWER = asked(), asked(60, 61, 129)
+
+
+def gradients(model: Any, ids: Tensor, answers: Tensor = TEXT, **options: Any) -> tuple[DensePass, dict[int, Tensor]]:
+    found: dict[int, Tensor] = {}
+
+    def visit(layer: LayerGradients) -> None:
+        found[layer.inputs.layer] = layer.by_out.clone()
+
+    return gradient_pass(model, ids, answers, visit, **options), found
+
+
+def searched(model: Any) -> set[int]:
+    """Layers with a window of their own are computed, and not visited."""
+    modules = attention_layers(model)
+    return set(modules) - sliding_layers(modules)
+
+
+def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
+    """In the dtype of the logits (S, V), as it is defined: -log p of all tokens, or log-odds of the answers'."""
+    log_p = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    if not bool(answers.any()):
+        return -log_p.sum()
+    chosen = log_p[answers[1:]]
+    return -(chosen - torch.log1p(-chosen.exp())).sum()
+
+
+def by_autograd(model: Any, ids: Tensor, answers: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
+    """By layer (1, S, H, E) dense outputs and the gradients by them; and logits (S, V). By torch alone."""
+    before = model.config._attn_implementation
+    outs: dict[int, Tensor] = {}
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        logits = q @ k.transpose(2, 3) * kwargs["scaling"]
+        window = kwargs.get("sliding_window") or LENGTH
+        far = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+        logits = logits.masked_fill((far < 0) | (far >= window), float("-inf"))
+        out = (logits.softmax(-1) @ v).transpose(1, 2).contiguous()
+        out.retain_grad()
+        outs[module.layer_idx] = out
+        return out, None
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("plain", attention)
+    model.set_attn_implementation("plain")
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        loss_of(logits.double(), ids, answers).backward()
+    finally:
+        model.set_attn_implementation(before)
+        model.zero_grad()
+    return outs, {layer: out.grad for layer, out in outs.items() if out.grad is not None}, logits.detach()
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
+def test_it_is_what_autograd_finds_in_a_plain_model(
+    family: str, answers: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("profiling.inside.gradients.SKIP_BELOW", 0.0)
+    model, ids, keep = tiny_model(family), prompt(), torch.tensor([0, 59, 128])
+    outs, expected, logits = by_autograd(model, ids, answers)
+    order: list[int] = []
+
+    def visit(layer: LayerGradients) -> None:
+        at = layer.inputs.layer
+        order.append(at)
+        torch.testing.assert_close(layer.out.transpose(1, 2), outs[at], atol=1e-4, rtol=1e-3)
+        wanted = expected[at].transpose(1, 2)
+        assert (layer.by_out - wanted).norm() <= 2e-3 * wanted.norm()
+
+    found = gradient_pass(model, ids, answers, visit, keep=keep)
+    assert found.gradients and found.fault is None
+    assert set(expected) == set(attention_layers(model)) and order == sorted(searched(model), reverse=True)
+    log_probs = logits.log_softmax(-1)
+    torch.testing.assert_close(found.log_probs, log_probs[keep].half(), atol=1e-2, rtol=1e-3)
+    nll = -log_probs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(found.nll, nll, atol=1e-3, rtol=1e-3)
+
+
+def loss_with(model: Any, ids: Tensor, layer: int, added: Tensor) -> float:
+    """The loss with (S, H, E) added to a layer's attention."""
+    run = Run(lambda inputs: None)
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        out, weights = attend_densely(run, module, *args, **kwargs)
+        return (out + added[None] if getattr(module, "layer_idx", None) == layer else out), weights
+
+    with torch.no_grad(), masks_of(run), attending_with(model, "differences", attention, layer_mask):
+        return float(loss_of(model(input_ids=ids, use_cache=False).logits[0].double(), ids, TEXT))
+
+
+# Attention sinks of its own: no search weighs them yet.
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "GptOss"])
+@pytest.mark.filterwarnings("ignore")
+def test_every_architecture_has_the_gradients_that_differences_show(family: str) -> None:
+    model, ids = tiny_model(family, vocab_size=260), prompt(200)
+    done, found = gradients(model, ids)
+    assert done.gradients and set(found) == searched(model)
+    torch.manual_seed(1)
+    for layer, by_out in found.items():
+        gradient = by_out[0].transpose(0, 1)
+        added = torch.randn_like(gradient) * 1e-3
+        difference = (loss_with(model, ids, layer, added) - loss_with(model, ids, layer, -added)) / 2
+        # A router that sends a token elsewhere is no slope.
+        near = 0.2 if "Mixtral" in family or "Moe" in family else 0.02
+        size = float(added.norm() * gradient.norm()) / gradient.numel() ** 0.5
+        assert float((gradient * added).sum()) == pytest.approx(difference, rel=near, abs=near * size)
+
+
+@pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
+def test_several_pieces_of_logits_are_the_same(answers: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([3, 39, 40, 129])
+    whole, by_layer = gradients(model, ids, answers, keep=keep)
+    monkeypatch.setattr("profiling.inside.gradients._LOGITS", 97 * 40)
+    pieces, again = gradients(model, ids, answers, keep=keep)
+    torch.testing.assert_close(pieces.log_probs, whole.log_probs)
+    for layer, gradient in by_layer.items():
+        torch.testing.assert_close(again[layer], gradient)
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_the_model_is_left_as_it_was(raising: bool) -> None:
+    model, ids = tiny_model("Gemma3"), prompt()
+    with torch.no_grad():
+        expected = model(ids).logits
+    model.train()
+    before = model.config._attn_implementation
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    own = [set(vars(module)) for module in model.modules()]
+    if raising:
+
+        def visit(layer: LayerGradients) -> None:
+            raise RuntimeError("in a visit")
+
+        with pytest.raises(RuntimeError, match="in a visit"):
+            gradient_pass(model, ids, TEXT, visit)
+    else:
+        gradients(model, ids)
+    assert all(module.training for module in model.modules())
+    assert model.config._attn_implementation == before
+    assert [set(vars(module)) for module in model.modules()] == own
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, expected)
+
+
+def test_only_what_is_wanted_is_visited() -> None:
+    model, ids = tiny_model("Llama"), prompt()
+    done, found = gradients(model, ids, wanted=lambda inputs: inputs.layer == 1)
+    everything = gradients(model, ids)[1]
+    assert done.gradients and 0 < len(found) < len(everything)
+    assert all(torch.equal(everything[layer], gradient) for layer, gradient in found.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_drops_out_in_training_gives_the_same_twice() -> None:
+    sizes = {"word_embed_proj_dim": 128, "ffn_dim": 96, "dropout": 0.5, "do_layer_norm_before": True}
+    model, ids = tiny_model("OPT", **sizes), prompt()
+    first, second = (gradients(model, ids)[1] for _ in range(2))
+    assert first and all(torch.equal(second[layer], gradient) for layer, gradient in first.items())
+
+
+def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so() -> None:
+    model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([7])
+    handle = model.register_forward_hook(
+        lambda module, args, output: type(output)(logits=output.logits.sin(), past_key_values=output.past_key_values)
+    )
+    done, found = gradients(model, ids, keep=keep)
+    with torch.no_grad():
+        expected = model(ids).logits[0].log_softmax(-1)
+    handle.remove()
+    assert not found and not done.gradients and done.fault is not None and "LlamaForCausalLM" in done.fault
+    torch.testing.assert_close(done.log_probs, expected[keep].half(), atol=1e-2, rtol=1e-3)
+    assert gradients(model, ids)[0].gradients
+
+
+def test_a_loss_that_is_not_finite_says_so() -> None:
+    model, ids = tiny_model("Llama"), prompt()
+    model.lm_head.weight.data[5] = float("inf")
+    done, found = gradients(model, ids)
+    assert not done.gradients and not found and done.fault is not None

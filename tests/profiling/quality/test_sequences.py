@@ -1,0 +1,161 @@
+"""Prompts with their answers as sequences, and losses against all logits of a dense pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import kl_div
+
+from artifacts import HeadwiseError
+from kernels.attention import sparse_attention
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
+from profiling.inside.capture import LayerInputs, attending
+from profiling.prompts.prompt import Prompt
+from profiling.quality.sequences import Reference, TokenSequence, planned, sequences
+from tests.profiling.tokenizers import byte_level
+from tests.runtime.tiny import tiny_model
+
+CONTEXT = 200
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("Llama")
+
+
+@pytest.fixture(scope="module")
+def one() -> TokenSequence:
+    ids = torch.randint(3, 97, (CONTEXT + 30,), generator=torch.Generator().manual_seed(0)).tolist()
+    return TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=((50, 52), (205, 209), (215, 216)))
+
+
+def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text)["input_ids"])
+
+
+def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers(tokenizer: Any) -> None:
+    context = ids_of(tokenizer, "The pass key is 1234567. The river and the old clerk in the rain.")
+    turns = [ids_of(tokenizer, text) for text in ("\nKey:", "\nWho:")]
+    first, second = (
+        Prompt(context + turn, answer, turn=len(turn), task="kv_turns", scored=((3, 5),))
+        for turn, answer in zip(turns, ("1234567", "clerk"), strict=True)
+    )
+    other = Prompt(ids_of(tokenizer, "A text of its own in which nothing is asked."), None, task="prose")
+    found = sequences([first, other, second], tokenizer)
+    assert [sequence.task for sequence in found] == ["kv_turns", "prose"]
+    shared, text = found
+    assert shared.context == len(context) and shared.ids[: len(context)] == context
+    assert shared.answers[0] == (3, 5) and not shared.is_text
+    # Each question follows the one before and its right answer; what follows an answer is a new line.
+    read = [tokenizer.decode(shared.ids[start:stop]) for start, stop in shared.answers[1:]]
+    assert [answer.strip() for answer in read] == ["1234567", "clerk"]
+    assert tokenizer.decode(shared.ids[len(context) :]) == "\nKey: 1234567\n\nWho: clerk\n"
+    assert shared.answer_tokens == sum(stop - start for start, stop in shared.answers)
+    assert text.is_text and text.ids == other.input_ids and text.context == len(text.ids)
+
+
+def test_a_digest_is_of_ids_context_and_answers(one: TokenSequence) -> None:
+    from dataclasses import replace
+
+    others = [
+        replace(one, ids=(*one.ids[:-1], 96 - one.ids[-1] % 2)),
+        replace(one, context=CONTEXT - 1),
+        replace(one, answers=one.answers[:-1]),
+    ]
+    assert len({one.digest, *(other.digest for other in others)}) == 4 and len(one.digest) == 64
+    assert replace(one, task="another").digest == one.digest
+
+
+def plans() -> dict[int, LayerPlan]:
+    return {1: LayerPlan([make("a_shape", sink=64, window=8)] * 4, 2, dense_tail=0)}
+
+
+def logits_of(model: Any, one: TokenSequence, attention: Any) -> torch.Tensor:
+    with torch.no_grad(), attending(model, attention):
+        found: torch.Tensor = model(torch.tensor([one.ids])).logits[0].double().log_softmax(-1)
+    return found
+
+
+def test_what_follows_the_context_attends_to_everything(model: Any, one: TokenSequence) -> None:
+    seen: list[int] = []
+
+    def visit(inputs: LayerInputs) -> torch.Tensor | None:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        found = planned(plans(), CONTEXT)(inputs)
+        length = q.shape[2]
+        dense = sparse_attention(q, k, v, dense_index(1, 4, length, length, q.device), scale=inputs.scale)
+        assert found is not None
+        torch.testing.assert_close(found[:, :, CONTEXT:], dense[:, :, CONTEXT:], atol=1e-5, rtol=1e-4)
+        index = plans()[1].build(q[:, :, :CONTEXT], k[:, :, :CONTEXT], scale=inputs.scale)
+        sparse = sparse_attention(
+            *(x[:, :, :CONTEXT] for x in (q, k, v)), index, scale=inputs.scale, backend="reference"
+        )
+        expected = sparse if inputs.layer == 1 else dense[:, :, :CONTEXT]
+        torch.testing.assert_close(found[:, :, :CONTEXT], expected, atol=1e-4, rtol=1e-3)
+        seen.append(inputs.layer)
+        return found
+
+    logits_of(model, one, visit)
+    assert seen == [0, 1]
+
+
+def test_losses_are_those_of_all_logits(model: Any, one: TokenSequence) -> None:
+    reference = Reference(model, [one])
+    found = reference.losses(0, plans())
+    dense, sparse = logits_of(model, one, planned({}, CONTEXT)), logits_of(model, one, planned(plans(), CONTEXT))
+    at = torch.linspace(0, CONTEXT - 2, CONTEXT - 1).long()
+    ids = torch.tensor(one.ids)
+    kl = kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
+    nll, dense_nll = (-of[:-1].gather(1, ids[1:, None])[:, 0] for of in (sparse, dense))
+    np.testing.assert_allclose(found.kl, kl[at], atol=3e-3, rtol=2e-2)
+    np.testing.assert_allclose(found.nll, nll[at], atol=1e-3)
+    np.testing.assert_allclose(found.dense_nll, dense_nll[at], atol=5e-3)
+    assert found.kl.mean() > 0.001 and found.answer_tokens.tolist() == [2, 4, 1]
+    for number, (start, stop) in enumerate(one.answers):
+        own = slice(start - 1, stop - 1)
+        assert found.answer_nll[number] == pytest.approx(float(nll[own].sum()), rel=1e-3)
+        assert found.answer_dense_nll[number] == pytest.approx(float(dense_nll[own].sum()), rel=2e-3)
+        assert found.answer_kl[number] == pytest.approx(float(kl[own].mean()), rel=0.05, abs=3e-3)
+        for right, of in ((found.right, sparse), (found.dense_right, dense)):
+            assert right[number] == bool((of[own].argmax(-1) == ids[start:stop]).all())
+
+
+def test_right_answers_are_told_from_lost_ones(model: Any) -> None:
+    """Answers that are what dense attention says next are right; a window of eight tokens may lose them."""
+    from dataclasses import replace
+
+    ids = torch.randint(3, 97, (CONTEXT + 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    made = TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=((CONTEXT, CONTEXT + 1),))
+    likeliest = int(logits_of(model, made, planned({}, CONTEXT))[CONTEXT - 1].argmax())
+    right = replace(made, ids=(*made.ids[:-1], likeliest))
+    wrong = replace(made, ids=(*made.ids[:-1], (likeliest + 1) % 97))
+    reference = Reference(model, [right, wrong])
+    assert [bool(reference.losses(n, {}).dense_right[0]) for n in (0, 1)] == [True, False]
+    assert [bool(reference.losses(n, {}).right[0]) for n in (0, 1)] == [True, False]
+    assert reference.losses(0, {}).kl.max() < 2e-3
+
+
+def test_what_a_pass_made_anyway_is_taken(model: Any, one: TokenSequence) -> None:
+    alone, known = Reference(model, [one]), Reference(model, [one])
+    positions = known.positions(0)
+    known.know(0, logits_of(model, one, planned({}, CONTEXT))[positions].half())
+    for name, value in vars(alone.losses(0, plans())).items():
+        np.testing.assert_allclose(getattr(known.losses(0, plans()), name), value, atol=5e-3)
+
+
+def test_a_model_without_logits_to_keep_is_refused(one: TokenSequence) -> None:
+    class Whole(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> None:
+            raise AssertionError
+
+    with pytest.raises(HeadwiseError, match="Whole has no logits_to_keep"):
+        Reference(Whole(), [one])
