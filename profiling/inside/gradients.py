@@ -77,6 +77,8 @@ def gradient_pass(
 ) -> DensePass:
     """Run the model forth and back over a prompt and call `visit` for each wanted layer, the last one first.
 
+    Layers with a window or sinks of their own are left to torch and not visited.
+
     The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the sum of -log(p/(1-p))
     over those alone: log-odds do not go flat where the model is sure of its answer.
 
