@@ -21,6 +21,8 @@ BAD_USE = 2
 # As large as a field of an artifact may be (artifacts.fields, which takes long to import).
 LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
+# Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
+leave_at_once = False
 # What serving does without -> the extra that installs it.
 EXTRAS = {"matplotlib": "search", "optuna": "search"}
 
@@ -102,6 +104,10 @@ def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[s
     except BrokenPipeError:
         _discard(sys.stdout)
         code = BROKEN_PIPE
+    if leave_at_once:
+        for stream in (sys.stdout, sys.stderr):
+            _discard(stream)
+        os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code or 0)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 # Whole numbers up to here are exact as the floats that JSON readers make of them.
 _LARGEST = 2**53
+# json.dumps makes an encoder at each call, which takes longer than its work.
+_as_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def canonical_json(value: Any) -> bytes:
@@ -45,10 +47,8 @@ def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
+    if value is None or isinstance(value, bool | str):
+        return _as_json(value)
     if isinstance(value, int | float):
         return _number(value)
     if isinstance(value, Mapping):

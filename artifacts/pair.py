@@ -66,6 +66,9 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[Lock]:
     from filelock import FileLock, Timeout
 
     path, shown = target.with_name(f".{target.stem}.lock"), shorten(str(target), 400)
+    if not target.parent.is_dir():
+        # The lock would make the folder.
+        raise HeadwiseError(f"cannot write {shown}: no such file or directory")
     lock = FileLock(path, timeout=timeout, thread_local=False)
     try:
         lock.acquire(poll_interval=_PAUSE)

@@ -116,6 +116,10 @@ class Sidecar(Mapping[str, "Array"]):
         little = np.frombuffer(data, dtype=np.dtype(entry.dtype).newbyteorder("<"))
         return little.astype(entry.dtype, copy=False).reshape(entry.shape)
 
+    def __contains__(self, name: object) -> bool:
+        """As Mapping's, which would read the array to see."""
+        return name in self.entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 

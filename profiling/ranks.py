@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, command_line
 from artifacts.command_line import BAD_USE, INTERRUPTED
 from profiling.values import from_bytes, to_bytes
 
@@ -198,6 +198,8 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
         # One that leaves early may take the store with it.
         joined.barrier()
     except BaseException as error:
+        # gloo's threads abort when the interpreter ends under them.
+        command_line.leave_at_once = True
         joined._fails(error)
         raise
     distributed.destroy_process_group()

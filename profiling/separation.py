@@ -128,7 +128,6 @@ def run(config: Separation) -> dict[str, Any]:
         "earn_their_place": [task for task in worse if earns(units[task], "a_shape", judged)],
     }
     atomic_write(config.out, (json.dumps(record, indent=1) + "\n").encode())
-    ledger.remove()
     return record
 
 
@@ -165,7 +164,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="python -m profiling.separation", description=__doc__)
     p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
     p.add_argument("--config", required=True, type=Path, help="a searched artifact of that model")
-    p.add_argument("--out", required=True, type=Path, help="JSON file; a ledger stands beside it until it is written")
+    p.add_argument("--out", required=True, type=Path, help="JSON file; its ledger is kept beside it")
     p.add_argument("--length", type=int, default=Separation.length, help="tokens of a prompt (default 4096)")
     p.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"(default: {' '.join(TASKS)})")
     p.add_argument("--density", type=float, default=Separation.density, help="of A-shape and vertical-slash (0.2)")

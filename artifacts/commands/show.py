@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts.commands import Outcome, file_arg, json_flag
-from artifacts.errors import ArtifactError
+from artifacts.errors import ArtifactError, one_line
 from artifacts.page import ARRAYS, render
 from artifacts.store import load, read_pair
 
@@ -47,7 +47,7 @@ def run(config: Config) -> Outcome:
             arrays = {name: pair.arrays[name] for name in fitting}
             state = f"{artifact.sidecar.file} (arrays: {len(pair.entries)})"
         except ArtifactError as error:
-            # The page needs only the YAML, which may well travel without its arrays.
-            state = f"PROBLEM: {error}"
+            # The page needs only the YAML, which may well travel without its arrays. It names the file already.
+            state = f"PROBLEM: {str(error).removeprefix(f'{one_line(str(config.file))}: ')}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
     return Outcome(text=render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from artifacts.density import densities, density
@@ -103,6 +103,9 @@ def sizes(case: Case) -> Iterator[Finding]:
     artifact = case.artifact
     most = artifact.model.max_positions
     effective: dict[AnyPattern, str] = {}
+    called: defaultdict[str, set[AnyPattern]] = defaultdict(set)
+    for pattern in artifact.patterns.values():
+        called[pattern_name(pattern)].add(pattern)
     for name, pattern in artifact.patterns.items():
         where = f"patterns.{name}"
         largest = grown(pattern, artifact.prefill.growth, most)
@@ -128,7 +131,7 @@ def sizes(case: Case) -> Iterator[Finding]:
                 message=f"computes the same as {effective[rounded]}: one name would do",
             )
         effective.setdefault(rounded, name)
-        if any(pattern_name(other) == name for other in artifact.patterns.values() if other != pattern):
+        if called.get(name, set()) - {pattern}:
             yield Finding(
                 code="misnamed",
                 severity="warning",
@@ -142,7 +145,8 @@ def small(case: Case) -> Iterator[Finding]:
     artifact = case.artifact
     names = [name for name, pattern in artifact.patterns.items() if _at_least_a_tile(pattern) != pattern]
     if names:
-        count = sum(name in names for row in artifact.prefill.layers for name in row or ())
+        among = set(names)
+        count = sum(name in among for row in artifact.prefill.layers for name in row or ())
         yield Finding(
             code="below-tile",
             severity="note",

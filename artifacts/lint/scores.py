@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from artifacts.lint.finding import Case, Finding, heads, some
 
@@ -35,7 +35,7 @@ def shapes(case: Case) -> Iterator[Finding]:
     """Arrays with another number of layers or heads than the model's."""
     model = case.artifact.model
     wrong = []
-    for name, array in sorted((case.arrays or {}).items()):
+    for name, array in sorted(_entries(case).items()):
         if not name.startswith(_PER_HEAD):
             continue
         width = model.num_kv_heads if name == "imported.full_attention" else model.num_heads
@@ -51,6 +51,11 @@ def shapes(case: Case) -> Iterator[Finding]:
             message=f"has the shape {tuple(shape)}, the model has {model.num_layers} layers of {width} heads{more}: "
             "the sidecar is of another model; search again",
         )
+
+
+def _entries(case: Case) -> Mapping[str, Any]:
+    """What the sidecar's header says of its arrays, which reads none of them; or these themselves."""
+    return getattr(case.arrays, "entries", case.arrays) or {}
 
 
 def ranges(case: Case) -> Iterator[Finding]:
@@ -146,7 +151,8 @@ def tables(case: Case) -> Mapping[str, Array]:
     """The arrays that have a number for each head of the model."""
     model = case.artifact.model
     shape = (model.num_layers, model.num_heads)
-    return {name: array for name, array in (case.arrays or {}).items() if array.shape == shape}
+    arrays = case.arrays or {}
+    return {name: arrays[name] for name, entry in _entries(case).items() if entry.shape == shape}
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -478,6 +478,9 @@ def _program(
 
     spoilt = 0
     if SAFE:
+        # TILE // 16, as a plain number: a global is a constexpr in the interpreter, too, and that has no 0 % constexpr.
+        SAFE_PARTS: tl.constexpr = 4
+        tl.static_assert(SAFE_PARTS * 16 == TILE)
         if RAGGED:
             out += tl.load(places + 1).to(tl.int64) * out_row
         out += batch * out_batch + head * out_head
@@ -490,7 +493,7 @@ def _program(
                 at, half, floor, position, asked, k_len, dense, dense_last, search_steps,
                 k_batch, k_row, v_batch, v_row,
                 D, D0, D1, E, 16, 0, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW,
-                PAGE, ROWS, 16, TILE // 16, 1, True,
+                PAGE, ROWS, 16, SAFE_PARTS, 1, True,
             )  # fmt: skip
             _, share = _sums(top, total, asked, scale, sinks, head, SOFTCAP, SINKS)
             e = e_first + tl.arange(0, 16)

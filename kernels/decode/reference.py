@@ -61,6 +61,9 @@ def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """(B, G, n, Q, E): shares (B, G, n, Q, C) times values (B, G, C, E), nothing of those that a query does not see."""
     finite = values.isfinite().all(-1)
     out = torch.einsum("bgnqk,bgke->bgnqe", shares, values.where(finite[..., None], 0))
+    if values.is_meta:
+        # It has a shape and no values, so none that is not finite.
+        return out
     # A share of zero times NaN is NaN.
     for b, g, key in (~finite).nonzero().tolist():
         added = shares[b, g, :, :, key, None] * values[b, g, key]

@@ -74,9 +74,7 @@ def _load() -> str | None:
         return compiler
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
-        if (reason := _make_private(library.parent)) is not None:
-            return reason
-        if (reason := _not_ours(library.parent.parent) or _not_ours(library)) is not None:
+        if (reason := _make_private(library)) is not None:
             return f"compiled kernels are not taken from there: {reason} (HEADWISE_CACHE moves the cache folder)"
         if library.exists() and _why_not_loaded(library) is None:
             return None
@@ -113,19 +111,32 @@ def _lock(library: Path) -> Iterator[None]:
         lock.release()
 
 
-def _make_private(folder: Path) -> str | None:
-    """Make the folder, for its user alone; why nothing is loaded from it, else None.
+def _make_private(library: Path) -> str | None:
+    """Make the library's folder, for its user alone; why nothing is loaded from there, else None.
 
-    Whoever can write there runs code as whoever loads from it.
+    Loading a library runs it: whoever can write there runs code as whoever loads from it.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = library.parent
+    root = folder.parent
+    root.parent.mkdir(parents=True, exist_ok=True)
+    # Whatever the umask: one that others could write to would be refused.
+    root.mkdir(mode=0o755, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid():
-        return f"{folder} belongs to another user, nothing is loaded from it (HEADWISE_CACHE moves the cache folder)"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write to {folder}, nothing is loaded from it: empty it and chmod 700 it"
-    if found.st_mode & 0o077:
+    if os.name != "posix":
+        return None
+    user = os.geteuid()
+    for path, remedy in ((folder, "empty it and chmod 700 it"), (root, "chmod go-w it"), (library, "remove it")):
+        if path is library and not library.exists():
+            continue
+        found = path.stat()
+        # Nobody needs to be kept from what root could do anyway; but the folder has to be written to.
+        if found.st_uid != user and (found.st_uid != 0 or path is folder):
+            return f"{path} belongs to user {found.st_uid}, not to {user}"
+        # In a folder such as /tmp nobody can rename what is another's.
+        shared = path is root and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
+            return f"others can write to {path} (mode {found.st_mode & 0o777:03o}): {remedy}"
+    if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
     return None
 
@@ -137,19 +148,6 @@ def _why_not_loaded(library: Path) -> str | None:
         torch.ops.load_library(str(library))
     except OSError as error:
         return f"the compiled library cannot be loaded: {error}"
-    return None
-
-
-def _not_ours(path: Path) -> str | None:
-    """Why what lies there may be somebody else's: loading a library runs it."""
-    if os.name != "posix" or not path.exists():
-        return None
-    found = path.stat()
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}"
-    # In a folder such as /tmp nobody can rename what is another's.
-    if found.st_mode & 0o022 and not (path.is_dir() and found.st_mode & stat.S_ISVTX):
-        return f"others can write to {path} (mode {found.st_mode & 0o777:03o}): chmod go-w it"
     return None
 
 

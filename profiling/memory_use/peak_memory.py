@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from artifacts import HeadwiseError, save
+from artifacts import Artifact, HeadwiseError, save
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.evaluation.methods import Method
 from profiling.models.loading import LoadedModel, load_model
@@ -32,6 +32,14 @@ from runtime.layers import text_config
 
 _WARM = 192
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _without_windows(artifact: Artifact) -> Artifact:
+    """The artifact as it is served: what its search has seen is in arrays that stay behind."""
+    if artifact.search is None:
+        return artifact
+    calibration = artifact.search.calibration.model_copy(update={"seen_windows": 0})
+    return artifact.model_copy(update={"search": artifact.search.model_copy(update={"calibration": calibration})})
 
 
 def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revision: str | None) -> int:
@@ -50,7 +58,7 @@ def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revi
         config = None
         if method.headwise is not None:
             config = Path(folder) / "cfg.yaml"
-            save(method.headwise.artifact, config, method.headwise.arrays or None)
+            save(_without_windows(method.headwise.artifact), config, method.headwise.arrays or None)
         dtype = str(model.dtype).removeprefix("torch.")
         return peak_apart(method.name, spec, length, config=config, dtype=dtype, revision=revision).peak
 

@@ -312,8 +312,9 @@ class _Search:
         while fault is not None:
             chosen_on = reference
             rounds += 1
-            spent = total * _STEP**rounds
-            if rounds > _ROUNDS or spent > heads.total(1.0):
+            # As much as all of attention costs is the last thing to try.
+            spent = min(total * _STEP**rounds, heads.total(1.0))
+            if rounds > _ROUNDS or total * _STEP ** (rounds - 1) >= heads.total(1.0):
                 raise HeadwiseError(
                     f"the gate: on held-out prompts {fault}, with {chosen.allocation.cost / total:.2f} times the "
                     "budget; ask for a larger --budget or allow more"

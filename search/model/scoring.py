@@ -224,7 +224,7 @@ def _of_row(indices: Sequence[SparseIndex], row: int, start: int, stop: int) -> 
     heads = first.num_heads * len(indices)
     listed = joined(tiles) if any(part.shape[-1] for part in tiles) else None
     device = first.diagonals.device
-    return SparseIndex(
+    return SparseIndex.built(
         q_len=stop - start,
         k_len=stop,
         diagonals=joined([index.diagonals for index in indices]),

@@ -88,16 +88,24 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Could not determine home directory" in str(load())
 
 
-def test_a_cache_that_others_can_write_to(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_becomes_its_users_alone(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
     cache.mkdir(parents=True)
-    cache.chmod(0o770)
-    assert load() == f"others may write to {cache}, nothing is loaded from it: empty it and chmod 700 it"
     cache.chmod(0o755)
     assert "c++ failed" in str(load())
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    monkeypatch.setattr(os, "getuid", lambda: cache.stat().st_uid + 1)
-    assert str(load()).startswith(f"{cache} belongs to another user, nothing is loaded from it")
+
+
+def test_the_folders_made_are_nobody_elses_to_write(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
+    before = os.umask(0)
+    try:
+        assert "c++ failed" in str(load())
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache)] == [0o755, 0o700]
 
 
 def test_a_damaged_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,28 +234,45 @@ def test_the_op_is_there_once_built() -> None:
     assert torch.ops.headwise.engines(torch.float32) == ["float"]
 
 
-@pytest.mark.parametrize("where", ["root", "folder", "library"])
-def test_what_others_could_have_put_there_is_not_loaded(cache: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "remedy"),
+    [("root", "chmod go-w it"), ("folder", "empty it and chmod 700 it"), ("library", "remove it")],
+)
+def test_what_others_could_have_put_there_is_not_loaded(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, remedy: str
+) -> None:
     """A library that is loaded is run."""
-    library = built()
-    planted = cache / library.name
+    compiler = str(script(tmp_path / "c++", "exit 1"))
+    monkeypatch.setenv("CXX", compiler)
+    planted = cache / f"cpu-{build._key([compiler])}.so"
     cache.mkdir(parents=True)
+    for path in (cache.parent, cache):
+        path.chmod(0o755)
     planted.write_bytes(b"planted")
+    planted.chmod(0o755)
     place = {"root": cache.parent, "folder": cache, "library": planted}[where]
-    for mode in (0o777, 0o775):
+    for mode in (0o777, 0o775, 0o770):
         place.chmod(mode)
-        said = str(load())
-        assert said.startswith(
-            f"compiled kernels are not taken from there: others can write to {place} (mode {mode:o})"
+        assert load() == (
+            f"compiled kernels are not taken from there: others can write to {place} (mode {mode:o}): {remedy} "
+            "(HEADWISE_CACHE moves the cache folder)"
         )
-        assert "\n" not in said and planted.read_bytes() == b"planted"
+        assert planted.read_bytes() == b"planted"
+    place.chmod(0o755)
+    assert "c++ failed" in str(load())
 
 
-def test_what_belongs_to_another_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built()
-    cache.mkdir(parents=True)
-    monkeypatch.setattr(build.os, "geteuid", lambda: 4711)
-    cache.chmod(0o700)
-    if cache.stat().st_uid == 0:
+def test_what_belongs_to_another_is_not_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
+    cache.mkdir(parents=True, mode=0o700)
+    owner = cache.stat().st_uid
+    # Also root's folder is not another user's own.
+    monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
+    assert load() == (
+        f"compiled kernels are not taken from there: {cache} belongs to user {owner}, not to {owner + 1} "
+        "(HEADWISE_CACHE moves the cache folder)"
+    )
+    if owner == 0:
         os.chown(cache, 1, -1)
-    assert "belongs to user" in str(load())
+        monkeypatch.setattr(build.os, "geteuid", lambda: 4711)
+        assert "belongs to user 1, not to 4711" in str(load())

@@ -16,6 +16,11 @@ from artifacts import HeadwiseError
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation.page import page
+from profiling.models.loading import load_model
+from profiling.prompts.held_out import Seen
+from profiling.prompts.prompt import Prompt
+from profiling.prompts.texts import read_ids
+from profiling.prompts.tokens import Encoder
 from search.published.config import HeadSearch
 from search.published.head_budget import run
 from tests.search.conftest import save_tiny
@@ -204,7 +209,13 @@ def test_windows_that_the_search_saw_are_told(
     text = searched / "text.txt"
     artifact, arrays = artifacts.load_pair(searched / "cfg.yaml")
     assert artifact.search is not None
-    calibration = artifact.search.calibration.model_copy(update={"tasks": ("text:text.txt",), "lengths": (LENGTH,)})
+    tokenizer = load_model(str(searched / "tiny"), dtype="float32").tokenizer
+    everything = Prompt(read_ids(Encoder(tokenizer), text), None)
+    digests = Seen([everything]).digests
+    arrays = {**arrays, **artifacts.window_arrays(digests)}
+    calibration = artifact.search.calibration.model_copy(
+        update={"tasks": ("text:text.txt",), "lengths": (LENGTH,), "seen_windows": len(digests)}
+    )
     info = artifact.search.model_copy(update={"calibration": calibration})
     artifacts.save(artifact.model_copy(update={"search": info}), tmp_path / "cfg.yaml", arrays)
     main(

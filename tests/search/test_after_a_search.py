@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_times_are_quoted_against_the_better_dense(searched: Path) -> None:
             for name, value in rows.items()
         ]
         return report(
-            artifact.model_copy(update={"evidence": artifacts.Evidence(measurements=measured)}), searched, "m"
+            artifact.model_copy(update={"evidence": artifacts.Evidence(measurements=tuple(measured))}), searched, "m"
         )
 
     assert "1,000 tokens: 2.00 times as fast as the better dense (a machine)" in said(1.0)
@@ -84,7 +85,8 @@ def test_a_fine_tune_of_other_weights_is_searched_again_at_the_price(
     rows = model.model.layers[1].self_attn.q_proj.weight.data[:16]
     rows.copy_(torch.randn_like(rows) * rows.std() * 2)
     model.save_pretrained(other)
-    wanted = Transfer(source=searched, model=str(other), out=tmp_path / "new.yaml", picture=False, command="test")
+    files: dict[str, Any] = {"source": searched, "out": tmp_path / "new.yaml"}
+    wanted = Transfer(**files, model=str(other), max_drift=0.005, picture=False, command="test")
     written, before, _, moved = transfer(wanted)
     assert moved.any()
     _, arrays = artifacts.load_pair(tmp_path / "new.yaml")

@@ -234,7 +234,10 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, capl
         ("passkey@depth=1.5", "depth of the task 'passkey' must be a number from 0 to 1, got '1.5'"),
         ("passkey@depth=nan", "depth of the task 'passkey' must be a number from 0 to 1, got 'nan'"),
         ("passkey@depth=deep", "depth of the task 'passkey' must be a number from 0 to 1, got 'deep'"),
-        ("line_retrieval@depth=1", "cannot read the parameter 'depth=1' of the task 'line_retrieval': it takes none"),
+        (
+            "two_stage_retrieval@depth=1",
+            "cannot read the parameter 'depth=1' of the task 'two_stage_retrieval': it takes none",
+        ),
         ("", "unknown task ''"),
         ("kv_retrieval:x", "unknown task 'kv_retrieval:x'"),
         ("two_stage_retrieval:x", "unknown task 'two_stage_retrieval:x'"),
