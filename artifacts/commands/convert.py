@@ -12,7 +12,7 @@ from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
 from artifacts.interop.report import Report
 from artifacts.interop.shape import Given
-from artifacts.store import load_pair, save
+from artifacts.store import read_pair, save
 
 SHORT = "read another tool's file into an artifact, or write one from it"
 EXAMPLES = f"""\
@@ -145,8 +145,10 @@ def _import(config: Config) -> tuple[Report, list[str]]:
 
 
 def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
-    artifact, arrays = load_pair(config.file)
-    files, report = form.write(artifact, arrays, config.out)
+    # No more of the arrays is held than the format takes.
+    pair = read_pair(config.file)
+    artifact = pair.artifact
+    files, report = form.write(artifact, pair.arrays, config.out)
     model = artifact.model
     flags = f"--heads {model.num_heads} --kv-heads {model.num_kv_heads} --head-dim {model.head_dim} "
     flags += f"--max-positions {model.max_positions}"
