@@ -145,10 +145,12 @@ def _import(config: Config) -> tuple[Report, list[str]]:
 
 
 def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
-    # No more of the arrays is held than the format takes.
     pair = read_pair(config.file)
     artifact = pair.artifact
-    files, report = form.write(artifact, pair.arrays, config.out)
+    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    # Scores of heads that the model does not have may be large, and no format takes them.
+    fitting = [name for name, entry in pair.entries.items() if name != "chosen.recall" or entry.shape == shape]
+    files, report = form.write(artifact, {name: pair.arrays[name] for name in fitting}, config.out)
     model = artifact.model
     flags = f"--heads {model.num_heads} --kv-heads {model.num_kv_heads} --head-dim {model.head_dim} "
     flags += f"--max-positions {model.max_positions}"
