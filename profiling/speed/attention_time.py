@@ -39,9 +39,9 @@ def attention_seconds(
     def visit(inputs: LayerInputs) -> None:
         if inputs.layer not in layers:
             return
-        runs = {name: _sparse(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
+        runs = {name: by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
         if dense and inputs.softcap is None:
-            runs[DENSE] = _dense(inputs)
+            runs[DENSE] = by_sdpa(inputs)
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(repeats + 1):
             for name, run in runs.items():
@@ -58,7 +58,8 @@ def attention_seconds(
     return sums
 
 
-def _sparse(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], object]:
+def by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:
+    """A layer's attention by its patterns, index build included, ready to be timed."""
     q, k, v = inputs.q, inputs.k, inputs.v
 
     def run() -> Tensor:
@@ -69,7 +70,9 @@ def _sparse(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], 
     return run
 
 
-def _dense(inputs: LayerInputs) -> Callable[[], object]:
+def by_sdpa(inputs: LayerInputs) -> Callable[[], Tensor]:
+    """A layer's dense attention by torch, ready to be timed; without its soft-cap."""
+
     def run() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             inputs.q, inputs.k, inputs.v, is_causal=True, scale=inputs.scale, enable_gqa=True

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.index import num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.bench import environment
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_attention
 from profiling.models.loading import LoadedModel
+from profiling.speed.attention_time import by_plan, by_sdpa
 from profiling.speed.cost_table import Cost, CostTable
 
 ANCHOR, SDPA = "dense by our kernel", "sdpa"
@@ -81,10 +81,10 @@ def time_layers(
     def visit(inputs: LayerInputs) -> Tensor | None:
         if inputs.layer not in chosen:
             return None
-        runs = {name: _by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
+        runs = {name: by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
         runs[ANCHOR] = lambda: dense_attention(inputs, backend=backend)[0]
         if sdpa and inputs.softcap is None:
-            runs[SDPA] = _sdpa(inputs)
+            runs[SDPA] = by_sdpa(inputs)
         for name, seconds in in_turn(runs, turns).items():
             sums[name] = sums.get(name, 0.0) + seconds * len(searched) / len(chosen)
         return dense_attention(inputs, backend=backend)[0]
@@ -117,7 +117,7 @@ def time_candidates(
             return None
         heads, groups = inputs.q.shape[1], inputs.k.shape[1]
         plans = {key: LayerPlan([pattern] * heads, groups) for key, pattern in timed.items()}
-        runs: dict[str, Callable[[], Tensor]] = {key: _by_plan(inputs, plan, backend) for key, plan in plans.items()}
+        runs: dict[str, Callable[[], Tensor]] = {key: by_plan(inputs, plan, backend) for key, plan in plans.items()}
         runs[ANCHOR] = lambda: dense_attention(inputs, backend=backend)[0]
         taken = in_turn(runs, 2)
         shape.update(heads=heads, kv_heads=groups, head_dim=inputs.q.shape[3])
@@ -200,26 +200,6 @@ def all_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:
-    q, k, v = inputs.q, inputs.k, inputs.v
-
-    def run() -> Tensor:
-        index = plan.build(q, k, scale=inputs.scale)
-        out: Tensor = sparse_attention(q, k, v, index, scale=inputs.scale, softcap=inputs.softcap, backend=backend)
-        return out
-
-    return run
-
-
-def _sdpa(inputs: LayerInputs) -> Callable[[], Tensor]:
-    def run() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            inputs.q, inputs.k, inputs.v, is_causal=True, scale=inputs.scale, enable_gqa=True
-        )
-
-    return run
 
 
 def _spread(layers: Sequence[int], count: int | None) -> list[int]:
