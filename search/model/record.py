@@ -49,7 +49,6 @@ from search.model.refine import Trial
 from search.model.timing import ANCHOR, SDPA, Timings, time_layers
 
 _CHOSEN = "chosen"
-_TIMED = 6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,7 +175,6 @@ def _timed(outcome: Outcome, chosen: Allocation) -> tuple[Timings, int]:
             ids,
             {_CHOSEN: plans},
             outcome.searched,
-            layers=_TIMED,
             sdpa=True,
             backend=outcome.backend,
             turns=2,
