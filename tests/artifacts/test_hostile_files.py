@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from hashlib import sha256
 
 import pytest
@@ -20,11 +21,14 @@ from tests.artifacts.hostile import ACCEPTED, MIB
 HARMLESS = {"as many arrays as may be", "one large array"}
 
 
-def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it():
-    command = [sys.executable, "-m", "tests.artifacts.hostile"]
+@pytest.mark.parametrize("options", [[], pytest.param(["--all"], marks=pytest.mark.exhaustive)])
+def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it(options):
+    command = [sys.executable, "-m", "tests.artifacts.hostile", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len({file["name"] for file in found}) > 55 and len({file["way"] for file in found}) > 18
+    files, ways = {file["name"] for file in found}, Counter(file["way"] for file in found)
+    assert len(files) > 55 and len(ways) > 18 and min(ways.values()) > 5 and ways["load"] == len(files)
+    assert not options or set(ways.values()) == {len(files)}
     for file in found:
         assert "crash" not in file, file
         if file["way"] == "load":
