@@ -8,10 +8,8 @@ from pathlib import Path
 
 from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
 from artifacts.errors import ArtifactError, plural
-from artifacts.lint import SEVERITIES, Finding, Severity
+from artifacts.lint import SEVERITIES, Case, Finding, Severity, lint
 from artifacts.lint.fields import broken
-from artifacts.lint.finding import Case
-from artifacts.lint.run import lint
 from artifacts.store import load, read_pair
 
 SHORT = "say what is odd: uniform patterns, patterns as dense as dense, impossible budgets, scores of two scales"
