@@ -20,6 +20,12 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def together(record: BaseModel, one: str, other: str) -> None:
+    """Raise ValueError where one of two fields is given without the other."""
+    if (getattr(record, one) is None) != (getattr(record, other) is None):
+        raise ValueError(f"{one} and {other} go together: give both or neither")
+
+
 def matching(pattern: str, wanted: str) -> AfterValidator:
     """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
     compiled = re.compile(pattern)

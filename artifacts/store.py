@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
 from artifacts.arrays import check_arrays, needed
-from artifacts.errors import ArtifactError, one_line, reason, shorten
+from artifacts.errors import ArtifactError, naming, one_line, reason, shorten
 from artifacts.files import atomic_write, check_writable, open_regular
 from artifacts.hashing import canonical_json, content_of
 from artifacts.migrations import migrate, version_of
@@ -39,7 +39,6 @@ _HEADER = (
 )
 # Each is another pair that was replaced between the two reads.
 _ATTEMPTS = 100
-_LONGEST_LINE = 800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ def load_pair(
     """
     pair = read_pair(Path(path), verify=verify)
     wanted = pair.arrays if names is None else {*names, *needed(pair.artifact)} & pair.arrays.keys()
-    with _naming(Path(path)):
+    with naming(Path(path)):
         return pair.artifact, {name: pair.arrays[name] for name in wanted}
 
 
@@ -197,12 +196,12 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
     for _ in range(_ATTEMPTS):
         artifact = pair.artifact
         if artifact.sidecar is None:
-            with _naming(path):
+            with naming(path):
                 check_arrays(artifact, None)
             return pair
         file = path.with_name(artifact.sidecar.file)
         try:
-            with _naming(path):
+            with naming(path):
                 arrays = Sidecar(file, artifact.sidecar.sha256)
                 check_arrays(artifact, arrays, arrays.entries)
                 return Pair(artifact=artifact, data=pair.data, arrays=arrays, signed_by=pair.signed_by)
@@ -220,7 +219,7 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
 
 def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
     """All of save() that needs no lock, and the rest as a function of one."""
-    with _naming(path):
+    with naming(path):
         fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": None, "content_sha256": ""}
         check_arrays(to_artifact(fields), arrays)
         data = to_bytes(arrays) if arrays else None
@@ -244,7 +243,7 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
 
 def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
     signed_by = None if verify is None else check_signature(path, data, verify)
-    with _naming(path):
+    with naming(path):
         try:
             data.decode()
         except UnicodeDecodeError as error:
@@ -312,15 +311,3 @@ def _to_yaml(fields: Mapping[str, Any]) -> bytes:
     if len(data) > MAX_BYTES or strict_yaml.parse(data) != fields:
         raise ArtifactError("a field has no exact form in YAML")
     return data
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name in front of an ArtifactError's line."""
-    try:
-        yield
-    except ArtifactError as error:
-        text = one_line(str(error))
-        # A field's own text may be in it.
-        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
-        raise ArtifactError(f"{one_line(str(path))}: {text}") from None

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from artifacts.commands import FOUND, Outcome, answer, arg, json_flag, out_arg
-from artifacts.errors import ArtifactError, one_line
+from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
 from artifacts.interop.report import Report
 from artifacts.interop.shape import Given
+from artifacts.interop.source import Source
 from artifacts.store import read_pair, save
 
 SHORT = "read another tool's file into an artifact, or write one from it"
@@ -111,6 +112,8 @@ def _check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise ArtifactError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if config.threshold is not None and config.sparsity is not None:
+        raise ArtifactError("give --threshold or --sparsity, not both")
     for name in ("threshold", "sparsity"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
@@ -135,7 +138,9 @@ def _import(config: Config) -> tuple[Report, list[str]]:
         head_dim=config.head_dim,
         max_positions=config.max_positions,
     )
-    made = form.read(config.file, given, **{name: getattr(config, name) for name in form.options})
+    file = Source.read(config.file)
+    with naming(config.file):
+        made = form.read(file, given, **{name: getattr(config, name) for name in form.options})
     report = replace(made.report, measure=_measure(config, form, config.out, None))
     if config.strict and report.lossy:
         return report, []
@@ -150,16 +155,16 @@ def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     # Scores of heads that the model does not have may be large, and no format takes them.
     fitting = [name for name, entry in pair.entries.items() if name != "chosen.recall" or entry.shape == shape]
-    files, report = form.write(artifact, {name: pair.arrays[name] for name in fitting}, config.out)
+    made = form.write(artifact, {name: pair.arrays[name] for name in fitting}, config.out)
     model = artifact.model
     flags = f"--heads {model.num_heads} --kv-heads {model.num_kv_heads} --head-dim {model.head_dim} "
     flags += f"--max-positions {model.max_positions}"
-    report = replace(report, measure=_measure(config, form, config.file, flags))
+    report = replace(made.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:
         return report, []
-    for path, content in files:
+    for path, content in made.files.items():
         atomic_write(path, content)
-    return report, [str(path) for path, _ in files]
+    return report, list(map(str, made.files))
 
 
 def _measure(config: Config, form: Format, artifact: Path, flags: str | None) -> str:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.interop import head_export, head_import, kascade, kv_heads, layers, modelopt
-from artifacts.interop.report import Conversion, Report
+from artifacts.interop import heads, kascade, kv_heads, layers, modelopt
+from artifacts.interop.report import Export, Import
 
 if TYPE_CHECKING:
     from artifacts.schema import Artifact
     from artifacts.sidecar import Array
 
-Write = Callable[["Artifact", dict[str, "Array"], Path], tuple[list[tuple[Path, bytes]], Report]]
+Write = Callable[["Artifact", dict[str, "Array"], Path], Export]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Format:
 
     about: str
     write: Write
-    read: Callable[..., Conversion]
+    read: Callable[..., Import]
     options: tuple[str, ...] = ()
     patterns: bool = False
 
@@ -38,15 +38,15 @@ _KV_HEADS = ("sinks", "window", "threshold", "sparsity")
 FORMATS: dict[str, Format] = {
     "minference": Format(
         about="MInference's JSON list of head patterns",
-        read=partial(head_import.import_heads, format="minference"),
-        write=partial(head_export.export_heads, format="minference"),
+        read=partial(heads.read, format="minference"),
+        write=partial(heads.write, format="minference"),
         options=_HEADS,
         patterns=True,
     ),
     "sparse_attention_config": Format(
         about="the same list for vLLM and SGLang: sparse_attention_config.json",
-        read=partial(head_import.import_heads, format="sparse_attention_config"),
-        write=partial(head_export.export_heads, format="sparse_attention_config"),
+        read=partial(heads.read, format="sparse_attention_config"),
+        write=partial(heads.write, format="sparse_attention_config"),
         options=_HEADS,
         patterns=True,
     ),

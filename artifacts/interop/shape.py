@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.fields import LARGEST, MOST
-from artifacts.interop.files import parse_json, read_bytes
+from artifacts.interop.report import Notes
+from artifacts.interop.source import Source
 from artifacts.schema import Artifact, ModelInfo, Prefill
 
 # Of each size: its names in config.json, its flag, what it is.
@@ -20,8 +21,8 @@ _SIZES = {
     "head_dim": (("head_dim",), "--head-dim", "channels a head"),
     "max_positions": (("max_position_embeddings", "n_positions"), "--max-positions", "positions"),
 }
-
 _KEYS = {key for keys, _, _ in _SIZES.values() for key in keys}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,12 @@ class Shape:
         """An artifact for the model with these fields, without patterns where none are among them."""
         nothing = Prefill(dense_below=0, layers=(None,) * self.model.num_layers)
         return Artifact(**{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields)
+
+    def leave(self, rows: Sequence[T], notes: Notes, heads: int = 1) -> tuple[T | None, ...]:
+        """The layers' rows, None for those that slide; each of these is noted for so many heads."""
+        left = len(self.sliding) * heads
+        notes.heads("not carried over", "the layer slides over a window of its own and is left alone", left)
+        return tuple(None if layer in self.sliding else row for layer, row in enumerate(rows))
 
 
 def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = None, **of_file: int) -> Shape:
@@ -100,9 +107,11 @@ def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
         return None, {}
     if path.is_dir():
         path = path / "config.json"
-    config = parse_json(path, read_bytes(path))
-    if not isinstance(config, dict):
-        raise ArtifactError(f"{one_line(str(path))}: must be a model's config.json, got {shorten(config)}")
+    source = Source.read(path)
+    with naming(path):
+        config = source.json()
+        if not isinstance(config, dict):
+            raise ArtifactError(f"must be a model's config.json, got {shorten(config)}")
     text = config.get("text_config")
     return path, {**config, **text} if isinstance(text, dict) else config
 
@@ -134,9 +143,7 @@ def _size(
         if size != found[0][1]:
             raise ArtifactError(f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?")
     if name == "num_layers" and found[0][1] < of_file.get(name, 0):
-        raise ArtifactError(
-            f"the file has {of_file[name]} layers, {found[0][0]} says {found[0][1]}: which model is it?"
-        )
+        raise ArtifactError(f"has {of_file[name]} layers, {found[0][0]} says {found[0][1]}: which model is it?")
     return found[0][1]
 
 

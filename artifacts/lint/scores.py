@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 LOW_RECALL = 0.5
 # float32 means of shares end up a rounding error above 1.
 ONE = 1.0001
-_PER_HEAD = ("chosen.", "candidates.", "imported.")
+_PER_HEAD = ("chosen.", "candidates.", "imported.score")
+_PER_KV_HEAD = ("imported.full_attention", "imported.head_map")
 
 
 def sidecar(case: Case) -> Iterator[Finding]:
@@ -31,8 +32,8 @@ def shapes(case: Case) -> Iterator[Finding]:
     model = case.artifact.model
     wrong = []
     for name, array in sorted(_entries(case).items()):
-        heads = model.num_kv_heads if name == "imported.full_attention" else model.num_heads
-        if name.startswith(_PER_HEAD) and array.shape[:2] != (model.num_layers, heads):
+        heads = model.num_kv_heads if name in _PER_KV_HEAD else model.num_heads
+        if name.startswith((*_PER_HEAD, *_PER_KV_HEAD)) and array.shape[:2] != (model.num_layers, heads):
             wrong.append((name, {"shape": tuple(array.shape), "layers": model.num_layers, "heads": heads}))
     if wrong:
         more = f" (and {len(wrong) - 1} arrays more)" if len(wrong) > 1 else ""

@@ -14,7 +14,9 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair
+from artifacts.__main__ import main
 from artifacts.commands.convert import Config, run
+from artifacts.commands.lint import findings
 from tests.artifacts.conftest import build
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
@@ -67,6 +69,22 @@ def test_modelopt_there_and_back(tmp_path):
     assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
     assert effects(there) == {("chooses otherwise", 8), ("not carried over", 8)} and len(there["notes"]) == 3
     assert "profiling.fidelity" in there["measure"]
+
+
+def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_path):
+    """Prefill of one tool and decode of another: both files come back as they were."""
+    one, two = tmp_path / "prefill.yaml", tmp_path / "decode.yaml"
+    options = {"full_attention_layers": "0,2", "decode_keep_tokens": 64, "num_hidden_layers": 3}
+    convert(_write(tmp_path, MODELOPT), one, source="modelopt", layers=3, **SHAPE)
+    convert(_write(tmp_path, options, "y.json"), two, source="sparse_vllm", **SHAPE)
+    assert main(["merge", str(one), "--decode", str(two), "--out", str(tmp_path / "both.yaml")]) == 0
+    said = convert(tmp_path / "both.yaml", tmp_path / "a.json", target="modelopt")
+    assert [note["what"] for note in said["notes"]] == ["the decode section has no place in this format"]
+    said = convert(tmp_path / "both.yaml", tmp_path / "b.json", target="sparse_vllm")
+    assert [note["what"] for note in said["notes"]] == ["the prefill section has no place in this format"]
+    assert json.loads((tmp_path / "a.json").read_text()) == MODELOPT
+    assert json.loads((tmp_path / "b.json").read_text()) == options
+    assert not [finding for finding in findings(tmp_path / "both.yaml") if finding.severity == "error"]
 
 
 def test_modelopt_of_patterns_that_were_searched(tmp_path):
@@ -152,8 +170,6 @@ def test_sparse_vllm_there_and_back(tmp_path):
     assert file.read_bytes() == data and there["exact"] == back["exact"] == 6
     assert effects(there) == {("keeps less", 0), ("not carried over", 0)} and not back["lossy"]
     run_set = tmp_path / "set.yaml"
-    from artifacts.__main__ import main
-
     main(["set", str(tmp_path / "cfg.yaml"), "decode.omnikv.budget=0.25", "--out", str(run_set)])
     said = convert(run_set, tmp_path / "new.json", target="sparse_vllm")
     made = json.loads((tmp_path / "new.json").read_text())

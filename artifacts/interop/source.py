@@ -1,0 +1,111 @@
+"""Another tool's file, read as what it is: text from somewhere, to be believed in nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from artifacts.errors import ArtifactError, one_line, reason, shorten
+from artifacts.fields import Imported
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# A hundred layers of a hundred heads, a value a line, come to 1.5 MiB.
+MAX_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file's path and bytes. Errors of its methods are without its name: see artifacts.errors.naming."""
+
+    path: Path
+    data: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """The file at `path`.
+
+        Raises:
+            ArtifactError: there is no such file, it cannot be read, is no regular file or has more than 4 MiB.
+        """
+        shown = one_line(str(path))
+        if not path.is_file():
+            raise ArtifactError(f"{shown}: {'is no regular file' if path.exists() else 'no such file'}")
+        try:
+            with open(path, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
+        if len(data) > MAX_BYTES:
+            raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for a file of head patterns")
+        return cls(path=path, data=data)
+
+    def text(self) -> str:
+        """Its text. Raises ArtifactError where it is not UTF-8."""
+        try:
+            return self.data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"not UTF-8 text (byte {error.start})") from None
+
+    def json(self) -> Any:
+        """The JSON value in it.
+
+        Raises:
+            ArtifactError: it is no JSON, has a key twice, a NaN or an infinity, or is nested too deep.
+        """
+        try:
+            return json.loads(self.text(), object_pairs_hook=_unique, parse_constant=_constant)
+        except json.JSONDecodeError as error:
+            raise ArtifactError(f"line {error.lineno}: not valid JSON, {error.msg.lower()}") from None
+        except RecursionError:
+            raise ArtifactError("nested too deep") from None
+        except ArtifactError:
+            raise
+        except ValueError:
+            # A whole number of thousands of digits, which Python refuses to read.
+            raise ArtifactError("holds a number of too many digits") from None
+
+    def mapping(self) -> dict[str, Any]:
+        """The JSON object in it. Raises ArtifactError as json(), and where it is another value."""
+        value = self.json()
+        if not isinstance(value, dict):
+            raise ArtifactError(f"must be a JSON object, got {shorten(value)}")
+        return value
+
+    def imported(self, format: Any, scores: Any = None) -> Imported:
+        """What an artifact's section says of the file that it comes from."""
+        name = self.path.name.encode(errors="replace").decode()
+        return Imported(format=format, file=name, sha256=hashlib.sha256(self.data).hexdigest(), scores=scores)
+
+    def kept(self, section: str) -> dict[str, Array]:
+        """The array of an artifact that keeps the file of a section as it is, to be written again."""
+        import numpy as np
+
+        return {f"imported.{section}": np.frombuffer(self.data, dtype=np.uint8)}
+
+
+def original(section: str, imported: Imported | None, arrays: Mapping[str, Array], *formats: str) -> Source | None:
+    """The file that a section was imported from, where it was of one of these formats and the sidecar has it."""
+    data = arrays.get(f"imported.{section}")
+    if imported is None or imported.format not in formats or data is None:
+        return None
+    source = Source(path=Path(imported.file), data=data.tobytes())
+    return source if hashlib.sha256(source.data).hexdigest() == imported.sha256 else None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ArtifactError(f"the key {shorten(twice)} is given twice: remove one")
+    return made
+
+
+def _constant(name: str) -> Any:
+    raise ArtifactError(f"holds {name}: numbers must be finite")
