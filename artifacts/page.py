@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from artifacts import page_search
 from artifacts.errors import number, plural
 from artifacts.evidence import Evidence, PromptSet
-from artifacts.front import FRONT_ROWS
+from artifacts.front_rows import FRONT_ROWS
 from artifacts.page_layout import cell, labelled, table
 from artifacts.schema import Artifact
 

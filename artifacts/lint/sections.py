@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from artifacts.front import FRONT_ROWS, served_point
+from artifacts.front_rows import FRONT_ROWS, served_point
 from artifacts.kv_cache import H2O, Full, Streaming
 from artifacts.lint.rules import Case, Finding, layers, odd
 
