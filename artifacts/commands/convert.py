@@ -156,9 +156,9 @@ def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
     # Scores of heads that the model does not have may be large, and no format takes them.
     fitting = [name for name, entry in pair.entries.items() if name != "chosen.recall" or entry.shape == shape]
     made = form.write(artifact, {name: pair.arrays[name] for name in fitting}, config.out)
-    model = artifact.model
-    flags = f"--heads {model.num_heads} --kv-heads {model.num_kv_heads} --head-dim {model.head_dim} "
-    flags += f"--max-positions {model.max_positions}"
+    shown = {"layers": "num_layers", "heads": "num_heads", "kv-heads": "num_kv_heads", "head-dim": "head_dim"}
+    shown |= {"max-positions": "max_positions"}
+    flags = " ".join(f"--{flag} {getattr(artifact.model, name)}" for flag, name in shown.items())
     report = replace(made.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:
         return report, []

@@ -75,7 +75,7 @@ def read_sparse_vllm(source: Source, given: Given) -> Import:
     if not layers or min(layers) < 0 or max(layers) >= MOST:
         raise ArtifactError(f"full_attention_layers: must be layers such as '0,2,7', got {shorten(named)}")
     own = {"num_hidden_layers": config["num_hidden_layers"]} if "num_hidden_layers" in config else {}
-    shape = model_shape(given, source.path, own=own, num_layers=max(layers) + 1)
+    shape = model_shape(given, source.path, own=own, least_layers=max(layers) + 1)
     notes = Notes()
     for key, old in (("sink_keep_tokens", "num_sink_tokens"), ("recent_keep_tokens", "num_recent_tokens")):
         if kept := config.get(key, config.get(old)):

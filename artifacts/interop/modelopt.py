@@ -51,7 +51,7 @@ def read(source: Source, given: Given, *, dense_below: int | None = None, dense_
     if len(by_algorithm["skip"]) != 1:
         raise ArtifactError(f"must have one group of skip_softmax, got {len(by_algorithm['skip'])}")
     target, ignored = _targets(by_algorithm["skip"][0]), _ignored(by_algorithm["skip"][0])
-    shape = model_shape(given, source.path, own=whole, num_layers=max(ignored, default=0) + 1)
+    shape = model_shape(given, source.path, own=whole, least_layers=max(ignored, default=0) + 1)
     model, notes, length = shape.model, Notes(), min(shape.model.max_positions, LONGEST)
     pattern = BlockSparse(blocks=_blocks(1 - target["prefill"], length))
     name = pattern_name(pattern)

@@ -59,13 +59,16 @@ class Shape:
         return tuple(None if layer in self.sliding else row for layer, row in enumerate(rows))
 
 
-def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = None, **of_file: int) -> Shape:
+def model_shape(
+    given: Given, file: Path, *, own: Mapping[str, Any] | None = None, least_layers: int = 0, **of_file: int
+) -> Shape:
     """Put the model together.
 
     Args:
         given: the user's config.json and flags.
         file: the imported file, which names the model where nothing else does.
         own: the file's own fields, where it may be the model's config.json; it counts where no other is given.
+        least_layers: how many the file names, where it does not show how many there are.
         of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of layers is a minimum:
             a file may leave the last ones out.
 
@@ -82,6 +85,8 @@ def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = Non
         raise ArtifactError(
             f"the file does not say how many {whats} the model has: give --config config.json or {flags}"
         )
+    if sizes["num_layers"] < (least := max(least_layers, of_file.get("num_layers", 0))):
+        raise ArtifactError(f"has {least} layers, the model has {sizes['num_layers']}: which model is it?")
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ArtifactError(
             f"the KV heads must divide the {sizes['num_heads']} query heads, got {sizes['num_kv_heads']} (--kv-heads)"
@@ -142,8 +147,6 @@ def _size(
             raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
         if size != found[0][1]:
             raise ArtifactError(f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?")
-    if name == "num_layers" and found[0][1] < of_file.get(name, 0):
-        raise ArtifactError(f"has {of_file[name]} layers, {found[0][0]} says {found[0][1]}: which model is it?")
     return found[0][1]
 
 

@@ -232,7 +232,7 @@ def ways(key: Path) -> dict[str, Callable[[Path], object]]:
         "lint": verb("lint", "FILE"),
         "diff": verb("diff", "FILE", "EXAMPLE"),
         "diff from": verb("diff", "EXAMPLE", "FILE"),
-        "set": verb("set", "FILE", "prefill.dense_tail=64", "--out", "/set.yaml"),
+        "set": verb("set", "FILE", "prefill.dense_tail=128", "--out", "/set.yaml"),
         "merge": verb("merge", "FILE", "--decode", "EXAMPLE", "--out", "/merged.yaml"),
         "migrate": verb("migrate", "FILE", "--out", "/migrated.yaml"),
         "sign": verb("sign", "FILE", "--key", "KEY"),

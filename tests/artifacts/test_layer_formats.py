@@ -100,6 +100,26 @@ def test_modelopt_of_patterns_that_were_searched(tmp_path):
         convert(_write(tmp_path, {"config_groups": {}}), tmp_path / "y.yaml", source="modelopt", **SHAPE)
 
 
+def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatch):
+    """The command that the report ends with reads the file into the model that it was written from."""
+    monkeypatch.chdir(tmp_path)
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    for target in ("minference", "sparse_attention_config", "modelopt"):
+        command = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=target)["measure"]
+        words = command.partition("python -m artifacts ")[2].partition(" && ")[0].split()
+        assert main(words) == 0
+        back = load_pair(tmp_path / "back.yaml")[0].model
+        assert (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions) == (3, 4, 2, 8192), target
+
+
+@pytest.mark.parametrize(
+    ("format", "content"), [("modelopt", MODELOPT), ("sparse_vllm", {"full_attention_layers": "0,2"})]
+)
+def test_a_file_that_does_not_say_how_many_layers_there_are(tmp_path, format, content):
+    with pytest.raises(ArtifactError, match=r"does not say how many layers the model has: give .* --layers"):
+        convert(_write(tmp_path, content), tmp_path / "cfg.yaml", source=format, **SHAPE)
+
+
 def _write(tmp_path, value, name="x.json"):
     (tmp_path / name).write_text(json.dumps(value))
     return tmp_path / name

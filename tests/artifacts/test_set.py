@@ -73,6 +73,7 @@ def test_names_with_dots(tmp_path, every_kind):
         ("prefill.dense_belw=5", r"prefill has no 'dense_belw', it has: dense_below, dense_tail"),
         ("prefill.layers[9]=null", r"prefill\.layers has no '\[9\]', it has: 3 entries"),
         ("prefill.dense_below.x=1", r"prefill\.dense_below has no 'x', it has: no fields"),
+        ("prefill.dense_below=4096", r"'prefill\.dense_below': is 4096 already"),
         ("prefill.dense_below=many", r"prefill\.dense_below: must be a whole number, got 'many'"),
         ("prefill.dense_below=1e3", r"prefill\.dense_below.*readers disagree about '1e3'"),
         ("prefill.dense_below=[1", r"prefill\.dense_below.*not valid YAML"),
