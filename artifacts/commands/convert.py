@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from artifacts.commands import FOUND, Outcome, answer, arg, json_flag, out_arg
@@ -126,21 +126,9 @@ def _import(config: Config) -> tuple[Report, list[str]]:
     for name in ("dense_below", "dense_tail", "sinks", "window", "threshold", "sparsity"):
         if name not in form.options and getattr(config, name) is not None:
             raise ArtifactError(f"--{name.replace('_', '-')} means nothing for {source}")
-    if form.read is None:
-        raise ArtifactError(f"{source} is only written: give --to {source} with an artifact")
-    given = Given(
-        config=config.config,
-        name=config.model,
-        revision=config.revision,
-        num_layers=config.layers,
-        num_heads=config.heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_positions=config.max_positions,
-    )
-    file = Source.read(config.file)
+    given, file = Given(**{each.name: getattr(config, each.name) for each in fields(Given)}), Source.read(config.file)
     with naming(config.file):
-        made = form.read(file, given, **{name: getattr(config, name) for name in form.options})
+        made = form.read(file, given)
     report = replace(made.report, measure=_measure(config, form, config.out, None))
     if config.strict and report.lossy:
         return report, []

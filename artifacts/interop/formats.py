@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from artifacts.errors import ArtifactError, one_line
 from artifacts.interop import heads, kascade, kv_heads, layers, modelopt
 from artifacts.interop.report import Export, Import
+from artifacts.interop.shape import Given
+from artifacts.interop.source import Source
 
 if TYPE_CHECKING:
     from artifacts.schema import Artifact
@@ -21,14 +23,14 @@ Write = Callable[["Artifact", dict[str, "Array"], Path], Export]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format. about: what it is, for the help. options: of convert, what `read` takes besides file and model.
+    """A format. about: what it is, for the help. options: what of Given `read` heeds besides the model.
 
     patterns: it is about heads' patterns in prefill, so that recall can be measured.
     """
 
     about: str
     write: Write
-    read: Callable[..., Import]
+    read: Callable[[Source, Given], Import]
     options: tuple[str, ...] = ()
     patterns: bool = False
 

@@ -45,18 +45,11 @@ _STREAMED: dict[str, tuple[Effect, str]] = {
 }
 
 
-def read(
-    source: Source, given: Given, *, format: HeadFormat, dense_below: int | None = None, dense_tail: int | None = None
-) -> Import:
+def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
     """Read a file of MInference's, or one for vLLM and SGLang.
 
-    Args:
-        source: the JSON file.
-        given: what is known of the model beside the file.
-        format: which tool it is for, and so what is made of its entries.
-        dense_below: in tokens; None is as the tool does it, and where it has no such limit, the length from which the
-            patterns leave out a fifth of the causal area.
-        dense_tail: last queries that see every key; neither tool has any.
+    Where nobody says from which length on it serves sparsely, that is as the tool does it, or, where it has no such
+    limit, from where the patterns leave out a fifth of the causal area.
 
     Raises:
         ArtifactError: the file is no such list, or does not fit the model.
@@ -85,13 +78,13 @@ def read(
     artifact = shape.artifact(
         patterns={pattern_name(p): p for row in made for p in row if pattern_name(p) in used},
         prefill=Prefill(
-            dense_below=dense_below or 0,
-            dense_tail=dense_tail or 0,
+            dense_below=given.dense_below or 0,
+            dense_tail=given.dense_tail or 0,
             layers=rows,
             imported=source.imported(format, scores),
         ),
     )
-    if dense_below is None:
+    if given.dense_below is None:
         length = _dense_below(artifact, format, shape.config, notes)
         artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_below": length})})
     table_of_scores = [[np.nan if each.score is None else each.score for each in row] for row in table]

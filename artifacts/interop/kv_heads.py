@@ -39,64 +39,34 @@ _SIZES = {"sink_size": 0, "recent_size": 1}
 _UNIT = "KV head"
 
 
-def read_duo(
-    source: Source,
-    given: Given,
-    *,
-    sinks: int | None = None,
-    window: int | None = None,
-    threshold: float | None = None,
-    sparsity: float | None = None,
-) -> Import:
+def read_duo(source: Source, given: Given) -> Import:
     """Read a table into an artifact that has a kv_cache section and no patterns.
 
-    Args:
-        source: the TSV file.
-        given: what is known of the model beside the file.
-        sinks, window: of the streaming heads, in tokens; None takes those of DuoAttention's config.json beside the
-            table, or its defaults, 128 and 256.
-        threshold: heads with at least this share keep everything; 0.5 unless `sparsity` is given.
-        sparsity: instead, the share of all heads that stream: those with the smallest values.
+    Heads of 0.5 and more keep everything where nobody says otherwise. The sizes of the others are by default those of
+    DuoAttention's config.json beside the table, or 128 and 256.
 
     Raises:
         ArtifactError: the file is no such table, or does not fit the model.
     """
     table, notes = _table(source.text()), Notes()
     ordered = sorted(value for row in table for value in row)
-    at = THRESHOLD if threshold is None else threshold
-    if sparsity is not None:
-        streaming = round(sparsity * len(ordered))
+    at = THRESHOLD if given.threshold is None else given.threshold
+    if given.sparsity is not None:
+        streaming = round(given.sparsity * len(ordered))
         at = math.inf if streaming == len(ordered) else ordered[streaming]
         if streaming and ordered[streaming - 1] == at:
             both = f"values of {at:.6g} lie on both sides of the cut: all of them keep everything"
             notes.file("chooses otherwise", both)
-    config = _duo_config(source.path.with_name("config.json")) or {}
-    stream = Streaming(
-        sinks=config.get("sink_size", SINKS) if sinks is None else sinks,
-        window=config.get("recent_size", WINDOW) if window is None else window,
-        positions="original",
-    )
+    stream = _stream(given, **_duo_config(source.path.with_name("config.json")) or {})
     notes.file("same", f"KV heads of {at:.6g} and above keep everything")
     return _import(source, given, "duo_attention", table, [[v >= at for v in row] for row in table], stream, notes)
 
 
-def read_kvzip(
-    source: Source,
-    given: Given,
-    *,
-    sinks: int | None = None,
-    window: int | None = None,
-    threshold: float | None = None,
-    sparsity: float | None = None,
-) -> Import:
+def read_kvzip(source: Source, given: Given) -> Import:
     """Read a tensor of head scores into an artifact that has a kv_cache section and no patterns.
 
-    Args:
-        source: the .pt file.
-        given: what is known of the model beside the file.
-        sinks, window: of the heads that do not keep everything, in tokens (128 and 256); KVzip keeps nothing there.
-        threshold: heads with a score above this keep everything.
-        sparsity: instead, the share of heads that do not, as KVzip cuts them: 0.4 unless a threshold is given.
+    The share of heads that keep everything is 0.6 where nobody says otherwise, and cut as KVzip cuts it. The others
+    keep nothing of a context there, here sinks and a window.
 
     Raises:
         ArtifactError: the file is no such tensor, or does not fit the model.
@@ -109,9 +79,9 @@ def read_kvzip(
     if not 0 <= ordered[-1] <= ordered[0] <= 1:
         raise ArtifactError(f"must hold scores from 0 to 1, got {ordered[-1]:g} to {ordered[0]:g}")
     # The head that lies at the cut is dropped there, too.
-    kept = int(len(ordered) * (_KEPT if sparsity is None else 1 - sparsity))
-    at = threshold if threshold is not None else ordered[kept - 1] if kept else math.inf
-    stream = Streaming(sinks=SINKS if sinks is None else sinks, window=window or WINDOW, positions="original")
+    kept = int(len(ordered) * (_KEPT if given.sparsity is None else 1 - given.sparsity))
+    at = given.threshold if given.threshold is not None else ordered[kept - 1] if kept else math.inf
+    stream = _stream(given)
     keep = [[value > at for value in row] for row in table]
     more = f"keeps {stream.sinks} sinks and {stream.window} tokens, there nothing of a context"
     notes.heads("computes more", more, sum(row.count(False) for row in keep))
@@ -147,6 +117,15 @@ def write_kvzip(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> E
 
     table, _, _, report = _written(artifact, arrays, inclusive=False)
     return Export(files={out: write_tensor(np.array(table))}, report=report)
+
+
+def _stream(given: Given, sink_size: int = SINKS, recent_size: int = WINDOW, **others: Any) -> Streaming:
+    sinks, window = given.sinks, given.window
+    return Streaming(
+        sinks=sink_size if sinks is None else sinks,
+        window=recent_size if window is None else window,
+        positions="original",
+    )
 
 
 def _import(

@@ -32,7 +32,7 @@ _TARGET = 0.5
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})(?:\.|$)")
 
 
-def read(source: Source, given: Given, *, dense_below: int | None = None, dense_tail: int | None = None) -> Import:
+def read(source: Source, given: Given) -> Import:
     """Read it into an artifact whose heads, but for the ignored layers', are block_sparse.
 
     Raises:
@@ -67,8 +67,8 @@ def read(source: Source, given: Given, *, dense_below: int | None = None, dense_
         notes.heads("not carried over", f"of every few keys some are kept in prefill: {counts}", sparse)
     used = {each for row in rows for each in row or ()}
     prefill = Prefill(
-        dense_below=dense_below or 0,
-        dense_tail=dense_tail or 0,
+        dense_below=given.dense_below or 0,
+        dense_tail=given.dense_tail or 0,
         layers=rows,
         imported=source.imported("modelopt"),
     )

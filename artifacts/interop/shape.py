@@ -27,16 +27,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the user says of the model: its config.json and flags, each None where not given."""
+    """What the user says of the model and of how a file is read, each None where not given.
+
+    config: the model's config.json. layers to max_positions: as ModelInfo has them. dense_below, dense_tail: as in
+    prefill. sinks, window: of streaming heads, in tokens. threshold: of a KV head's score, from which on it keeps
+    everything; sparsity: instead, the share of KV heads that stream, those with the smallest scores.
+    """
 
     config: Path | None = None
-    name: str | None = None
+    model: str | None = None
     revision: str | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int | None = None
+    dense_below: int | None = None
+    dense_tail: int | None = None
+    sinks: int | None = None
+    window: int | None = None
+    threshold: float | None = None
+    sparsity: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +105,7 @@ def model_shape(
     architectures = config.get("architectures")
     known = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
     model = ModelInfo(
-        name=given.name or _name(path, config) or file.stem or "unknown",
+        name=given.model or _name(path, config) or file.stem or "unknown",
         revision=given.revision,
         architecture=architectures[0] or None if known and architectures else None,
         config_sha256=None,
@@ -127,7 +138,7 @@ def _size(
     """A size of the model from all that say it; None where nothing does."""
     keys, flag, what = _SIZES[name]
     found: list[tuple[str, int]] = []
-    flagged = getattr(given, name)
+    flagged = getattr(given, flag[2:].replace("-", "_"))
     if flagged is not None:
         found.append((flag, flagged))
     key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), ("", None))
