@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,15 @@ class Pair:
     """An artifact as it was read.
 
     data: the bytes of the YAML file. arrays: the sidecar's, each read when it is asked for; empty where there is none.
-    signed_by: the fingerprint of the key by whose holder it is signed; None where nobody was asked for.
+    signed_by: the fingerprint of the key by whose holder it is signed; None where nobody was asked for. fault: what is
+    wrong with the sidecar, whose arrays are left out then (see look()).
     """
 
     artifact: Artifact
     data: bytes
     arrays: Sidecar | dict[str, Array] = field(default_factory=dict)
     signed_by: str | None = None
+    fault: str | None = None
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -117,18 +119,12 @@ def update(
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
     """Check the artifact at `path` and write beside it the signature of the bytes that were checked.
 
-    Args:
-        path: the YAML file.
-        key: the private key.
-        ask: gives the key's passphrase where it is encrypted.
-
     Returns:
         The signature's path, and the fingerprint of the public key.
 
     Raises:
         ArtifactError: the artifact is not whole.
-        HeadwiseError: `key` is no private key of one's own, the signature cannot be written, or cryptography is
-            missing.
+        HeadwiseError: as artifacts.signing.signature(), or the signature cannot be written.
     """
     path = Path(path)
     with locked(path):
@@ -215,6 +211,19 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
         f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
         f"{shorten(str(path.parent), 400)}; the two files belong together"
     )
+
+
+def look(path: Path) -> Pair:
+    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
+
+    Raises:
+        ArtifactError: as load() of the YAML alone.
+    """
+    try:
+        return read_pair(path)
+    except ArtifactError as error:
+        why = str(error).removeprefix(f"{one_line(str(path))}: ")
+        return replace(_parse(path, read_yaml(path), None), fault=why)
 
 
 def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
