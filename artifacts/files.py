@@ -40,6 +40,24 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
         raise HeadwiseError(f"cannot write {_quoted(target)}: {reason(error)}") from error
 
 
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a new file that its owner alone can read; after a failure it is not there.
+
+    Raises:
+        HeadwiseError: it is there already or cannot be written.
+    """
+    try:
+        try:
+            _write_new(path, data, mode=0o600)
+        except FileExistsError:
+            raise
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise HeadwiseError(f"cannot write {_quoted(path)}: {reason(error)}") from error
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Find out before long work starts whether a file can be written at `path`; leaves nothing behind.
 
@@ -119,7 +137,8 @@ def _beside(target: Path) -> Path:
 
 
 def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags, 0o666 if mode is None else mode)
     try:
         if mode is not None:
             # Some file systems have no modes to set.
