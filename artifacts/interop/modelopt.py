@@ -2,8 +2,9 @@
 
 It stands in the root of an exported checkpoint's config.json, or alone in a file: config_groups, of which one of
 skip_softmax has target_sparsity for prefill and decode, the a and b of its calibration, and in `ignore` the modules
-that stay dense; one of sparse_softmax keeps N of M keys. It has no patterns: which tiles are skipped, each prompt's
-scores say. Here the nearest is block_sparse with as many blocks as leave out the same share.
+that stay dense; one of sparse_softmax keeps N of M keys. TensorRT-LLM also reads the fields of the one group without
+config_groups around it, and old files have sparse_softmax beside config_groups. It has no patterns: which tiles are
+skipped, each prompt's scores say. Here the nearest is block_sparse with as many blocks as leave out the same share.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _KEY = "sparse_attention_config"
 _SKIP = ("skip_softmax", "softmax_skip")
+_FLAT = ("threshold_scale_factor", "target_sparsity")
 # What ModelOpt's readers take where none is given.
 _TARGET = 0.5
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})(?:\.|$)")
@@ -39,13 +41,9 @@ def read(source: Source, given: Given) -> Import:
         ArtifactError: it is no such configuration, or has no group that skips tiles in prefill.
     """
     whole = source.mapping()
-    root = whole.get(_KEY, whole)
-    groups = root.get("config_groups") if isinstance(root, dict) else None
-    if not isinstance(groups, dict):
-        raise ArtifactError(f"has no {_KEY} with config_groups")
-    by_algorithm: dict[Any, list[dict[str, Any]]] = {"skip": [], "n_of_m": []}
-    for group in groups.values():
-        algorithm = group.get("algorithm", group.get("sparse_algo")) if isinstance(group, dict) else None
+    by_algorithm: dict[str, list[dict[str, Any]]] = {"skip": [], "n_of_m": []}
+    for group in _groups(whole.get(_KEY, whole)):
+        algorithm = group.get("algorithm", group.get("sparse_algo"))
         if algorithm in _SKIP or algorithm == "sparse_softmax":
             by_algorithm["skip" if algorithm in _SKIP else "n_of_m"].append(group)
     if len(by_algorithm["skip"]) != 1:
@@ -114,6 +112,20 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     notes.left_out(artifact, "prefill")
     made = {_KEY: {"config_groups": {"group_0": group}, "producer": {"name": "headwise"}}}
     return Export(files={out: json.dumps(made).encode() + b"\n"}, report=notes.report(total, exact))
+
+
+def _groups(root: Any) -> list[dict[str, Any]]:
+    if not isinstance(root, dict) or not root.keys() & {"config_groups", *_FLAT}:
+        raise ArtifactError(f"has no {_KEY} with config_groups")
+    found = root.get("config_groups", {"": {"algorithm": "skip_softmax", **root}})
+    if not isinstance(found, dict):
+        raise ArtifactError(f"config_groups must be a mapping, got {shorten(found)}")
+    groups = [group for group in found.values() if isinstance(group, dict)]
+    if isinstance(old := root.get("sparse_softmax"), dict):
+        # It wins over a group of the same algorithm.
+        groups = [group for group in groups if group.get("algorithm") != "sparse_softmax"]
+        groups.append({**old, "algorithm": "sparse_softmax"})
+    return groups
 
 
 def _targets(group: Mapping[str, Any]) -> dict[str, float]:

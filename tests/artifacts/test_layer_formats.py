@@ -71,6 +71,41 @@ def test_modelopt_there_and_back(tmp_path):
     assert "profiling.fidelity" in there["measure"]
 
 
+@pytest.mark.parametrize(
+    ("given", "notes"),
+    [
+        ({"algorithm": "skip_softmax", "target_sparsity": {"prefill": 0.5}}, []),
+        ({"target_sparsity": 0.5}, ["decode skips 0.5 of its tiles"]),
+        ({"threshold_scale_factor": 3.5}, []),
+        (
+            {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}, "sparse_softmax": {"sparsity_n": 2}},
+            ["of every few keys some are kept in prefill: 2 of None"],
+        ),
+    ],
+)
+def test_the_same_without_groups_and_as_it_once_was(tmp_path, given, notes):
+    file = _write(tmp_path, {"sparse_attention_config": given}, "config.json")
+    said = convert(file, tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+    artifact = load_pair(tmp_path / "cfg.yaml")[0]
+    assert artifacts.density.mean_density(artifact, 8192) == pytest.approx(0.5, abs=0.02)
+    assert [note["what"] for note in said["notes"][1:]] == notes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "has no sparse_attention_config with config_groups"),
+        ({"config_groups": 5}, "config_groups must be a mapping, got 5"),
+        ({"target_sparsity": {"prefill": 2}}, r"target_sparsity\.'prefill' must be from 0 to 1, got 2"),
+        ({"target_sparsity": 0.5, "ignore": ["lm_head"]}, "ignore: must name a layer, such as .*, got 'lm_head'"),
+        ({"target_sparsity": 0.5, "ignore": "x"}, "ignore must be a list of modules, got 'x'"),
+    ],
+)
+def test_configurations_that_cannot_be(tmp_path, given, message):
+    with pytest.raises(ArtifactError, match=message):
+        convert(_write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+
+
 def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_path):
     """Prefill of one tool and decode of another: both files come back as they were."""
     one, two = tmp_path / "prefill.yaml", tmp_path / "decode.yaml"
