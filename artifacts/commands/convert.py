@@ -139,14 +139,10 @@ def _import(config: Config) -> tuple[Report, list[str]]:
 
 def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
     pair = read_pair(config.file)
-    artifact = pair.artifact
-    shape = (artifact.model.num_layers, artifact.model.num_heads)
-    # Scores of heads that the model does not have may be large, and no format takes them.
-    fitting = [name for name, entry in pair.entries.items() if name != "chosen.recall" or entry.shape == shape]
-    made = form.write(artifact, {name: pair.arrays[name] for name in fitting}, config.out)
+    made = form.write(pair.artifact, pair.arrays, config.out)
     shown = {"layers": "num_layers", "heads": "num_heads", "kv-heads": "num_kv_heads", "head-dim": "head_dim"}
     shown |= {"max-positions": "max_positions"}
-    flags = " ".join(f"--{flag} {getattr(artifact.model, name)}" for flag, name in shown.items())
+    flags = " ".join(f"--{flag} {getattr(pair.artifact.model, name)}" for flag, name in shown.items())
     report = replace(made.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:
         return report, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from artifacts.schema import Artifact
     from artifacts.sidecar import Array
 
-Write = Callable[["Artifact", dict[str, "Array"], Path], Export]
+Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from artifacts.errors import ArtifactError
 from artifacts.interop.head_file import BLOCKS, FEW_COLUMNS, LEFT_OUT, MORE_COLUMNS, Entry, HeadFormat, entry, parse
 from artifacts.interop.report import Effect, Export, Import, Notes
 from artifacts.interop.shape import Given, Shape, model_shape
-from artifacts.interop.source import Source, original
+from artifacts.interop.source import Source, array, header, original
 from artifacts.patterns import (
     DEFAULT_LAST_Q,
     TILE,
@@ -101,8 +101,8 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format:
     A head that was imported and not changed since is written as it was read, with its score; another with its recall,
     where the sidecar has it. What the format lacks is written as the nearest that it has.
     """
-    notes, originals, recalls = Notes(), _originals(artifact, arrays), arrays.get("chosen.recall")
-    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    notes, shape = Notes(), (artifact.model.num_layers, artifact.model.num_heads)
+    originals, recalls = _originals(artifact, arrays), array(arrays, "chosen.recall", shape)
     listed: list[dict[str, list[Any]]] = []
     exact = 0
     for layer, row in enumerate(artifact.prefill.layers):
@@ -114,7 +114,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format:
                 exact += 1
                 listed[-1][str(head)] = read.as_json
                 continue
-            recall = float(recalls[layer, head]) if recalls is not None and recalls.shape == shape else 0.0
+            recall = 0.0 if recalls is None else float(recalls[layer, head])
             nearest, changes = _nearest(pattern, artifact, arrays, format)
             listed[-1][str(head)] = [*nearest.as_json[:3], recall if recall == recall else 0.0]
             exact += not changes
@@ -233,7 +233,7 @@ def _for_minference(
         case AShape(sink=sink, window=window):
             return entry("stream_llm", sink, window), changes
         case Static():
-            columns, diagonals = (arrays.get(name) for name in pattern.arrays)
+            columns, diagonals = (header(arrays).get(name) for name in pattern.arrays)
             a = FEW_COLUMNS + 1 if columns is None else max(columns.size, 1)
             b = most if diagonals is None else max(TILE * diagonals.size, 1)
             what = "static columns and diagonals are written by their number: each prompt chooses"

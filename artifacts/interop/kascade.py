@@ -18,7 +18,7 @@ from artifacts.fields import MOST, MOST_HEADS
 from artifacts.interop.layers import full_layers, section
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, model_shape
-from artifacts.interop.source import Source
+from artifacts.interop.source import Source, array
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     ending = f"_layers_{'_'.join(map(str, anchors))}.npy"
     if not out.name.endswith(ending) or out.name == ending:
         raise ArtifactError(f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}")
-    known, notes = arrays.get(MAP), Notes()
+    known, notes = array(arrays, MAP, (len(full), heads)), Notes()
     own = np.broadcast_to(np.arange(heads, dtype=np.int32), (len(full), heads))
-    fits = known is not None and known.shape == own.shape and (known[anchors] == own[anchors]).all()
+    fits = known is not None and (known[anchors] == own[anchors]).all()
     less = "an anchor attends to its own top tokens, here to everything"
     notes.heads("keeps less", less, (len(anchors) - 1) * heads)
     if not fits:

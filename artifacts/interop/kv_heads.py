@@ -21,7 +21,7 @@ from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.fields import MOST, MOST_HEADS
 from artifacts.interop.report import Export, Import, Notes, Report
 from artifacts.interop.shape import Given, model_shape
-from artifacts.interop.source import Source
+from artifacts.interop.source import Source, array
 from artifacts.interop.torch_file import read_tensor, write_tensor
 from artifacts.kv_cache import Full, KVCache, Policy, Streaming
 from artifacts.schema import Artifact
@@ -206,8 +206,8 @@ def _written(
 
 def _values(full: Sequence[Sequence[bool]], arrays: Mapping[str, Array]) -> tuple[Table, float]:
     """The table and a threshold that parts it: the imported values, if they still say the same as the policies."""
-    known = arrays.get(SCORES)
-    if known is not None and known.shape == (len(full), len(full[0])):
+    known = array(arrays, SCORES, (len(full), len(full[0])))
+    if known is not None:
         flat = list(zip(known.ravel().tolist(), (keep for row in full for keep in row), strict=True))
         least = min((value for value, keep in flat if keep), default=math.inf)
         if all(value < least for value, keep in flat if not keep):

@@ -91,11 +91,23 @@ class Source:
 
 def original(section: str, imported: Imported | None, arrays: Mapping[str, Array], *formats: str) -> Source | None:
     """The file that a section was imported from, where it was of one of these formats and the sidecar has it."""
-    data = arrays.get(f"imported.{section}")
-    if imported is None or imported.format not in formats or data is None:
+    name = f"imported.{section}"
+    entry = header(arrays).get(name)
+    if imported is None or imported.format not in formats or entry is None or entry.nbytes > MAX_BYTES:
         return None
-    source = Source(path=Path(imported.file), data=data.tobytes())
+    source = Source(path=Path(imported.file), data=arrays[name].tobytes())
     return source if hashlib.sha256(source.data).hexdigest() == imported.sha256 else None
+
+
+def array(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array | None:
+    """The array of this name and shape; one of another shape, which may be large, is not read."""
+    entry = header(arrays).get(name)
+    return arrays[name] if entry is not None and entry.shape == shape else None
+
+
+def header(arrays: Mapping[str, Array]) -> Mapping[str, Any]:
+    """What a sidecar says of its arrays, or these themselves."""
+    return getattr(arrays, "entries", arrays)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

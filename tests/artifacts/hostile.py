@@ -40,7 +40,7 @@ SECONDS = 2
 MIB = 100
 ACCEPTED = (
     "rows of nothing", "a policy for all", "a pattern a head", "strided far away", "much evidence",
-    "a sidecar of 200 MiB",
+    "a sidecar of 220 MiB",
 )  # fmt: skip
 
 
@@ -183,8 +183,9 @@ def accepted_files() -> Iterator[tuple[str, Artifact, dict[str, np.ndarray]]]:
     entry = small.evidence.measurements[0].model_copy(update={"name": "\U0001f4a5\x85" * 300})
     evidence = artifacts.Evidence(measurements=tuple(entry.model_copy(update={"value": float(i)}) for i in range(1500)))
     yield "much evidence", build(evidence=evidence), build_arrays()
-    large = np.zeros(SIZE * 20, dtype=np.int8)
-    yield "a sidecar of 200 MiB", build(), {"chosen.recall": large.reshape(1, -1), "imported.score": large[:0]}
+    large = np.zeros(SIZE * 11, dtype=np.int8)
+    arrays = {name: large.reshape(1, -1) for name in ("chosen.recall", "imported.prefill")}
+    yield "a sidecar of 220 MiB", build(), arrays | {"imported.score": large[:0]}
 
 
 def write_all(folder: Path) -> Iterator[tuple[str, Path]]:
