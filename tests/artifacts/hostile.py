@@ -217,7 +217,7 @@ def ways(key: Path) -> dict[str, Callable[[Path], object]]:
 
     def verb(*words: str) -> Callable[[Path], object]:
         def run(path: Path) -> object:
-            named = {"FILE": path, "EXAMPLE": _example(), "KEY": key, "OUT": path.with_name("out")}
+            named = {"FILE": path, "EXAMPLE": _example(), "KEY": key, "PUB": key.with_name(f"{key.name}.pub")}
             with redirect_stdout(io.StringIO()):
                 return command(
                     [str(named.get(word, word)) if "/" not in word else str(path.with_name(word[1:])) for word in words]
@@ -237,7 +237,7 @@ def ways(key: Path) -> dict[str, Callable[[Path], object]]:
         "merge": verb("merge", "FILE", "--decode", "EXAMPLE", "--out", "/merged.yaml"),
         "migrate": verb("migrate", "FILE", "--out", "/migrated.yaml"),
         "sign": verb("sign", "FILE", "--key", "KEY"),
-        "verify": verb("verify", "FILE", "--key", "KEY"),
+        "verify": verb("verify", "FILE", "--key", "PUB"),
     }
     return found | {f"to {name}": verb("convert", "FILE", "--to", name, "--out", "/out.json") for name in FORMATS}
 
