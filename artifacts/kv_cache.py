@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from artifacts.fields import Budget, Count, Imported, Natural, Record, matching
 
@@ -77,7 +77,11 @@ class SnapKV(Record):
 AnyPolicy = Full | Streaming | H2O | SnapKV
 Policy = Annotated[AnyPolicy, Field(discriminator="kind")]
 POLICY_KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPolicy))
-Row = PolicyName | Annotated[tuple[PolicyName, ...], Field(min_length=1)]
+# The tags are no part of a field's path (artifacts.validation).
+Row = Annotated[
+    Annotated[PolicyName, Tag("[name]")] | Annotated[tuple[PolicyName, ...], Field(min_length=1), Tag("[names]")],
+    Discriminator(lambda row: "[name]" if isinstance(row, str) else "[names]"),
+]
 
 
 class KVCache(Record):
