@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from artifacts.errors import HeadwiseError, reason, shorten
+from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
 
 # File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the artifact's.
 _LONGEST_NAME = 200
@@ -125,6 +125,25 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     except BaseException:
         os.close(handle)
         raise
+
+
+def read_regular(path: Path, most: int, what: str) -> bytes:
+    """The bytes of a regular file of at most so many; `what` they are too many for is said otherwise.
+
+    Raises:
+        ArtifactError: there is no such file, it cannot be read, is no regular file or too large; the line names it.
+    """
+    shown = one_line(str(path))
+    try:
+        with open_regular(path) as file:
+            data = file.read(most + 1)
+    except FileNotFoundError:
+        raise ArtifactError(f"{shown}: no such file") from None
+    except OSError as error:
+        raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
+    if len(data) > most:
+        raise ArtifactError(f"{shown}: has more than {most} bytes, too large for {what}")
+    return data
 
 
 def _quoted(path: str | os.PathLike[str]) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
 from artifacts.arrays import check_arrays, needed
-from artifacts.errors import ArtifactError, naming, one_line, reason, shorten
-from artifacts.files import atomic_write, check_writable, open_regular
+from artifacts.errors import ArtifactError, naming, one_line, shorten
+from artifacts.files import atomic_write, check_writable, read_regular
 from artifacts.hashing import canonical_json, content_of
 from artifacts.migrations import migrate, version_of
 from artifacts.pair import MAX_BYTES, TIMEOUT, Lock, locked, replace_pair, sidecar_name
@@ -299,19 +299,9 @@ def read_yaml(path: Path) -> bytes:
     Raises:
         ArtifactError: it cannot be read, or has more than 16 MiB.
     """
-    shown = one_line(str(path))
     if path.is_dir():
-        raise ArtifactError(f"{shown}: is a directory, give the artifact's YAML file")
-    try:
-        with open_regular(path) as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ArtifactError(f"{shown}: no such file") from None
-    except OSError as error:
-        raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
-    if len(data) > MAX_BYTES:
-        raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for an artifact's YAML file")
-    return data
+        raise ArtifactError(f"{one_line(str(path))}: is a directory, give the artifact's YAML file")
+    return read_regular(path, MAX_BYTES, "an artifact's YAML file")
 
 
 def _to_yaml(fields: Mapping[str, Any]) -> bytes:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts.errors import ArtifactError, one_line, reason, shorten
+from artifacts.errors import ArtifactError, shorten
 from artifacts.fields import Imported
+from artifacts.files import read_regular
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -31,19 +32,9 @@ class Source:
         """The file at `path`.
 
         Raises:
-            ArtifactError: there is no such file, it cannot be read, is no regular file or has more than 4 MiB.
+            ArtifactError: as artifacts.files.read_regular(), at 4 MiB.
         """
-        shown = one_line(str(path))
-        if not path.is_file():
-            raise ArtifactError(f"{shown}: {'is no regular file' if path.exists() else 'no such file'}")
-        try:
-            with open(path, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
-        if len(data) > MAX_BYTES:
-            raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for a file of head patterns")
-        return cls(path=path, data=data)
+        return cls(path=path, data=read_regular(path, MAX_BYTES, "a file of head patterns"))
 
     def text(self) -> str:
         """Its text. Raises ArtifactError where it is not UTF-8."""
