@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from artifacts import Artifact, Measurement, TaskFigures, load_arrays
-from artifacts.front import served_point
+from artifacts.front_rows import served_point
 
 # Under these names a search writes its times down.
 _SDPA, _OURS, _PREDICTED = "dense attention by sdpa", "dense attention by Headwise's kernel", "predicted"
