@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from artifacts import pattern_name
 from artifacts import Pattern as ArtifactPattern
+from artifacts import pattern_name
 from kernels.patterns import LayerPlan, Pattern
 from search.common.recording import as_artifact_pattern
 from search.model.curves import Curves
@@ -172,7 +172,7 @@ def _over_ranks(loss: np.ndarray, costs: np.ndarray, total: float, ranks: int) -
 
 
 def _of_layer(loss: np.ndarray, costs: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Times (n,) ascending at which a layer of H heads over `ranks` loses less, what it loses, and its entries (n, H)."""
+    """Times (n,) ascending at which a layer of H heads loses less, what it loses, and its entries (n, H)."""
     parts = [_knapsack(*part) for part in zip(np.split(loss, ranks), np.split(costs, ranks), strict=True)]
     times = np.unique(np.concatenate([own for own, _, _ in parts]))
     times = times[times >= max(own[0] for own, _, _ in parts)]
