@@ -93,9 +93,9 @@ def search_model(
     seen = Seen(prompt for made in prompts.values() for prompt in made)
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
     first = _held_out(config, loaded, lengths[-1], seen, 0)
-    backend = serving_backend(config.backend, model, config.dtype, config.device)
-    costs = given_costs(config.cost, model, length=lengths[-1], dtype=config.dtype, table=config.cost_table)
     launch = launch or Ranks()
+    backend = serving_backend(config.backend, model, config.dtype, config.device, quiet=not launch.is_first)
+    costs = given_costs(config.cost, model, length=lengths[-1], dtype=config.dtype, table=config.cost_table)
     if launch.is_first:
         check_storage(config.storage)
     found = _Search(config, loaded, model, launch, searched, prompts, seen, backend)

@@ -325,7 +325,6 @@ def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
     }
     arrays: dict[str, np.ndarray] = {"chosen.candidate": chosen.chosen.astype(np.int32)}
     arrays["allocation.weight"] = chosen.weight.astype(np.float64)
-    assert chosen.price is not None, "a budget for the model has one"
     arrays["allocation.price"] = np.full(len(chosen.weight), chosen.price)
     for name, values in measures.items():
         arrays[f"chosen.{name}"] = chosen.pick(values).astype(np.float32)

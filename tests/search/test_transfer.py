@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +29,8 @@ from search.published.config import HeadSearch
 from search.published.head_budget import run as run_search
 from search.transfer import Transfer, main, run
 from search.transferring.again import Again, of_heads
+from tests import processes
+from tests.processes import Process
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -280,28 +278,16 @@ def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> N
     whole, cut = tmp_path / "whole.yaml", tmp_path / "cut.yaml"
     run(options(source, finetune, whole))
     resume = tmp_path / "cut.yaml.transfer.ledger"
-    command = [
-        sys.executable,
-        "-m",
-        "search.transfer",
-        "--from",
-        str(source),
-        "--model",
-        str(finetune),
-        "--out",
-        str(cut),
-    ]
-    child = subprocess.Popen([*command, "--no-picture"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(1200):
-        if len(list(resume.glob("*.unit"))) >= 2:
-            break
-        time.sleep(0.05)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    words = ["--from", str(source), "--model", str(finetune), "--out", str(cut), "--no-picture"]
+    process = Process("search.transfer", *words)
+    while len(list(resume.glob("*.unit"))) < 2:
+        assert process.code is None, "finished before it could be killed"
+        time.sleep(0.002)
+    process.kill()
     assert not cut.exists() and resume.exists()
     assert len(list(resume.glob("*.unit"))) >= 2
-    result = subprocess.run([*command, "--no-picture"], capture_output=True, text=True, check=True)
-    assert f"going on with {resume}: " in result.stderr
+    code, _, said = processes.run("search.transfer", *words)
+    assert code == 0 and f"going on with {resume}: " in said
     assert not resume.exists()
     (one, mine), (other, theirs) = artifacts.load_pair(whole), artifacts.load_pair(cut)
     assert one.content_sha256 == other.content_sha256
