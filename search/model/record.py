@@ -36,6 +36,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.quality.sequences import TokenSequence
+from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from profiling.speed.cost_table import embed
 from search.common.recording import as_artifact_pattern, tool_version
 from search.model.allocation import Allocation, Heads
@@ -302,7 +303,7 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
     seconds, name = timings.seconds[_CHOSEN], "attention of one prefill, index build included"
     measured = [
         Measurement(name=name, value=seconds, baseline=timings.seconds[dense], baseline_name=said, **shared)
-        for dense, said in ((ANCHOR, "dense attention by Headwise's kernel"), (SDPA, "dense attention by sdpa"))
+        for dense, said in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL]))
         if dense in timings.seconds
     ]
     # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
