@@ -14,9 +14,10 @@ An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and d
 .safetensors file beside it. Move or copy the two together, and keep their names.
 
 exit status:
-  0  fine
-  1  findings or differences (with a traceback: a bug)
+  0  good
+  1  a bug of ours, with a traceback
   2  bad input, said in one line
+  3  findings or differences
 
 examples:
   python -m artifacts show cfg.yaml                          a page: model, search, winners, layer map, evidence

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.commands import Outcome, file_arg, json_flag
+from artifacts.commands import Outcome, as_asked, file_arg, json_flag
 from artifacts.errors import ArtifactError, one_line
 from artifacts.page import ARRAYS, render
 from artifacts.store import load, read_pair
@@ -26,7 +26,7 @@ class Config:
     """Which file, and whether as JSON."""
 
     file: Path = file_arg()
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -36,8 +36,6 @@ def run(config: Config) -> Outcome:
         ArtifactError: the YAML file is not as it should be.
     """
     artifact = load(config.file, check_sidecar=False)
-    if config.as_json:
-        return Outcome(text=artifact.model_dump_json() + "\n")
     arrays, state = {}, "none"
     if artifact.sidecar is not None:
         try:
@@ -50,4 +48,5 @@ def run(config: Config) -> Outcome:
             # The page needs only the YAML, which may well travel without its arrays. It names the file already.
             state = f"PROBLEM: {str(error).removeprefix(f'{one_line(str(config.file))}: ')}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
-    return Outcome(text=render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width))
+    text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
+    return as_asked(config.as_json, artifact.model_dump_json(), text)

@@ -10,8 +10,9 @@ from artifacts.command_line import ArgumentParser, run_command
 _EPILOG = """\
 exit status:
   0  it would serve; it was measured
-  1  it would not serve, with every reason (with a traceback: a bug)
+  1  a bug of ours, with a traceback
   2  bad input, said in one line
+  3  it would not serve, with every reason
 
 examples:
   python -m runtime.vllm check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct

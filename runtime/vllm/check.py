@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError
-from artifacts.command_line import ArgumentParser
-from artifacts.commands import FOUND, Outcome
+from artifacts.command_line import FOUND, ArgumentParser
+from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
 from runtime.vllm.fit import misfits
 from runtime.vllm.options import KEY, Options
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(config: Config) -> Outcome:
-    """What serves and how to start it, or every reason why not, with status 1.
+    """What serves and how to start it, or every reason why not, with status 3.
 
     Raises:
         HeadwiseError: the artifact or the model's configuration cannot be read.

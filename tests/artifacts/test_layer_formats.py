@@ -14,6 +14,7 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair
+from artifacts.arguments import STDOUT
 from artifacts.commands.convert import Config, run
 from tests.artifacts.conftest import build
 
@@ -21,7 +22,7 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
 
 
 def convert(file, out, **options):
-    return json.loads(run(Config(file=file, out=out, as_json=True, **options)).text)["report"]
+    return json.loads(run(Config(file=file, out=out, as_json=STDOUT, **options)).text)["report"]
 
 
 def effects(report):
