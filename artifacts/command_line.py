@@ -41,7 +41,7 @@ class ArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self.prog = _by_name(self.prog)
+        self.prog = in_words_of_the_user(self.prog)
         self._new_names: dict[str, str] = {}
         self.add_argument("-q", "--quiet", action=_Verbosity, const=-1, help="no progress and no warnings on stderr")
         self.add_argument("-v", "--verbose", action=_Verbosity, const=1, help="say more on stderr")
@@ -62,7 +62,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """As argparse, in the words that the command was called by."""
-        return _by_name(super().format_help())
+        return in_words_of_the_user(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` with where to find help, and exit with status 2."""
@@ -140,7 +140,7 @@ def _values(words: Sequence[str]) -> list[str]:
     return list(takewhile(lambda word: not word.startswith("-"), words))
 
 
-def _by_name(text: str) -> str:
+def in_words_of_the_user(text: str) -> str:
     """The text with each command named as the user called it."""
     if not called_as:
         return text
