@@ -57,7 +57,7 @@ def look() -> dict[str, Any]:
     reason = build.load()
     brought = None if os.environ.get("CXX") else prebuilt.find()
     compiler = build.find_compiler()
-    found = {
+    found: dict[str, Any] = {
         "processor": {
             "name": environment("cpu")["device"],
             "machine": platform.machine(),

@@ -84,9 +84,8 @@ def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path: Path, after: float) 
     script.write_text("from search.__main__ import start\nprint('ready', flush=True)\nstart()\n")
     command = [sys.executable, str(script), "search", "--model", "no/such", "--out", str(tmp_path / "cfg.yaml")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         time.sleep(after)
