@@ -1,43 +1,35 @@
-"""python -m runtime.vllm: would an artifact serve inside vLLM, and what is gained?"""
+"""python -m runtime.vllm check: would an artifact serve inside vLLM, and if not, why not?"""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 from artifacts.command_line import ArgumentParser, run_command
+from runtime.vllm import check
 
 _EPILOG = """\
 exit status:
-  0  it would serve; it was measured
+  0  it would serve
   1  it would not serve, with every reason (with a traceback: a bug)
   2  bad input, said in one line
 
 examples:
   python -m runtime.vllm check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
   python -m runtime.vllm check cfg.yaml --model ./model --tensor-parallel-size 4
-  python -m runtime.vllm ttft cfg.yaml --model ./model --length 8192
-  python -m runtime.vllm ttft cfg.yaml --model ./model --length 32768 --repeats 3 \\
-      --engine '{"hf_overrides": {"max_position_embeddings": 32784}}'
 """
-_VERBS = {
-    "check": ("check", "would this artifact serve that model inside vLLM, and if not, why not?"),
-    "ttft": ("first_token", "time to the first token with the artifact and without, in engines that run in turn"),
-}
+_WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the verb and print what it gives; returns the exit status."""
+    """Parse the command line, check and print what was found; returns the exit status."""
     parser = ArgumentParser(
         prog="python -m runtime.vllm", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    modules = {verb: import_module(f"runtime.vllm.{module}") for verb, (module, _) in _VERBS.items()}
-    for verb, (_, what) in _VERBS.items():
-        modules[verb].add_arguments(verbs.add_parser(verb, help=what, description=what.capitalize()))
+    check.add_arguments(verbs.add_parser("check", help=_WHAT, description=_WHAT.capitalize()))
     given = vars(parser.parse_args(argv))
-    module = modules[given.pop("verb")]
-    outcome = module.run(module.Config(**given))
+    del given["verb"]
+    outcome = check.run(check.Config(**given))
     sys.stdout.write(outcome.text)
     return int(outcome.status)
 

@@ -313,7 +313,7 @@ def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
     def fails(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("runtime.vllm.forward.launch", fails)
+    monkeypatch.setattr("runtime.vllm.forward.sparse_attention", fails)
     with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
         for _ in range(2):
             (out,), ((q, k, v),), _metadata = serve(engine, step((200, 200)))
