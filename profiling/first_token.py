@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from runtime.vllm.check import count
 from runtime.vllm.options import KEY
@@ -39,14 +39,14 @@ class Config:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line, by the names of Config."""
     made = ArgumentParser(prog="python -m profiling.first_token", description=__doc__)
-    made.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
-    made.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
-    made.add_argument("--length", type=count, default=8191, metavar="N", help="tokens of a prompt (default 8191)")
+    arguments.add_artifact(made, dest="file")
+    arguments.add_model(made, "the model as vLLM is given it: a folder or a name")
+    arguments.add_length(made, "tokens of a prompt (default %(default)s)", default=Config.length)
     made.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
-    made.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)")
+    arguments.add_seed(made, help="of the prompts, which are random tokens (default 0)")
     made.add_argument(
         "--engine",
         type=_settings,

@@ -6,9 +6,7 @@ call of a length, see runtime.attention.turns; what is timed comes after that.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts import HeadwiseError, arguments
+from artifacts.command_line import ArgumentParser, natural, run_command
 from kernels.patterns import LayerPlan
 from profiling.bench import environment, head_pair
 from profiling.models.loading import check_device
@@ -146,30 +144,38 @@ def report(config: TurnsConfig, turns: list[Turn]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     defaults = TurnsConfig()
     made = ArgumentParser(prog="python -m profiling.turns", description=__doc__)
-    made.add_argument("--past", type=int, nargs="+", default=defaults.past, help="tokens of the pasts")
-    made.add_argument("--new", type=int, nargs="+", default=defaults.new, help="tokens of the turns")
+    made.add_argument("--past", type=natural, nargs="+", metavar="N", default=defaults.past, help="tokens of the pasts")
+    made.add_argument("--new", type=natural, nargs="+", metavar="N", default=defaults.new, help="tokens of the turns")
     made.add_argument("--heads", type=head_pair, default=defaults.heads, metavar="H/G", help="query and KV heads")
-    made.add_argument("--head-dim", type=int, default=defaults.head_dim, help="default: %(default)s")
-    made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default=defaults.dtype)
-    made.add_argument("--device", default=defaults.device, help="default: %(default)s")
+    made.add_argument("--head-dim", type=natural, default=defaults.head_dim, metavar="N", help="default: %(default)s")
+    arguments.add_dtype(made, default=defaults.dtype)
+    arguments.add_device(made, default=defaults.device)
     made.add_argument("--density", type=float, default=defaults.density, help="of the patterns; default: %(default)s")
-    made.add_argument("--dense-tail", type=int, default=defaults.dense_tail, help="default: %(default)s")
-    made.add_argument("--repeats", type=int, default=defaults.repeats, help="rounds; default: %(default)s")
-    made.add_argument("--threads", type=int, default=defaults.threads, help="of the CPU; default: %(default)s")
+    made.add_argument(
+        "--dense-tail", type=natural, metavar="N", default=defaults.dense_tail, help="default: %(default)s"
+    )
+    made.add_argument(
+        "--repeats", type=natural, metavar="N", default=defaults.repeats, help="rounds; default: %(default)s"
+    )
+    made.add_argument(
+        "--threads", type=natural, metavar="N", default=defaults.threads, help="of the CPU; default: %(default)s"
+    )
+    arguments.add_json(made)
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: a table, and one line of JSON."""
+    """Command line entry point."""
     options = vars(parser().parse_args(argv))
+    to_json = options.pop("json")
     config = TurnsConfig(**options | {name: tuple(options[name]) for name in ("past", "new")})
     turns = run(config)
-    print(report(config, turns))
-    rows = [asdict(turn) for turn in turns]
-    print(json.dumps({**asdict(config), "environment": environment(config.device), "turns": rows}))
+    record = {"command": arguments.as_typed("profiling.turns", argv), **asdict(config)}
+    record |= {"environment": environment(config.device), "turns": [asdict(turn) for turn in turns]}
+    arguments.deliver(report(config, turns), record, to_json)
     return 0
 
 

@@ -41,7 +41,7 @@ class Config:
     file: Path = file_arg()
     changes: tuple[str, ...] = arg(metavar="FIELD=VALUE", nargs="+", help="a field's path and its new value")
     out: Path = out_arg("the artifact to write; may be FILE itself")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -57,7 +57,8 @@ def run(config: Config) -> Outcome:
         fields, over = artifact.model_dump(mode="json"), artifact.content_sha256
         edits = []
         for path, value in wanted:
-            before = _put(fields, path, value)
+            if (before := _put(fields, path, value)) == value:
+                raise ArtifactError(f"{shorten(path)}: is {_said(value)} already")
             edits.append(Edit(field=path, before=_said(before), after=_said(value), over=over).model_dump(mode="json"))
         fields |= {"edits": [*fields["edits"], *edits], "created_at": now()}
         return to_artifact(fields), arrays

@@ -10,8 +10,9 @@ from runtime.vllm import check
 _EPILOG = """\
 exit status:
   0  it would serve
-  1  it would not serve, with every reason (with a traceback: a bug)
+  1  a bug of ours, with a traceback
   2  bad input, said in one line
+  3  it would not serve, with every reason
 
 examples:
   python -m runtime.vllm check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
@@ -20,14 +21,19 @@ examples:
 _WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, check and print what was found; returns the exit status."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """The command line of python -m runtime.vllm."""
+    p = ArgumentParser(
         prog="python -m runtime.vllm", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    check.add_arguments(verbs.add_parser("check", help=_WHAT, description=_WHAT.capitalize()))
-    given = vars(parser.parse_args(argv))
+    verbs = p.add_subparsers(dest="verb", metavar="VERB", required=True)
+    check.add_arguments(verbs.add_parser("check", help=_WHAT, description=f"{_WHAT[0].upper()}{_WHAT[1:]}"))
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, check and print what was found; returns the exit status."""
+    given = vars(parser().parse_args(argv))
     del given["verb"]
     outcome = check.run(check.Config(**given))
     sys.stdout.write(outcome.text)

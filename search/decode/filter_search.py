@@ -12,6 +12,7 @@ import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays, update
 from artifacts.files import check_writable
+from artifacts.sections import with_seen
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
@@ -20,7 +21,6 @@ from profiling.similarities.layer_similarity import SimilarityConfig, measure, p
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers
-from search.common.seen import with_seen
 from search.decode.filter_layers import (
     Choice,
     Rules,
@@ -164,7 +164,7 @@ def _write(config: FilterSearch, artifact: Artifact, found: Found, seen: Seen) -
         # Measuring took a while, and other commands write into the same file.
         if now.model != artifact.model:
             raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_seen(with_filters(now, config, found), _arrays(arrays, found), seen)
+        return with_seen(with_filters(now, config, found), _arrays(arrays, found), seen.digests)
 
     return update(config.config, change, out=config.out)
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, load_arrays, update
 from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
+from artifacts.sections import with_seen
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_section
 from profiling.ledger import Ledger
@@ -25,7 +26,6 @@ from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.divergence import Divergence, divergence
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, window_of
-from search.common.seen import with_seen
 from search.model.hulls import spend
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _write(config: KVSearch, artifact: Artifact, found: Found, section: KVCache,
         # Measuring took a while, and other commands write into the same file.
         if now.model != artifact.model:
             raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_seen(with_cache(now, section), {**arrays, **_arrays(found.curves)}, seen)
+        return with_seen(with_cache(now, section), {**arrays, **_arrays(found.curves)}, seen.digests)
 
     return update(config.config, change, out=config.out)
 

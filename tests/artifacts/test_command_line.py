@@ -214,6 +214,40 @@ def test_a_closed_pipe_is_quiet(saved):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("stdout", ["full", "closed"])
+@pytest.mark.parametrize("words", [["schema"], ["--help"], ["validate", "FILE", "--json"]])
+def test_output_that_cannot_be_written_is_one_line(saved, monkeypatch, capfd, stdout, words):
+    # run_command takes the stream apart, which nobody else can close then.
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w") if stdout == "full" else None)  # noqa: SIM115
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, [str(saved) if word == "FILE" else word for word in words])
+    why = {"full": "no space left on device", "closed": "it is closed"}[stdout]
+    assert ended.value.code == 2 and capfd.readouterr().err == f"error: cannot write the output: {why}\n"
+
+
+def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written():
+    """What is left in the stream's buffer is written again at exit, after all handlers."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "artifacts", "schema"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: no space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "imported"),
+    [("artifacts", "yaml"), ("runtime.vllm", "torch"), ("profiling.bench", "torch"), ("search.heads", "torch")],
+)
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, command, imported):
+    (tmp_path / f"{imported}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_terminal_without_the_letters(tmp_path, make):
     artifact = make()
     model = artifact.model.model_copy(update={"name": "modèle"})
@@ -223,16 +257,16 @@ def test_a_terminal_without_the_letters(tmp_path, make):
 
 
 def test_exit_statuses_of_verbs(saved, tmp_path, make):
-    """0 fine, 1 findings or differences, 2 bad input: one line on stderr, nothing on stdout, no file."""
+    """0 good, 2 bad input, 3 findings or differences: one line on stderr, nothing on stdout, no file."""
     save(make(evidence=Evidence()), tmp_path / "other.yaml")
     heads = tmp_path / "heads.json"
     heads.write_text('[{"0": ["stream_llm", 64, 512, 0.5]}]')
     out = tmp_path / "out.yaml"
     shape = ("--heads", 1, "--kv-heads", 1, "--head-dim", 64, "--max-positions", 8192)
     for status, args in (
-        (1, ("lint", tmp_path / "other.yaml")),
+        (3, ("lint", tmp_path / "other.yaml")),
         (0, ("diff", saved, saved)),
-        (1, ("diff", saved, tmp_path / "other.yaml")),
+        (3, ("diff", saved, tmp_path / "other.yaml")),
         (0, ("convert", heads, *shape, "--out", out)),
         (0, ("migrate", saved)),
         (0, ("schema",)),
@@ -245,7 +279,7 @@ def test_exit_statuses_of_verbs(saved, tmp_path, make):
     ):
         done = run(*args)
         assert done.returncode == status, done.stderr
-        assert bool(done.stdout) == (status < 2) and done.stderr.count("\n") == (status == 2)
+        assert bool(done.stdout) == (status != 2) and done.stderr.count("\n") == (status == 2)
     assert not (tmp_path / "x.yaml").exists()
     assert load(out).prefill.imported.file == "heads.json"
     text = run("show", out).stdout

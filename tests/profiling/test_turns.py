@@ -23,10 +23,10 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.set_num_threads(threads)
 
 
-def test_every_turn_is_timed_against_both_dense_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "--past 1024 --new 8 70 --heads 2/1 --dtype float32 --repeats 1 --threads 1"
-    assert turns.main(command.split()) == 0
-    *table, record = capsys.readouterr().out.splitlines()
+def test_every_turn_is_timed_against_both_dense_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "--past 1024 --new 8 70 --heads 2/1 --dtype float32 --repeats 1 --threads 1 --json"
+    assert turns.main([*command.split(), str(tmp_path / "turns.json")]) == 0
+    record, table = (tmp_path / "turns.json").read_text(), capsys.readouterr().out.splitlines()
     assert len(table) == 3 and all(str(new) in line for new, line in zip((8, 70), table[1:], strict=True))
     found = json.loads(record)["turns"]
     assert [(row["past"], row["new"]) for row in found] == [(1024, 8), (1024, 70)]
