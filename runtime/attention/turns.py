@@ -102,7 +102,7 @@ class Turns:
             plan = self.plan
             file = measured.file_of(q.device, "turns", *key[1:], plan.patterns, plan.dense_tail, plan.growth)
             kept = measured.read(file) or {}
-            sizes = {name: kept.get(name) for name in ("loses", "gains")}
-            fits = all(isinstance(size, int) for size in sizes.values())
-            self._known[key] = file, Threshold(**sizes) if fits else Threshold()
+            loses, gains = kept.get("loses"), kept.get("gains")
+            whole = isinstance(loses, int) and isinstance(gains, int)
+            self._known[key] = file, Threshold(loses, gains) if whole else Threshold()
         return self._known[key]
