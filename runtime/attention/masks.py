@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,123 +162,133 @@ def headwise_mask(
     rule = None if settings is None else rule_of(mask_function)
     if settings is None or rule is None or kwargs.get("local_size") not in (None, rule.window):
         return dense(**given)
-    make = _fresh_mask if settings.evicts else _packed_mask if rule.packed is not None else _causal_mask
-    mask = make(rule, settings, given, dense, name)
+    mask = _Asked(rule, settings, given, dense, name).mask()
     return dense(**given) if mask is None else mask
 
 
-def _causal_mask(
-    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
-) -> Tensor | None:
-    """The mask of a call whose rows are one sequence each; None where dense attention's is to be made right away."""
-    if rule.blocks is not None:
-        return _mask_with_spans(rule, settings, given, dense, name)
-    gone, q_len, k_len = (int(given[each]) for each in ("kv_offset", "q_length", "kv_length"))
-    padding, batch = given["attention_mask"], int(given["batch_size"])
-    if gone and rule.window is None:
-        return None
-    slides = rule.window is not None and k_len > rule.window
-    large = settings.low_memory and q_len * k_len >= LARGE
-    ours = settings.kernel_from is not None and q_len > MAX_QUERIES and k_len >= settings.kernel_from
-    wanted = large or (settings.dense_kernels if slides else k_len >= settings.dense_below)
-    if not (ours or (wanted and q_len >= MIN_QUERIES)):
-        mask: Tensor | None = dense(**given)
-        kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
-        tells = (kernel and not slides) or (settings.decode is not None and rule.window is None)
-        whole = tells and int(given["q_offset"]) + q_len == gone + k_len
-        if settings.spread and whole and mask is not None and (ranges := _ranges(padding, batch, gone + k_len)):
-            # What is kept on a tensor does not go along to another device.
-            here = _counted_from(gone, ranges)
-            return _prefill_mask(Layout(k_len - q_len, q_len, k_len, here, window=rule.window), given, dense, name)
-        return _telling(mask, padding, batch, gone, k_len) if whole else mask
-    start = int(given["q_offset"])
-    if start + q_len > gone + k_len:
-        return None
-    ranges = _ranges(padding, batch, start + q_len)
-    if ranges is None:
-        return None
-    here = _counted_from(gone, ranges)
-    # A static cache gives its own counter, which has moved on by the time the mask is read.
-    layout = Layout(start - gone, q_len, k_len, here, window=rule.window)
-    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
+class _Asked(NamedTuple):
+    """A mask that transformers asks for: its rule, and the arguments of the function `dense` that makes it.
+
+    name: of the attention whose masks `dense` makes.
+    """
+
+    rule: Rule
+    settings: Settings
+    given: dict[str, Any]
+    dense: Callable[..., Any]
+    name: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many slots a layer which slides has dropped, how many queries there are, and how many keys."""
+        gone, q_len, k_len = (int(self.given[name]) for name in ("kv_offset", "q_length", "kv_length"))
+        return gone, q_len, k_len
+
+    @property
+    def start(self) -> int:
+        """The first query's slot. A static cache keeps it on its device: no step asks that need not."""
+        return int(self.given["q_offset"])
+
+    def mask(self) -> Tensor | None:
+        """The mask; None where dense attention's is to be made right away."""
+        if self.settings.evicts:
+            return self._fresh()
+        if self.rule.packed is not None:
+            return self._packed()
+        return self._causal() if self.rule.blocks is None else self._with_spans()
+
+    def _causal(self) -> Tensor | None:
+        """Of a call whose rows are one sequence each."""
+        settings, window, (gone, q_len, k_len) = self.settings, self.rule.window, self.sizes
+        if gone and window is None:
+            return None
+        slides = window is not None and k_len > window
+        large = settings.low_memory and q_len * k_len >= LARGE
+        ours = settings.kernel_from is not None and q_len > MAX_QUERIES and k_len >= settings.kernel_from
+        wanted = large or (settings.dense_kernels if slides else k_len >= settings.dense_below)
+        if not (ours or (wanted and q_len >= MIN_QUERIES)):
+            mask: Tensor | None = self.dense(**self.given)
+            kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
+            tells = (kernel and not slides) or (settings.decode is not None and window is None)
+            if not tells or self.start + q_len != gone + k_len:
+                return mask
+            ranges = self._ranges(gone + k_len) if settings.spread and mask is not None else None
+            if ranges:
+                # What is kept on a tensor does not go along to another device.
+                return self._prefill(Layout(k_len - q_len, q_len, k_len, _counted_from(gone, ranges), window=window))
+            return _telling(mask, self.given["attention_mask"], int(self.given["batch_size"]), gone, k_len)
+        start = self.start
+        ranges = self._ranges(start + q_len) if start + q_len <= gone + k_len else None
+        if ranges is None:
+            return None
+        return self._prefill(Layout(start - gone, q_len, k_len, _counted_from(gone, ranges), window=window))
+
+    def _with_spans(self) -> PrefillMask | None:
+        """Of a whole prompt, some of whose tokens see later ones of their block, but not most of them."""
+        settings, window, (gone, q_len, k_len) = self.settings, self.rule.window, self.sizes
+        least = min(settings.dense_below, sys.maxsize if settings.kernel_from is None else settings.kernel_from)
+        wanted = k_len >= least or (window is not None and settings.dense_kernels)
+        whole = not self.start and not gone and q_len == k_len and q_len >= MIN_QUERIES
+        ranges = self._ranges(q_len) if wanted and whole and self.name in ("sdpa", "eager") else None
+        spans = None if ranges is None else self.rule.spans(ranges)
+        if ranges is None or spans is None:
+            return None
+        tokens, within = (sum(end - begin for row in rows for begin, end in row) for rows in ((ranges,), spans))
+        if 2 * within > tokens:
+            return None
+        return self._prefill(Layout(0, q_len, k_len, ranges, window=window, spans=spans if within else None))
+
+    def _fresh(self) -> PrefillMask | None:
+        """For a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
+        rule, (gone, q_len, k_len), padding = self.rule, self.sizes, self.given["attention_mask"]
+        start = self.start
+        if gone or rule.packed is not None or rule.blocks is not None:
+            return None
+        plain = padding is not None and padding.dim() == 2
+        fresh = _ranges(padding[:, start : start + q_len] if plain else padding, int(self.given["batch_size"]), q_len)
+        if fresh is None:
+            return None
+        ranges = None if rule.window is not None else self._ranges(start + q_len)
+        held = tuple(padding[:, :start].sum(1, dtype=torch.int64).tolist()) if plain else None
+        return self._prefill(Layout(start, q_len, k_len, ranges, fresh, held))
+
+    def _packed(self) -> PrefillMask | None:
+        """Of sequences that lie end to end in the rows of a call without a cache; None for any other."""
+        _, q_len, k_len = self.sizes
+        if q_len != k_len or self.given["attention_mask"] is not None or self.start:
+            return None
+        packed = self.rule.rows(int(self.given["batch_size"]), q_len)
+        if packed is None:
+            return None
+        return self._prefill(Layout(0, q_len, k_len, None, window=self.rule.window, packed=packed))
+
+    def _ranges(self, length: int) -> tuple[tuple[int, int], ...] | None:
+        return _ranges(self.given["attention_mask"], int(self.given["batch_size"]), length)
+
+    def _prefill(self, layout: Layout) -> PrefillMask:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        # The counter of a static cache has moved on by the time the mask is read.
+        given, dense, eager = self.given | {"q_offset": self.start}, self.dense, self.name == "eager"
+        # Of what flash and flex attention get, a reader could make nothing.
+        tensor = dense if eager else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+        def make(may_skip: bool, first: int = 0, count: int = layout.q_len) -> Tensor | None:
+            some = {"q_offset": given["q_offset"] + first, "q_length": count, "allow_is_causal_skip": False}
+            mask: Tensor | None = dense(**given) if may_skip else tensor(**given | some)
+            return mask
+
+        return PrefillMask(
+            layout,
+            make,
+            dtype=given.get("dtype", torch.float32) if eager else torch.bool,
+            device=torch.device(given.get("device", "cpu")),
+        )
 
 
 def _counted_from(gone: int, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Slots counted from the first token that a layer that slides still has."""
     return tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
-
-
-def _mask_with_spans(
-    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
-) -> PrefillMask | None:
-    """The mask of a whole prompt, some of whose tokens see later ones of their block; None where most of them do."""
-    start, q_len, k_len = (int(given[each]) for each in ("q_offset", "q_length", "kv_length"))
-    ranges = _ranges(given["attention_mask"], int(given["batch_size"]), q_len)
-    least = min(settings.dense_below, sys.maxsize if settings.kernel_from is None else settings.kernel_from)
-    wanted = k_len >= least or (rule.window is not None and settings.dense_kernels)
-    if start or given["kv_offset"] or q_len != k_len or ranges is None or name not in ("sdpa", "eager"):
-        return None
-    spans = rule.spans(ranges) if wanted and q_len >= MIN_QUERIES else None
-    tokens, within = (sum(end - begin for row in rows for begin, end in row) for rows in ((ranges,), spans or ()))
-    if spans is None or 2 * within > tokens:
-        return None
-    layout = Layout(0, q_len, k_len, ranges, window=rule.window, spans=spans if within else None)
-    return _prefill_mask(layout, given, dense, name)
-
-
-def _prefill_mask(layout: Layout, given: dict[str, Any], dense: Callable[..., Any], name: str) -> PrefillMask:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    # Of what flash and flex attention get, a reader could make nothing.
-    tensor = dense if name == "eager" else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-
-    def make(may_skip: bool, first: int = 0, count: int = layout.q_len) -> Tensor | None:
-        if may_skip:
-            mask: Tensor | None = dense(**given)
-        else:
-            some = {"q_offset": given["q_offset"] + first, "q_length": count, "allow_is_causal_skip": False}
-            mask = tensor(**given | some)
-        return mask
-
-    return PrefillMask(
-        layout,
-        make,
-        dtype=given.get("dtype", torch.float32) if name == "eager" else torch.bool,
-        device=torch.device(given.get("device", "cpu")),
-    )
-
-
-def _fresh_mask(
-    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
-) -> PrefillMask | None:
-    """The mask for a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
-    padding, start, q_len = given["attention_mask"], int(given["q_offset"]), int(given["q_length"])
-    if given["kv_offset"] != 0 or rule.packed is not None or rule.blocks is not None:
-        return None
-    batch, end = int(given["batch_size"]), start + q_len
-    new = padding if padding is None or padding.dim() != 2 else padding[:, start:end]
-    fresh = _ranges(new, batch, q_len)
-    if fresh is None:
-        return None
-    ranges = None if rule.window is not None else _ranges(padding, batch, end)
-    held = (
-        None if padding is None or padding.dim() != 2 else tuple(padding[:, :start].sum(1, dtype=torch.int64).tolist())
-    )
-    layout = Layout(start, q_len, int(given["kv_length"]), ranges, fresh, held)
-    return _prefill_mask(layout, {**given, "q_offset": start}, dense, name)
-
-
-def _packed_mask(
-    rule: Rule, settings: Settings, given: dict[str, Any], dense: Callable[..., Any], name: str
-) -> PrefillMask | None:
-    """The mask of sequences that lie end to end in the rows of a call without a cache; None for any other."""
-    q_len, k_len = int(given["q_length"]), int(given["kv_length"])
-    if q_len != k_len or given["attention_mask"] is not None or int(given["q_offset"]):
-        return None
-    packed = rule.rows(int(given["batch_size"]), q_len)
-    if packed is None:
-        return None
-    return _prefill_mask(Layout(0, q_len, k_len, None, window=rule.window, packed=packed), given, dense, name)
 
 
 def _ranges(padding: Tensor | None, batch: int, length: int) -> tuple[tuple[int, int], ...] | None:

@@ -103,6 +103,7 @@ class Turns:
             file = measured.file_of(q.device, "turns", *key[1:], plan.patterns, plan.dense_tail, plan.growth)
             kept = measured.read(file) or {}
             loses, gains = kept.get("loses"), kept.get("gains")
-            whole = isinstance(loses, int) and isinstance(gains, int)
-            self._known[key] = file, Threshold(loses, gains) if whole else Threshold()
+            self._known[key] = file, Threshold()
+            if isinstance(loses, int) and isinstance(gains, int):
+                self._known[key] = file, Threshold(loses, gains)
         return self._known[key]
