@@ -50,7 +50,7 @@ _LONGEST = 8192
 _FRONT = (0.5, 2.0)
 # Where the gate fails: so many times the budget, least and most, so often.
 _STEPS, _ROUNDS = (1.25, 2.0), 8
-# What such a step is to come to, as a share of the limit, where losses fall with this power of the budget (SmolLM2: 3.8).
+# What such a step is to come to, as a share of the limit; losses fall with this power of the budget (SmolLM2: 3.8).
 _AIM, _POWER = 0.8, 4
 # Layers on which allocations are timed to see what mixing kinds of patterns adds.
 _TIMED = 6
