@@ -36,7 +36,9 @@ class Front(Record):
     unit: Literal["seconds", "flops"] = Field(
         description="of all costs in the front; seconds are of `search.cost.device`"
     )
-    dense_cost: Positive = Field(description="of dense attention: all layers, one prompt")
+    dense_cost: Positive = Field(
+        description="of dense attention, of both kernels the better where both were timed: all layers, one prompt"
+    )
     dense_right: Natural | None = Field(
         default=None, description="prompts that dense attention answers right; null where answers were not asked for"
     )

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 import kernels.dispatch as dispatch
 from artifacts import HeadwiseError, ModelInfo
+from kernels.attention import sparse_attention
+from kernels.index import TILE
+from kernels.patterns.dense import dense_index
 
 
-def serving_backend(backend: str, model: ModelInfo, dtype: str, device: str) -> str:
-    """The name of the backend that scores candidates, and so of the one to serve.
+def serving_backend(backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False) -> str:
+    """The name of the backend that scores candidates, and so of the one to serve; says where only the reference can.
 
     Raises:
         HeadwiseError: the backend that was asked for cannot.
     """
-    probe = torch.empty(1, 1, 1, model.head_dim, dtype=getattr(torch, dtype), device=device)
-    try:
-        return dispatch.choose(backend, probe, probe, probe).__name__.rpartition(".")[2]
-    except ValueError as error:
-        raise HeadwiseError(f"--backend {backend}: {error}") from None
+    probe = torch.zeros(1, 1, TILE, model.head_dim, dtype=getattr(torch, dtype), device=device)
+    while True:
+        reasons = dispatch.why_not(probe, probe, probe)
+        found = next(name for name in reasons if reasons[name] is None) if backend == "auto" else backend
+        try:
+            # That a kernel does not compile is known from its first call.
+            sparse_attention(probe, probe, probe, dense_index(1, 1, TILE, TILE, probe.device), backend=found)
+            break
+        except ValueError as error:
+            if backend != "auto":
+                raise HeadwiseError(f"--backend {backend}: {error}") from None
+    if found == "reference" != backend and not quiet:
+        why = reasons["cpu" if probe.device.type == "cpu" else "triton"]
+        print(f"only the reference backend serves here, many times slower than the kernels: {why}", file=sys.stderr)
+    return found

@@ -6,32 +6,34 @@ Shapes: L layers, H query heads, C candidates.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from artifacts import HeadwiseError, pattern_name
 from artifacts import Pattern as ArtifactPattern
+from artifacts import pattern_name
 from kernels.patterns import LayerPlan, Pattern
 from search.common.recording import as_artifact_pattern
 from search.model.curves import Curves
-from search.model.hulls import spend
+from search.model.hulls import Spent, spend
+
+# Choices for a rank's heads that are weighed against each other, where a layer takes as long as its slowest rank.
+_KEPT = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Allocation:
     """chosen: (L, H) candidate, -1 in layers left alone. tail: the dense tail that goes with it.
 
-    cost: of all heads together. price: loss that a unit of cost has to save to be spent; None where heads have budgets
-    of their own. weight: (L,) of the layers' losses. kinds: weight of each kind of prompt's loss.
+    cost: of all heads together. price: loss that a unit of cost has to save to be spent. weight: (L,) of the layers'
+    losses. kinds: weight of each kind of prompt's loss.
     """
 
     chosen: np.ndarray
     tail: int
     cost: float
-    price: float | None
+    price: float
     weight: np.ndarray
     kinds: Mapping[str, float]
 
@@ -93,9 +95,10 @@ class Heads:
         heads = next(iter(self.costs.values())).shape[1]
         return share * self.all_keys * int(self.searched.sum()) * heads
 
-    def least(self, tail: int) -> float:
-        """What all heads cost with their cheapest candidates."""
-        return float(self.costs[tail][self.searched].min(axis=-1).sum())
+    def least(self, tail: int, allowed: np.ndarray | None = None) -> float:
+        """What all heads cost with their cheapest candidates, of those (C,) that are allowed."""
+        own = self.costs[tail][self.searched]
+        return spent_by((own if allowed is None else own[..., allowed]).min(axis=-1), self.ranks)
 
     def by_model(
         self,
@@ -127,74 +130,79 @@ class Heads:
         own = costs[layers]
         if self.ranks == 1:
             spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
-            entries, price = np.array(spent.entries).reshape(loss.shape[:2]), spent.price
         else:
-            entries, price = _over_ranks(loss, own, total / self.ranks, self.ranks)
+            spent = _over_ranks(loss, own, total, self.ranks)
+        entries = np.array(spent.entries).reshape(loss.shape[:2])
         chosen = np.full(costs.shape[:2], -1, dtype=np.int64)
         chosen[layers] = entries
-        return self._allocation(chosen, tail, price, weight, kinds or dict.fromkeys(curves.losses(), 1.0))
-
-    def by_head(self, total: float, tail: int) -> Allocation:
-        """The same budget for every head, as in MInference 1.0, Algorithm 1: of what keeps to it the least error.
-
-        The budget is the largest with which all heads together cost at most `total`; a head that has nothing within it
-        takes its cheapest candidate.
-        """
-        layers = np.flatnonzero(self.searched)
-        own, error = self.costs[tail][layers], self.curves[tail].error[layers]
-        cheapest = own.min(axis=-1, keepdims=True)
-
-        def chosen_for(each: float) -> np.ndarray:
-            within = (own <= each) | (own <= cheapest)
-            entries: np.ndarray = np.where(within, error, np.inf).argmin(axis=-1)
-            return entries
-
-        def total_of(entries: np.ndarray) -> float:
-            return float(np.take_along_axis(own, entries[..., None], axis=-1).sum())
-
-        # With more, heads only change to dearer candidates: what all cost together never falls.
-        budgets = np.unique(own)
-        fits = bisect_right(budgets, total * (1 + 1e-9), key=lambda each: total_of(chosen_for(float(each))))
-        chosen = np.full(self.costs[tail].shape[:2], -1, dtype=np.int64)
-        chosen[layers] = chosen_for(float(budgets[max(fits - 1, 0)]))
-        return self._allocation(chosen, tail, None, np.ones(len(chosen)), {})
-
-    def _allocation(
-        self, chosen: np.ndarray, tail: int, price: float | None, weight: np.ndarray, kinds: Mapping[str, float]
-    ) -> Allocation:
-        found = Allocation(chosen=chosen, tail=tail, cost=0.0, price=price, weight=weight, kinds=dict(kinds))
-        own = found.pick(self.costs[tail])
-        cost = float(np.nansum(own)) if self.ranks == 1 else self.ranks * slowest(own[self.searched], self.ranks)
-        return Allocation(chosen=chosen, tail=tail, cost=cost, price=price, weight=weight, kinds=dict(kinds))
+        return Allocation(
+            chosen=chosen,
+            tail=tail,
+            cost=spent_by(np.take_along_axis(own, entries[..., None], axis=-1)[..., 0], self.ranks),
+            price=spent.price,
+            weight=weight,
+            kinds=dict(kinds or dict.fromkeys(curves.losses(), 1.0)),
+        )
 
 
-def slowest(costs: np.ndarray, ranks: int) -> float:
-    """What the layers (L, H) take one after the other where each waits for the slowest of its `ranks` parts."""
-    return float(sum(max(part.sum() for part in np.array_split(row, ranks)) for row in costs))
+def spent_by(costs: np.ndarray, ranks: int) -> float:
+    """What heads (L, H) cost together: all of them, or of `ranks` that share the heads so many times the slowest.
 
-
-def _over_ranks(loss: np.ndarray, costs: np.ndarray, total: float, ranks: int) -> tuple[np.ndarray, float]:
-    """Entries (L, H) with the least loss where layers one after the other take at most `total`; and the price.
-
-    A layer takes as long as the slowest of its ranks, each with an equal part of the heads. What a layer loses with a
-    time is what its ranks lose when each spends that time on its own heads; times are then spent over the layers.
+    Layers run one after the other, and each waits for the slowest of its equal parts.
     """
-    if loss.shape[1] % ranks:
-        raise HeadwiseError(f"--tensor-parallel {ranks} does not divide {loss.shape[1]} query heads")
-    times, lost, entries = [], [], []
+    return ranks * float(costs.reshape(len(costs), ranks, -1).sum(axis=-1).max(axis=-1).sum())
+
+
+def _over_ranks(loss: np.ndarray, costs: np.ndarray, total: float, ranks: int) -> Spent:
+    """The best entries of L x H heads where layers one after the other cost at most `total`, as `spent_by` counts.
+
+    What a layer loses within some time is what its ranks lose, each within that time: a knapsack of the rank's own
+    heads, whose front holds all times at which it is worth to have more. Times are then spent over the layers.
+    """
+    layers = [_of_layer(lost, own, ranks) for lost, own in zip(loss, costs, strict=True)]
+    width = max(len(times) for times, _, _ in layers)
+
+    def wide(values: np.ndarray, rest: float) -> np.ndarray:
+        return np.pad(values, (0, width - len(values)), constant_values=rest)
+
+    lost = np.array([wide(values, np.inf) for _, values, _ in layers])
+    spent = spend(lost, np.array([wide(ranks * times, np.inf) for times, _, _ in layers]), total)
+    entries = [rows[entry] for (_, _, rows), entry in zip(layers, spent.entries, strict=True)]
+    return Spent(entries=np.concatenate(entries).tolist(), price=spent.price)
+
+
+def _of_layer(loss: np.ndarray, costs: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Times (n,) ascending at which a layer of H heads loses less, what it loses, and its entries (n, H)."""
+    parts = [_knapsack(*part) for part in zip(np.split(loss, ranks), np.split(costs, ranks), strict=True)]
+    times = np.unique(np.concatenate([own for own, _, _ in parts]))
+    times = times[times >= max(own[0] for own, _, _ in parts)]
+    places = [np.searchsorted(own, times, side="right") - 1 for own, _, _ in parts]
+    lost = sum(values[at] for (_, values, _), at in zip(parts, places, strict=True))
+    return times, lost, np.concatenate([rows[at] for (_, _, rows), at in zip(parts, places, strict=True)], axis=1)
+
+
+def _knapsack(loss: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Costs (n,) ascending, losses (n,) descending and entries (n, h) of the choices for h heads that none beats.
+
+    Exact up to _KEPT choices of the heads so far; of more, so many are kept, spread evenly.
+    """
+    spent, lost, entries = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     for own_loss, own_cost in zip(loss, costs, strict=True):
-        parts = [slice(at, at + loss.shape[1] // ranks) for at in range(0, loss.shape[1], loss.shape[1] // ranks)]
-        least = max(float(own_cost[part].min(axis=-1).sum()) for part in parts)
-        most = max(float(own_cost[part].max(axis=-1).sum()) for part in parts)
-        grid = np.unique(np.append(np.geomspace(max(least, most * 1e-6), most, 65), least))
-        grid = grid[grid >= least]
-        found = [[spend(own_loss[part], own_cost[part], float(time)).entries for part in parts] for time in grid]
-        flat = np.array([[entry for part in each for entry in part] for each in found])
-        heads = np.arange(loss.shape[1])
-        times.append(np.array([slowest(own_cost[heads, row][None], ranks) for row in flat]))
-        lost.append(np.array([own_loss[heads, row].sum() for row in flat]))
-        entries.append(flat)
-    width = max(map(len, times))
-    padded = np.array([np.pad(row, (0, width - len(row)), constant_values=np.inf) for row in lost])
-    spent = spend(padded, np.array([np.pad(row, (0, width - len(row)), mode="edge") for row in times]), total)
-    return np.array([rows[entry] for rows, entry in zip(entries, spent.entries, strict=True)]), spent.price
+        taken = np.flatnonzero(np.isfinite(own_loss))
+        taken = taken[_unbeaten(own_cost[taken], own_loss[taken])]
+        spent = (spent[:, None] + own_cost[taken]).ravel()
+        lost = (lost[:, None] + own_loss[taken]).ravel()
+        best = _unbeaten(spent, lost)
+        if len(best) > _KEPT:
+            best = best[np.linspace(0, len(best) - 1, _KEPT).round().astype(int)]
+        spent, lost = spent[best], lost[best]
+        entries = np.column_stack([entries[best // len(taken)], taken[best % len(taken)]])
+    return spent, lost, entries
+
+
+def _unbeaten(costs: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """Places of those that lose less than all that cost no more, the cheapest first."""
+    order = np.lexsort((losses, costs))
+    least = np.minimum.accumulate(losses[order])
+    found: np.ndarray = order[np.append(True, least[1:] < least[:-1])]
+    return found

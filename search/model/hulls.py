@@ -73,17 +73,28 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
 
 
 def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> list[int]:
-    """Entries on the lower convex hull, the cheapest first, also amid its edges; each loses less than those before."""
+    """Entries on the lower convex hull, the cheapest first; each loses less than those before.
+
+    Those amid an edge belong to it, also where rounding puts them above: they are smaller steps at the same price.
+    """
     line: list[int] = []
     costs, losses = np.asarray(costs, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     # Of entries that are alike the last: where candidates ascend, dense before what only happens to be exact.
     for entry in np.lexsort((-np.arange(len(costs)), losses, costs)).tolist():
         if not np.isfinite(losses[entry]) or (line and losses[entry] >= losses[line[-1]]):
             continue
-        while len(line) > 1 and slope(costs, losses, line[-2], line[-1]) < slope(costs, losses, line[-1], entry):
+        while len(line) > 1 and _above(costs, losses, line[-2], line[-1], entry):
             line.pop()
         line.append(entry)
     return line
+
+
+def _above(costs: np.ndarray, losses: np.ndarray, cheaper: int, amid: int, dearer: int) -> bool:
+    """Whether an entry loses more than the straight line between two others at its cost, by more than rounding."""
+    edge = slope(costs, losses, cheaper, dearer)
+    on_it = losses[cheaper] - edge * (costs[amid] - costs[cheaper])
+    rounding = _ROUNDING * (abs(losses[cheaper]) + abs(losses[dearer]) + edge * abs(costs[dearer]))
+    return bool(losses[amid] > on_it + rounding)
 
 
 def slope(costs: np.ndarray, losses: np.ndarray, cheaper: int, dearer: int) -> float:

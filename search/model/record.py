@@ -36,6 +36,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.quality.sequences import TokenSequence
+from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from profiling.speed.cost_table import embed
 from search.common.recording import as_artifact_pattern, tool_version
 from search.model.allocation import Allocation, Heads
@@ -49,7 +50,6 @@ from search.model.refine import Trial
 from search.model.timing import ANCHOR, SDPA, Timings, time_layers
 
 _CHOSEN = "chosen"
-_TIMED = 6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,7 +176,6 @@ def _timed(outcome: Outcome, chosen: Allocation) -> tuple[Timings, int]:
             ids,
             {_CHOSEN: plans},
             outcome.searched,
-            layers=_TIMED,
             sdpa=True,
             backend=outcome.backend,
             turns=2,
@@ -304,7 +303,7 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
     seconds, name = timings.seconds[_CHOSEN], "attention of one prefill, index build included"
     measured = [
         Measurement(name=name, value=seconds, baseline=timings.seconds[dense], baseline_name=said, **shared)
-        for dense, said in ((ANCHOR, "dense attention by Headwise's kernel"), (SDPA, "dense attention by sdpa"))
+        for dense, said in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL]))
         if dense in timings.seconds
     ]
     # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
@@ -327,7 +326,6 @@ def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
     }
     arrays: dict[str, np.ndarray] = {"chosen.candidate": chosen.chosen.astype(np.int32)}
     arrays["allocation.weight"] = chosen.weight.astype(np.float64)
-    assert chosen.price is not None, "a budget for the model has one"
     arrays["allocation.price"] = np.full(len(chosen.weight), chosen.price)
     for name, values in measures.items():
         arrays[f"chosen.{name}"] = chosen.pick(values).astype(np.float32)

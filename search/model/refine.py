@@ -170,7 +170,7 @@ def _spent(heads: Heads, asked: Refinement, params: Mapping[str, Any], groups: i
         weight[layers] = 2.0 ** float(params[f"group_{group}"])
     kinds = {"text": 1.0, "answer": 2.0 ** float(params["answer"])} if "answer" in params else None
     allowed = np.array([last_q <= params["last_q"] for last_q in asked.last_qs])
-    least = float(heads.costs[params["dense_tail"]][heads.searched][..., allowed].min(axis=-1).sum())
+    least = heads.least(params["dense_tail"], allowed)
     return heads.by_model(
         max(asked.total, least * (1 + 1e-9)), params["dense_tail"], weight=weight, kinds=kinds, allowed=allowed
     )

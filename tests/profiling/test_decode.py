@@ -71,7 +71,7 @@ def test_the_change_is_that_of_the_same_tokens(
     options += ["--text-length", "200", "--forced", "20", "--trials", "2", "--task", "passkey", "--task-length", "400"]
     options += ["--prefill-chunk", "150", "--json", str(out)]
     for budget in (0.999, 0.05):
-        decode.main([*options, "--config", str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
+        decode.main([*options, str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
         dense, headwise = json.loads(out.read_text())["rows"]
         assert dense["loss_change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
         change = math.log(headwise["perplexity"] / dense["perplexity"])
@@ -79,6 +79,21 @@ def test_the_change_is_that_of_the_same_tokens(
         cuts = budget < 0.5
         assert (abs(change) > 0.01) == (headwise["loss_change_error"] > 0) == cuts
     assert " +- " in capsys.readouterr().out
+
+
+def test_time_stands_beside_both_dense_attentions(
+    loaded: LoadedModel, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out, place = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.05)
+    options = ["--model", str(folder), "--config", str(place), "--dtype", "float32", "--context", "300"]
+    decode.main([*options, "--repeats", "1", "--steps", "2", "--trials", "0", "--json", str(out)])
+    record = json.loads(out.read_text())
+    assert [row["method"] for row in record["rows"]] == ["dense", "dense_kernel", "headwise"]
+    seconds = {name: rounds[0] for name, rounds in record["all_seconds"].items()}
+    over = {name: seconds[name] / seconds["headwise"] for name in ("dense", "dense_kernel")}
+    assert record["speedups"]["headwise"] == pytest.approx(over)
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line[0] == "headwise" and line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
 
 
 @pytest.mark.parametrize(
@@ -92,4 +107,4 @@ def test_the_change_is_that_of_the_same_tokens(
 )
 def test_bad_sizes(options: list[str], message: str) -> None:
     with pytest.raises(HeadwiseError, match=message):
-        decode.main(["--model", "nowhere", "--config", "nowhere.yaml", *options])
+        decode.main(["--model", "nowhere", "nowhere.yaml", *options])

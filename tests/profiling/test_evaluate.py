@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from profiling.evaluation import measure as evaluation
 from profiling.evaluation.page import page
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import Prompt
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
 from search.published.config import HeadSearch
@@ -49,8 +50,8 @@ def command(searched: Path, tmp_path: Path) -> Command:
         shutil.copy(file, tmp_path / file.name)
 
     def call(*more: str, out: str = "report") -> dict[str, Any]:
-        base = ["--model", str(searched / "tiny"), "--config", str(tmp_path / "cfg.yaml"), "--out", str(tmp_path / out)]
-        main([*base, "--lengths", str(LENGTH), "--dtype", "float32", "--no-memory", *more])
+        base = ["--model", str(searched / "tiny"), str(tmp_path / "cfg.yaml"), "--out", str(tmp_path / out)]
+        main([*base, "--length", str(LENGTH), "--dtype", "float32", "--no-memory", *more])
         found: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
         return found
 
@@ -75,7 +76,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     command: Command, tmp_path: Path, searched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = command(
-        *("--tasks", "needle", "passkey", "--depths", "0", "1", "--samples", "2"),
+        *("--task", "needle", "--task", "passkey", "--depths", "0", "1", "--samples", "2"),
         *("--text", str(searched / "text.txt"), "--methods", *METHODS, "--repeats", "2", "--steps", "2", "--attach"),
     )
     methods = ("dense", *METHODS)
@@ -89,30 +90,43 @@ def test_one_run_gives_a_table_a_page_and_a_json(
         assert keys["text:text.txt", name, "perplexity, last 128 tokens"]["value"] > 1
         assert (keys["passkey", name, "score"]["difference"] is None) == (name == "dense")
     assert {(cell["method"], cell["depth"]) for cell in record["grid"]} == {(n, d) for n in methods for d in (0, 1)}
-    assert {each["method"] for each in record["prefill"]} == set(methods)
-    assert {each["method"] for each in record["decode"]} == {"dense", "headwise", "headwise+snapkv"}
+    assert {each["method"] for each in record["prefill"]} == {*methods, "dense_kernel"}
+    assert {each["method"] for each in record["decode"]} == {"dense", "dense_kernel", "headwise", "headwise+snapkv"}
     assert record["crossover"]["measured"][-1][0] == LENGTH
+    timed = next(each for each in record["prefill"] if each["method"] == "headwise")
+    by_hand = [
+        median(d / s for d, s in zip(timed["dense_rounds"][name], timed["rounds"], strict=True))
+        for name in ("dense", "dense_kernel")
+    ]
+    assert list(timed["speedups"].values()) == pytest.approx(by_hand)
     shown = capsys.readouterr().out
     assert "headwise+snapkv" in shown and "index.html" in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith("headwise "))
+    assert line.split()[-2:] == [f"{min(by_hand):.2f}x", f"{by_hand[0]:.2f}x"]
+    assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["density", "dense", "dense_kernel"]
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
+    assert "times as fast as the better dense" in html or "SLOWER than the better dense" in html
     assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
     evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     entry = next(each for each in evidence if each.name == "score: passkey")
     assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
-    assert any(each.name == "prefill" and each.unit == "s" for each in evidence)
+    beside = {each.baseline_name: each.baseline for each in evidence if each.name == "prefill" and each.unit == "s"}
+    assert set(beside) == {"dense attention by sdpa", "dense attention by Headwise's kernel"}
+    # The better one first: it is what a speed-up is against.
+    assert list(beside.values()) == sorted(beside.values())
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
 
 def test_quick_is_a_first_look(command: Command) -> None:
     record = command("--quick", "--repeats", "1", "--steps", "1")
     assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "headwise_static", "a_shape"]
-    assert {each["task"] for each in record["figures"]} == {"needle", "passkey", "all answers"}
-    assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 4
+    assert {each["task"] for each in record["figures"]} == {*DEFAULT_TASKS, "all answers"}
+    assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
 
 def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> None:
-    asked = ("--tasks", "passkey", "--no-speed", "--samples")
+    asked = ("--task", "passkey", "--no-speed", "--samples")
     first = command(*asked, "2", "--methods", "headwise")
     assert trials == ["dense"] * 2 + ["headwise"] * 2
     trials.clear()
@@ -121,14 +135,14 @@ def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> 
     command(*asked, "2", "--methods", "headwise", "a_shape", "headwise_static")
     assert trials == ["a_shape"] * 2 + ["headwise_static"] * 2
     trials.clear()
-    command("--tasks", "passkey", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
+    command("--task", "passkey", "--task", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
     assert trials.count("dense") <= 2 and "a_shape" not in trials
 
 
 def test_a_killed_run_goes_on_where_it_was(
     command: Command, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("--tasks", "passkey", "--no-speed", "--samples", "3", "--methods", "headwise")
+    asked = ("--task", "passkey", "--no-speed", "--samples", "3", "--methods", "headwise")
     counted = evaluation.trials
 
     def killed(*given: Any) -> Any:
@@ -151,14 +165,18 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
     from profiling.evaluation.speed import Timed
 
     def pretended(loaded: Any, methods: Any, length: int, *, repeats: int) -> dict[str, Timed]:
-        seconds = {"headwise": length / 2 + 300.0}
-        return {m.name: Timed(seconds=(seconds.get(m.name, length),), dense=(length,)) for m in methods}
+        # The model's own attention never catches up; the kernel's, which is the better dense, at 600 tokens.
+        dense = {"model": (9.0 * length,), "kernel": (float(length),)}
+        return {
+            m.name: Timed(seconds=(length / 2 + 300.0 if m.name == "headwise" else dense["kernel"][0],), **dense)
+            for m in methods
+        }
 
     for place in ("profiling.evaluation.speed", "profiling.evaluation.times"):
         monkeypatch.setattr(f"{place}.prefill_times", pretended)
     monkeypatch.setattr("profiling.evaluation.times.decode_times", lambda *_, **__: {})
     monkeypatch.setattr("profiling.evaluation.times._PLAIN", ())
-    asked = ("--tasks", "passkey", "--samples", "1", "--methods", "headwise")
+    asked = ("--task", "passkey", "--samples", "1", "--methods", "headwise")
     record = command(*asked)
     assert 600 < record["crossover"]["length"] <= 664
     assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == LENGTH // 2
@@ -172,10 +190,10 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
         (("--samples", "0"), "--samples must be at least 1"),
         (("--share", "0"), "--share must be above 0"),
         (("--depths", "2"), "--depths must be from 0 to 1"),
-        (("--lengths", "256"), "below the artifact's dense_below of 450"),
-        (("--lengths", "5000"), "more than the 1024 positions"),
+        (("--length", "256"), "below the artifact's dense_below of 450"),
+        (("--length", "5000"), "more than the 1024 positions"),
         (("--methods", "a_shap"), "unknown method 'a_shap'"),
-        (("--tasks", "passkeys"), "unknown task"),
+        (("--task", "passkeys"), "unknown task"),
         (("--repeats", "0"), "--repeats must be at least 1"),
         (("--no-speed", "--set-dense-below"), "needs the crossover"),
     ],
@@ -196,7 +214,7 @@ def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
     methods = Methods(loaded, *artifacts.load_pair(searched / "cfg.yaml"))
     found = {
         name: peak_of(loaded, methods.make(name, LENGTH), LENGTH, spec=spec, revision=None)
-        for name in ("dense", "headwise_static")
+        for name in ("dense", "dense_kernel", "headwise_static")
     }
     # Keys and values alone: 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
     assert all(value >= 3 * 2 * 16 * 4 * 2 * LENGTH // 2 for value in found.values()), found
@@ -223,13 +241,12 @@ def test_windows_that_the_search_saw_are_told(
             *(
                 "--model",
                 str(searched / "tiny"),
-                "--config",
                 str(tmp_path / "cfg.yaml"),
                 "--out",
                 str(tmp_path / "out"),
             ),
-            *("--lengths", str(LENGTH), "--dtype", "float32", "--no-speed", "--samples", "2"),
-            *("--tasks", "passkey", "--text", str(text), "--methods", "headwise"),
+            *("--length", str(LENGTH), "--dtype", "float32", "--no-speed", "--samples", "2"),
+            *("--task", "passkey", "--text", str(text), "--methods", "headwise"),
         ]
     )
     record = json.loads((tmp_path / "out" / "evaluation.json").read_text())

@@ -15,10 +15,8 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.ranks import Ranks, ranks
+from tests.processes import ROOT, SECONDS, Process
 from tests.profiling.ranked_work import UNITS
-
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 120.0
 
 
 class Launch:
@@ -26,27 +24,21 @@ class Launch:
 
     def __init__(self, folder: Path) -> None:
         self.out = folder / "out.json"
-        self._running: list[subprocess.Popen[str]] = []
+        self._running: list[Process] = []
 
-    def start(self, count: int, *options: str) -> subprocess.Popen[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)] if count else []
-        command = [sys.executable, *launcher, "-m", "tests.profiling.ranked_work", str(self.out), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        self._running.append(process)
-        return process
+    def start(self, count: int, *options: str) -> Process:
+        self._running.append(Process("tests.profiling.ranked_work", str(self.out), *options, ranks=count))
+        return self._running[-1]
 
     def finish(self, count: int, *options: str) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of a launch."""
-        process = self.start(count, *options)
-        said, complained = process.communicate(timeout=SECONDS)
-        return process.returncode, said, complained
+        return self.start(count, *options).finish()
 
     def begun(self) -> list[tuple[str, str, int]]:
         """Unit, rank and process of each beginning."""
-        return [(f"unit {unit}", rank, int(pid)) for what, _, unit, rank, pid in self._lines() if what == "begin"]
+        log = self.out.with_suffix(".log")
+        lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+        return [(f"unit {unit}", rank, int(pid)) for what, _, unit, rank, pid in lines if what == "begin"]
 
     def process_at(self, unit: str) -> int:
         """The process that began a unit, once it has."""
@@ -59,31 +51,9 @@ class Launch:
         raise AssertionError(f"{unit} was not begun within {SECONDS} s")
 
     def kill(self) -> None:
-        """kill -9 of everything that runs; torchrun's processes have groups of their own."""
-        for process in self._running:
-            process.kill()
-        for _, _, _, _, pid in self._lines():
-            if str(self.out) in _command_line(pid):
-                os.kill(int(pid), signal.SIGKILL)
-        for process in self._running:
-            process.communicate(timeout=SECONDS)
-        deadline = time.monotonic() + SECONDS
-        while any(str(self.out) in _command_line(pid) for _, _, _, _, pid in self._lines()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self._running.clear()
-
-    def _lines(self) -> list[list[str]]:
-        log = self.out.with_suffix(".log")
-        return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def _command_line(pid: str) -> str:
-    """Of a process that runs, so that no other of the same number is taken for it."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+        """kill -9 of everything that runs."""
+        while self._running:
+            self._running.pop().kill()
 
 
 @pytest.fixture
@@ -121,8 +91,7 @@ def test_a_killed_rank_ends_the_launch_and_another_goes_on(
     killed = launch.process_at("unit 4")
     finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}
     os.kill(killed, signal.SIGKILL)
-    _, complained = process.communicate(timeout=SECONDS)
-    assert process.returncode not in (0, None)
+    assert process.finish()[0] != 0
     assert not launch.out.exists()
     launch.out.with_suffix(".log").unlink()
     code, _, complained = launch.finish(after)

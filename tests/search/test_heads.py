@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +19,8 @@ from search.heads import main
 from search.published import head_budget
 from search.published.config import HeadSearch
 from search.published.head_budget import run
+from tests import processes
+from tests.processes import Process
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -115,43 +113,20 @@ def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path,
 def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
-    command = [
-        sys.executable,
-        "-m",
-        "search.heads",
-        "--allocation",
-        "heads",
-        "--model",
-        str(tiny_model),
-        "--out",
-        str(out),
-    ]
-    command += [
-        "--length",
-        str(LENGTH),
-        "--budget",
-        "0.6",
-        "--dtype",
-        "float32",
-        "--calibration",
-        "passkey",
-        "--samples",
-        "2",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = ["--allocation", "heads", "--model", str(tiny_model), "--out", str(out), "--length", str(LENGTH)]
+    words += ["--budget", "0.6", "--dtype", "float32", "--task", "passkey", "--samples", "2"]
+    process = Process("search.heads", *words)
     while len(list(resume.glob("*.unit"))) < 2:
-        assert process.poll() is None, "finished before it could be killed"
+        assert process.code is None, "finished before it could be killed"
         time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
     finished = len(list(resume.glob("*.unit")))
     assert not out.exists()
     # Three layers on each of two prompts, and that a prompt is through.
     if finished == 8:
         pytest.skip("it finished all layers before the kill reached it")
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert f"{finished} units are finished" in second.stderr
+    code, _, said = processes.run("search.heads", *words)
+    assert code == 0 and f"{finished} units are finished" in said
     assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
     assert not resume.exists()
 
@@ -174,7 +149,7 @@ def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
         ({"--budget": "0.001"}, "impossible"),
         ({"--budget": "2"}, "at most 1"),
         ({"--out": "missing/cfg.yaml"}, "missing"),
-        ({"--calibration": "guessing"}, "kv_retrieval"),
+        ({"--task": "guessing"}, "kv_retrieval"),
         ({"--backend": "abacus"}, "abacus"),
         ({"--length": "0"}, "at least 1"),
         ({"--samples": "0"}, "at least 1"),
@@ -209,24 +184,11 @@ def test_bad_input_is_one_line_and_leaves_no_file(
 
 def test_model_without_attention(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "mamba", family="Mamba", num_hidden_layers=2, state_size=4)
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "search.heads",
-            "--allocation",
-            "heads",
-            "--model",
-            str(model),
-            "--out",
-            str(tmp_path / "cfg.yaml"),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "without attention" in errors[0] and "Traceback" not in result.stderr
+    words = ["--allocation", "heads", "--model", str(model), "--out", str(tmp_path / "cfg.yaml")]
+    code, _, said = processes.run("search.heads", *words)
+    assert code == 2
+    errors = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "without attention" in errors[0] and "Traceback" not in said
     assert not list(tmp_path.glob("cfg*"))
 
 

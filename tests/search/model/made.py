@@ -9,7 +9,7 @@ import numpy as np
 from search.model.allocation import Heads
 from search.model.curves import Curves
 
-LAYERS, HEADS, CANDIDATES = 3, 2, 4
+LAYERS = 3
 
 
 def curves_of(change: np.ndarray, **changes: Any) -> Curves:
@@ -19,12 +19,14 @@ def curves_of(change: np.ndarray, **changes: Any) -> Curves:
     return Curves(change=change, **known | {"tokens": 0, "texts": 0, "asked": 0} | changes)
 
 
-def heads_of(seed: int, *, ranks: int = 1, heads: int = HEADS, tails: tuple[int, ...] = (64,)) -> Heads:
+def heads_of(
+    seed: int, *, ranks: int = 1, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)
+) -> Heads:
     """Layer 1 is left alone; more cost is less change, and error goes its own way."""
     curves, costs = {}, {}
     for tail in tails:
         rng = np.random.default_rng([seed, tail])
-        shape = (LAYERS, heads, CANDIDATES)
+        shape = (LAYERS, heads, candidates)
         cost = np.sort(rng.exponential(size=shape), axis=-1) + 0.1
         change = -np.sort(-rng.exponential(size=shape) * rng.exponential(size=shape[:2])[..., None], axis=-1)
         error = rng.exponential(size=shape)

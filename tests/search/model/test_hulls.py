@@ -117,6 +117,19 @@ def test_a_dent_in_a_curve_is_stepped_over() -> None:
     assert spend(losses, SIZES, 0.2).entries == [0] and spend(losses, SIZES, 0.25).entries == [2]
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
+    """On a straight line up to rounding, which puts some of them above it: all belong to the hull, and only they."""
+    rng = np.random.default_rng(seed)
+    costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
+    losses = 0.3 - 0.1 * costs / costs[-1] * rng.uniform(0.1, 1)
+    assert hull(costs, losses) == list(range(7))
+    losses[3] += 1e-6
+    assert hull(costs, losses) == [0, 1, 2, 4, 5, 6]
+    spent = spend(losses[None], costs, costs[5] * (1 + 1e-9))
+    assert spent.entries == [5] and spent.price == pytest.approx(slope(costs, losses, 0, 6), rel=1e-6)
+
+
 def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
     losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])

@@ -12,7 +12,7 @@ from artifacts import HeadwiseError
 from search.model.allocation import Allocation
 from search.model.gate import TaskLoss
 from search.model.refine import Refinement, Trial, balanced, check_storage, refine
-from tests.search.model.made import CANDIDATES, heads_of
+from tests.search.model.made import heads_of
 
 TAILS = (0, 64)
 # What the model makes of text and answers, in times of what the curves say.
@@ -110,7 +110,7 @@ def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path: Path) -> No
     assert [t.allocation.digest for t in refine(quiet, formula(quiet))] == [  # type: ignore[arg-type]
         t.allocation.digest for t in trials
     ]
-    assert not (tmp_path / "none.db").exists() and len(quiet.last_qs) == CANDIDATES
+    assert not (tmp_path / "none.db").exists() and len(quiet.last_qs) == 4
 
 
 def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -27,13 +23,13 @@ from profiling.quality.sequences import Reference, sequences
 from runtime import load
 from search.common.check import plans_of
 from search.heads import main
-from search.model.allocation import slowest
+from search.model.allocation import spent_by
 from search.model.gate import by_task
+from tests.processes import Process, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 512
 TASKS = ("passkey", "prose")
-ROOT = Path(__file__).resolve().parents[3]
 LIMITS = ("max_kl", "max_perplexity", "max_nll", "max_lost")
 
 
@@ -53,14 +49,6 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
     }
     named = [(f"--{name.replace('_', '-')}", value.split()) for name, value in told.items() if value is not None]
     return [*(word for name, values in named for word in (name, *values)), "--no-picture", *more]
-
-
-def command(*words: str, ranks: int = 0) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    return [sys.executable, *launcher, "-m", "search.heads", *words]
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def content(path: Path) -> str | None:
@@ -212,17 +200,15 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 @pytest.mark.slow
 def test_killed_it_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
-    words = command(*options(tiny_model, out))
-    process = subprocess.Popen(words, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = Process("search.heads", *options(tiny_model, out))
     while len(list(ledger_of(out).glob("*.unit"))) < 2:
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.code is None, "it ended before it could be killed"
         time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
     finished = len(list(ledger_of(out).glob("*.unit")))
     assert finished >= 2 and not out.exists()
-    second = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
-    assert second.returncode == 0 and f"{finished} units are finished" in second.stderr
+    code, _, said = run("search.heads", *options(tiny_model, out))
+    assert code == 0 and f"{finished} units are finished" in said
     assert content(out) == content(found) and not ledger_of(out).exists()
 
 
@@ -230,9 +216,8 @@ def test_killed_it_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "cfg.yaml"
-    words = command(*options(tiny_model, out), ranks=ranks)
-    result = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    code, _, said = run("search.heads", *options(tiny_model, out), ranks=ranks)
+    assert code == 0, said
     assert content(out) == content(found) and not ledger_of(out).exists()
     assert out.with_name(artifacts.load(out).sidecar.file).read_bytes() == (
         found.with_name(artifacts.load(found).sidecar.file).read_bytes()
@@ -287,7 +272,7 @@ def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: 
     artifact, arrays = artifacts.load_pair(out)
     assert artifact.prefill.front is not None
     own = np.asarray(arrays["chosen.flops"], dtype=np.float64)
-    assert 2 * slowest(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
+    assert spent_by(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
 
 
 def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tmp_path: Path) -> None:
@@ -356,10 +341,10 @@ def test_bad_input_is_one_line_and_leaves_no_file(
 
 
 def test_exit_codes_of_the_command(tmp_path: Path) -> None:
-    words = command(*options(Path("no/such-model-anywhere"), tmp_path / "cfg.yaml", seed="-1"))
-    result = subprocess.run(words, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stdout == "" and list(tmp_path.iterdir()) == []
-    (said,) = result.stderr.splitlines()
+    words = options(Path("no/such-model-anywhere"), tmp_path / "cfg.yaml", seed="-1")
+    code, printed, complained = run("search.heads", *words)
+    assert code == 2 and printed == "" and list(tmp_path.iterdir()) == []
+    (said,) = complained.splitlines()
     assert said.startswith("error: argument --seed: must be a whole number from 0 to 2147483647, got '-1'")
 
 
