@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -50,10 +51,10 @@ def either(wanted: str) -> WrapValidator:
     """A value of one of several types; pydantic's own message would name each type and what it lacks."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
+        # Raised within the handler it would keep pydantic's error, of which a file may have thousands.
+        with suppress(ValidationError):
             return handler(value)
-        except ValidationError:
-            raise ValueError(f"must be {wanted}") from None
+        raise ValueError(f"must be {wanted}")
 
     return WrapValidator(check)
 

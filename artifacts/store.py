@@ -188,7 +188,23 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
     Raises:
         ArtifactError: as load().
     """
-    pair = _parse(path, read_yaml(path), verify)
+    return _with_sidecar(path, _parse(path, read_yaml(path), verify), verify)
+
+
+def look(path: Path) -> Pair:
+    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
+
+    Raises:
+        ArtifactError: as load() of the YAML alone.
+    """
+    pair = _parse(path, read_yaml(path), None)
+    try:
+        return _with_sidecar(path, pair, None)
+    except ArtifactError as error:
+        return replace(pair, fault=str(error).removeprefix(f"{one_line(str(path))}: "))
+
+
+def _with_sidecar(path: Path, pair: Pair, verify: Key | None) -> Pair:
     for _ in range(_ATTEMPTS):
         artifact = pair.artifact
         if artifact.sidecar is None:
@@ -200,7 +216,7 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
             with naming(path):
                 arrays = Sidecar(file, artifact.sidecar.sha256)
                 check_arrays(artifact, arrays, arrays.entries)
-                return Pair(artifact=artifact, data=pair.data, arrays=arrays, signed_by=pair.signed_by)
+                return replace(pair, arrays=arrays)
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.
             if (data := read_yaml(path)) != pair.data:
@@ -211,19 +227,6 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
         f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
         f"{shorten(str(path.parent), 400)}; the two files belong together"
     )
-
-
-def look(path: Path) -> Pair:
-    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
-
-    Raises:
-        ArtifactError: as load() of the YAML alone.
-    """
-    try:
-        return read_pair(path)
-    except ArtifactError as error:
-        why = str(error).removeprefix(f"{one_line(str(path))}: ")
-        return replace(_parse(path, read_yaml(path), None), fault=why)
 
 
 def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:

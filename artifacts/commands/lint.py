@@ -78,7 +78,8 @@ def findings(file: Path, length: int | None = None) -> list[Finding]:
     try:
         pair = look(file)
     except ArtifactError as error:
-        if faults := broken(file, error):
+        # Without what was read, which its traceback keeps: the file is read again.
+        if faults := broken(file, error.with_traceback(None)):
             return faults
         raise
     return lint(

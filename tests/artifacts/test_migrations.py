@@ -10,6 +10,7 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, migrations, strict_yaml
 from artifacts.__main__ import main
+from artifacts.command_line import FOUND
 from artifacts.hashing import content_sha256
 from artifacts.kv_cache import POLICY_KINDS
 from artifacts.patterns import KINDS
@@ -64,7 +65,7 @@ def test_an_older_file_is_read_through_its_step(older, every_kind):
 
 
 def test_an_older_file_is_found_and_written_anew(older, capsys):
-    assert main(["migrate", str(older)]) == 1
+    assert main(["migrate", str(older)]) == FOUND
     assert f"the current one is {SCHEMA_VERSION}; --out FILE writes it" in capsys.readouterr().out
     assert main(["migrate", str(older), "--out", str(older)]) == 0
     assert strict_yaml.parse(older.read_bytes())["schema_version"] == SCHEMA_VERSION
