@@ -39,7 +39,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps line breaks, and names an option's value by its type."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "N", natural: "N", float: "X", Path: "PATH"}.get(action.type, "VALUE")
+        by_type: dict[Any, str] = {int: "N", natural: "N", float: "X", Path: "PATH"}
+        return by_type.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -80,7 +80,7 @@ def _row(parser: ArgumentParser, action: argparse.Action) -> str:
     value = takes._format_args(action, metavar) if action.nargs != 0 else ""
     name = f"{names} {value}".strip().replace("|", "\\|")
     required = " (required)" if action.required and action.option_strings else ""
-    says = takes._expand_help(action) if action.help else ""
+    says = command_line.in_words_of_the_user(takes._expand_help(action)) if action.help else ""
     # Angle brackets and bars would be the page's own.
     says = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", says).replace("|", "\\|").replace("*", "\\*")
     return f"| `{name}` | {says}{required} |"

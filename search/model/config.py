@@ -25,6 +25,7 @@ class ModelSearch:
     samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
     storage: of Optuna's study, any URL that it takes; None keeps it in memory.
     tensor_parallel: ranks that will serve; the slowest one's time is what counts.
+    max_memory: bytes of weights that stay on the device, None all; the other layers come in one at a time.
     """
 
     model: str
@@ -43,6 +44,7 @@ class ModelSearch:
     device: str = "cpu"
     backend: str = "auto"
     revision: str | None = None
+    max_memory: int | None = None
     dense_below: int | None = None
     dense_tail: int | None = None
     tensor_parallel: int = 1

@@ -240,6 +240,20 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
     assert main(options(tiny_model, out, budget="0.7", n_trials="2")) == 0 and len(scored) == 6
 
 
+def test_layers_that_come_in_one_at_a_time_give_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    model = load_model(str(tiny_model), dtype="float32").model
+    kept = model.get_input_embeddings().weight.nbytes
+    if not model.config.tie_word_embeddings:
+        kept += model.get_output_embeddings().weight.nbytes
+    some = kept + max(sum(weight.nbytes for weight in layer.parameters()) for layer in model.model.layers) * 3 // 2
+    assert load_model(str(tiny_model), dtype="float32", max_memory=some).model.hf_device_map["model.layers.2"] == "disk"
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, "--max-memory", str(some))) == 0
+    assert content(out) == content(found)
+    with pytest.raises(HeadwiseError, match="its embeddings take"):
+        load_model(str(tiny_model), dtype="float32", max_memory=1000)
+
+
 def test_fresh_discards_what_is_there(
     found: Path, tiny_model: Path, tmp_path: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
