@@ -42,7 +42,7 @@ _DENSE = (MODEL, KERNEL, OPENVINO)
 
 @dataclass(frozen=True, kw_only=True)
 class Rivals:
-    """What to compare. rounds: prompts that are timed, after one that is not.
+    """What to compare. repeats: prompts that are timed, after one that is not.
 
     threshold, block, stride, last: XAttention's share of the scores that is kept, its blocks in tokens, the stride of
         its estimate, and how many of a prompt's last tokens attend to everything.
@@ -52,7 +52,7 @@ class Rivals:
     config: Path
     length: int = 8192
     task: str = "passkey"
-    rounds: int = 3
+    repeats: int = 3
     threshold: float = 0.9
     block: int = 64
     stride: int = 8
@@ -62,7 +62,7 @@ class Rivals:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("length", "rounds", "block", "stride"):
+        for name in ("length", "repeats", "block", "stride"):
             if (value := getattr(self, name)) < 1:
                 raise HeadwiseError(f"--{name} must be at least 1, got {value}")
         if not 0 < self.threshold <= 1:
@@ -107,7 +107,7 @@ def run(config: Rivals) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype)
     check(artifact.model, loaded.model)
-    how = {"length": config.length, "samples": config.rounds + 1, "seed": config.seed}
+    how = {"length": config.length, "samples": config.repeats + 1, "seed": config.seed}
     prompts = make_prompts(config.task, loaded.tokenizer, **how)  # type: ignore[arg-type]
     if any(prompt.answer is None or prompt.turn for prompt in prompts):
         raise HeadwiseError(f"--task {config.task} has no answer at the end of its prompts: take one that retrieves")
@@ -216,8 +216,10 @@ def _pipeline(config: Rivals, loaded: LoadedModel, folder: Path, *, sparse: bool
             xattention_block_size=config.block,
             xattention_stride=config.stride,
         )
-    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    made = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", threads, {})
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    if config.dtype == "float32":
+        options |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    made = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options, {})
 
     def serve(prompt: Prompt) -> Served:
         generation = genai.GenerationConfig(max_new_tokens=_limit(loaded.tokenizer, prompt))
@@ -266,18 +268,20 @@ def table(record: dict[str, Any]) -> str:
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.rivals."""
     p = ArgumentParser(prog="python -m profiling.rivals", description=__doc__)
-    arguments.add_artifact(p, old="--config")
-    arguments.add_model(p, "hub id, local folder, GGUF file or smollm2; no layer may slide")
+    arguments.add_model(p, f"{arguments.MODEL}; none whose layers slide")
+    arguments.add_artifact(p)
     arguments.add_length(p, "tokens of a prompt (default 8192)", default=Rivals.length)
     arguments.add_task(p, "what is asked (default passkey)", several=False, default=Rivals.task)
-    p.add_argument("--rounds", type=int, default=Rivals.rounds, help="timed prompts, after one that is not (default 3)")
+    p.add_argument(
+        "--repeats", type=int, default=Rivals.repeats, help="timed prompts, after one that is not (default 3)"
+    )
     p.add_argument("--threshold", type=float, default=Rivals.threshold, help="XAttention's (default 0.9)")
     p.add_argument("--block", type=int, default=Rivals.block, help="XAttention's, in tokens (default 64)")
     p.add_argument("--stride", type=int, default=Rivals.stride, help="XAttention's (default 8)")
     p.add_argument("--last", type=int, default=Rivals.last, help="last tokens that XAttention serves densely (64)")
     p.add_argument("--threads", type=int, help="of all methods (default: torch's)")
     arguments.add_seed(p, Rivals.seed)
-    arguments.add_dtype(p, "of the rows but OpenVINO's (default %(default)s)", default=Rivals.dtype)
+    arguments.add_dtype(p, "(default bfloat16, where OpenVINO keeps its own defaults)")
     arguments.add_json(p)
     return p
 
@@ -286,8 +290,9 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     to_json = options.pop("json")
-    record = run(Rivals(**options))
-    arguments.deliver(table(record), {"command": arguments.as_typed("profiling.rivals", argv), **record}, to_json)
+    found = run(Rivals(**options))
+    record = {"command": arguments.as_typed("profiling.rivals", argv), **found}
+    arguments.deliver(table(record), record, to_json)
     return 0
 
 

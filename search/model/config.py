@@ -11,7 +11,7 @@ from search.model.costs import Unit
 from search.model.gate import Limits
 
 DEFAULT_BUDGET = 0.25
-DEFAULT_TRIALS = 4
+DEFAULT_TRIALS = 2
 # Dense tails that are compared where none is asked for, in tokens.
 TAILS = (0, 64, 256)
 
