@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
 VLLM_VENV ?= .venv-vllm
+DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: test test-all test-oldest test-vllm test-wheel demo fuzz lint clean
+.PHONY: docs test test-all test-oldest test-vllm test-wheel demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -59,6 +60,27 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m tests.artifacts.fuzz $(or $(N),10000) $(SEED)
 
+# The site in build/site; no page fetches anything from elsewhere. It is built from a copy, in which pages and notebooks stand
+# together. The notebooks run first, at their small setting (make docs NOTEBOOKS= leaves their outputs out). In an environment
+# of its own, of which `make test` needs nothing.
+NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
+
+docs: $(VENV)/.installed $(VENV)/.models $(DOCS_VENV)/.installed
+	$(BIN)/python -m search.reference --out docs/commands.md
+	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
+	cp -r notebooks CHANGELOG.md CONTRIBUTING.md SECURITY.md build/docs
+	sed -i 's#](\.\./#](#g; s#](docs/#](#g' build/docs/*.md
+	sed -i 's#](\.\./docs/#](../#g' build/docs/notebooks/*.ipynb
+	set -e; for notebook in $(NOTEBOOKS); do (cd build/docs/notebooks && HEADWISE_NOTEBOOK=small PYTHONPATH=$(CURDIR) \
+		$(abspath $(BIN))/jupyter execute --inplace --timeout=1200 $$(basename $$notebook)); done
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@echo "to read and search it: $(PYTHON) -m http.server --directory build/site"
+
+$(DOCS_VENV)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-docs.txt
+	@touch $@
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -92,4 +114,4 @@ $(VENV)/.models: $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) $(VLLM_VENV) build demo *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(VLLM_VENV) $(DOCS_VENV) build demo *.egg-info

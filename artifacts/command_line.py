@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from artifacts.errors import Finding, HeadwiseError, one_line, reason
@@ -34,11 +35,19 @@ leave_at_once = False
 EXTRAS = {"matplotlib": "search", "openvino": "rivals", "openvino_genai": "rivals", "optuna": "search"}
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps line breaks, and names an option's value by its type."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        by_type: dict[Any, str] = {int: "N", natural: "N", float: "X", Path: "PATH"}
+        return by_type.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with one-line errors, no abbreviated options, help that keeps its line breaks, and -q, -v, --version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("formatter_class", _Formatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self.prog = in_words_of_the_user(self.prog)

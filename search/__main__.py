@@ -28,6 +28,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "report": ("profiling.report", "the page of an evaluation again"),
         "decode": ("profiling.decode", "decode: time a token, perplexity, answers, bytes of the cache"),
         "versus": ("profiling.versus", "artifacts of one model side by side"),
+        "rivals": ("profiling.rivals", "an artifact beside OpenVINO GenAI, dense and with XAttention"),
         "fidelity": ("profiling.fidelity", "what each head keeps, and what a conversion costs"),
         "separation": ("profiling.separation", "which tasks tell patterns apart"),
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from artifacts import arguments, command_line
@@ -75,17 +76,14 @@ def _shown(action: argparse.Action) -> bool:
 def _row(parser: ArgumentParser, action: argparse.Action) -> str:
     takes = parser._get_formatter()
     names = ", ".join(action.option_strings)
-    value = takes._format_args(action, _metavar(action)) if action.nargs != 0 else ""
+    metavar = takes._get_default_metavar_for_optional(action) if action.option_strings else action.dest
+    value = takes._format_args(action, metavar) if action.nargs != 0 else ""
     name = f"{names} {value}".strip().replace("|", "\\|")
     required = " (required)" if action.required and action.option_strings else ""
-    says = takes._expand_help(action) if action.help else ""
+    says = command_line.in_words_of_the_user(takes._expand_help(action)) if action.help else ""
     # Angle brackets and bars would be the page's own.
     says = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", says).replace("|", "\\|").replace("*", "\\*")
     return f"| `{name}` | {says}{required} |"
-
-
-def _metavar(action: argparse.Action) -> str:
-    return action.dest if not action.option_strings else action.dest.upper()
 
 
 def _text(text: str) -> Iterator[str]:
@@ -97,7 +95,7 @@ def _text(text: str) -> Iterator[str]:
         if not part.strip():
             continue
         if any(re.match(r"\s{2,}\S|(?:headwise|python) ", row) or re.match(r"\S+\s{3,}\S", row) for row in rows):
-            yield from ("```text", *rows, "```", "")
+            yield from ("```text", *dedent("\n".join(rows)).split("\n"), "```", "")
         else:
             yield from (*rows, "")
 

@@ -52,6 +52,14 @@ def command(*words: str, folder: Path) -> str:
     return done.stdout
 
 
+def headwise(*words: str, folder: Path) -> str:
+    """What the console script prints; it must end with 0."""
+    script = Path(sys.executable).with_name("headwise")
+    done = subprocess.run([script, *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"headwise {' '.join(words)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
 def check_packages() -> None:
     """All five packages are the environment's own."""
     import artifacts
@@ -66,8 +74,9 @@ def check_packages() -> None:
 def search(folder: Path) -> None:
     options = "--allocation heads --length 512 --budget 0.6 --dtype float32"
     command("search.heads", "--model", "model", "--out", "cfg.yaml", *options.split(), folder=folder)
-    command("artifacts", "validate", "cfg.yaml", folder=folder)
-    assert "LlamaForCausalLM: 3 layers" in command("artifacts", "show", "cfg.yaml", folder=folder)
+    headwise("validate", "cfg.yaml", folder=folder)
+    assert "LlamaForCausalLM: 3 layers" in headwise("show", "cfg.yaml", folder=folder)
+    assert headwise("doctor", folder=folder).startswith("all is well")
 
 
 def serve(folder: Path) -> None:

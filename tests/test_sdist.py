@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("artifacts", "docs", "kernels", "notebooks", "profiling", "runtime", "search", "tests")
 FILES = (
     *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt", "requirements-vllm.txt"),
+    *("requirements-docs.txt", "mkdocs.yml", "CITATION.cff", "SECURITY.md"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 )
 LEFTOVERS = ("__pycache__", ".ipynb_checkpoints", ".hypothesis", "prebuilt")

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError, command_line
+from artifacts import HeadwiseError, arguments, command_line
 from kernels.native import build
 from profiling import doctor, report
 from search.__main__ import GROUPS, NAMES, VERBS, main
-from search.reference import page
+from search.reference import _parser, page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,6 +92,37 @@ def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path: Path, after: float) 
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
         assert (process.wait(60), process.stderr.read()) == (130, "interrupted\n")
+
+
+PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
+
+
+@pytest.mark.parametrize(
+    "flag", ["--length", "--task", "--json", "--device", "--seed", "--out", "--revision", "--dtype"]
+)
+def test_the_same_thing_has_the_same_name_everywhere(flag: str) -> None:
+    found = {verb: p._option_string_actions[flag] for verb, p in PARSERS.items() if flag in p._option_string_actions}
+    assert len(found) > 3
+    shown = {"--out": {"FILE", "FOLDER", "STEM"}, "--dtype": {None}}.get(flag)
+    metavars = {action.metavar for action in found.values()}
+    assert metavars <= shown if shown else len(metavars) == 1
+    if flag == "--json":
+        assert {(action.nargs, action.const) for action in found.values()} == {("?", arguments.STDOUT)}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_old_spellings_lead_to_what_is_there_and_are_options_no_more(verb: str) -> None:
+    p = PARSERS[verb]
+    positional = [action for action in p._actions if not action.option_strings]
+    for old, new in p._new_names.items():
+        assert old not in p._option_string_actions
+        assert new in p._option_string_actions or positional[0].metavar == new
+    # What convert takes by that name is a model's config.json.
+    gone = {"--tasks", "--lengths", "--calibration", "--dtypes", "--show"} | (
+        {"--config"} if verb != "convert" else set()
+    )
+    assert not gone & {*p._option_string_actions}
+    assert {"-q", "-v", "--version"} <= {*p._option_string_actions}
 
 
 def test_the_page_of_commands_is_current() -> None:

@@ -1,0 +1,101 @@
+"""The pages: every link leads somewhere, every page is in the site's navigation, and README keeps to its length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("results/*.md")])
+# What `make docs` copies beside the pages of docs/.
+BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "notebooks")
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+SITE: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+
+
+def links(page: Path) -> list[str]:
+    """Where a page's links and pictures lead; code has none, but its text is what a heading's anchor is made of."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"!?\[[^\]]*\]\(\s*([^()\s]+)\s*\)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page can be linked by, as GitHub and Python-Markdown make it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
+        found.add(re.sub(r"\s+", "-", words))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        there = (page.parent / unquote(path)).resolve() if path else page
+        inside = there.suffix != ".md" or not anchor or anchor in anchors(there) if there.exists() else False
+        if not inside:
+            wrong.append(link)
+    assert not wrong
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n```\n# no heading [x](y.md)\n```\n")
+    assert links(page) == ["none.md", "#a-b-heading"] and anchors(page) == {"a-b-heading"}
+
+
+def entries(nav: list[Any]) -> Iterator[str]:
+    for entry in nav:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            yield from entries(value) if isinstance(value, list) else [value]
+
+
+def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site() -> None:
+    listed = list(entries(SITE["nav"]))
+    assert len(listed) == len(set(listed))
+    places = {name: (ROOT if name.partition("/")[0] in BESIDE else DOCS) / name for name in listed}
+    assert [name for name, path in places.items() if not path.is_file()] == []
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES if DOCS in page.parents}
+    pages |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert pages == set(listed) - set(BESIDE)
+
+
+def test_the_site_is_built_of_what_is_named_here() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    copied = re.search(r"^\tcp -r (notebooks .+) build/docs$", makefile, re.MULTILINE)
+    assert copied is not None and set(copied[1].split()) == set(BESIDE)
+
+
+def test_the_site_fetches_nothing() -> None:
+    assert SITE["theme"]["font"] is False and "search" in SITE["plugins"]
+    for drawing in DOCS.glob("drawings/*.svg"):
+        assert "http" not in drawing.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_readme_fits_a_glance() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_version_is_one() -> None:
+    project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert project is not None and cited["version"] == project[1]
+    assert f"version = {{{project[1]}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
