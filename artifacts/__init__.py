@@ -9,7 +9,8 @@ from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, HeadwiseError
 from artifacts.evidence import Evidence, Measurement, PromptSet, TaskFigures
 from artifacts.fields import Imported
-from artifacts.front import Front, Point, at_target, front_arrays, front_rows
+from artifacts.front import Front, Point
+from artifacts.front_rows import at_target, front_arrays, front_rows
 from artifacts.growth import Growth, grown
 from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
 from artifacts.patterns import (

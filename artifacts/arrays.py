@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.costs import columns
 from artifacts.errors import ArtifactError, shorten
-from artifacts.front import FRONT_ROWS
+from artifacts.front_rows import FRONT_ROWS
 from artifacts.patterns import AnyPattern, Static
 from artifacts.schema import Artifact
 from artifacts.windows import SEEN_WINDOWS

@@ -24,7 +24,7 @@ BROKEN_PIPE = 141
 # Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
 leave_at_once = False
 # What serving does without -> the extra that installs it.
-EXTRAS = {"matplotlib": "search", "optuna": "search"}
+EXTRAS = {"matplotlib": "search", "openvino": "rivals", "openvino_genai": "rivals", "optuna": "search"}
 
 
 class ArgumentParser(argparse.ArgumentParser):

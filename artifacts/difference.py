@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from artifacts.density import mean_density
 from artifacts.fields import MOST_HEADS
@@ -15,6 +15,8 @@ from artifacts.sidecar import Sidecar
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
+# Names by layer and head, and what each name means.
+Named: TypeAlias = tuple[Sequence[tuple[str | None, ...]], Mapping[Any, Any]]
 SECTIONS = (
     "search",
     "prefill.growth",
@@ -101,8 +103,8 @@ def compare(
     old, new = (artifact.model_dump(mode="json") for artifact in (before, after))
     there = [{name for name in SECTIONS if _at(fields, name)} for fields in (old, new)]
     return Difference(
-        heads=_heads(_rows(before), _rows(after), _meanings(before), _meanings(after)) if same else None,
-        kv_heads=_heads(_kv_rows(before), _kv_rows(after), _policies(before), _policies(after)) if same else None,
+        heads=_heads(_patterns(before), _patterns(after)) if same else None,
+        kv_heads=_heads(_policies(before), _policies(after)) if same else None,
         total=before.model.num_layers * before.model.num_heads,
         length=length,
         density=(mean_density(before, length, arrays_before), mean_density(after, length, arrays_after)),
@@ -126,36 +128,28 @@ def _at(fields: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _rows(artifact: Artifact) -> list[tuple[str | None, ...]]:
-    return [row or (None,) * artifact.model.num_heads for row in artifact.prefill.layers]
+def _patterns(artifact: Artifact) -> Named:
+    """The pattern of every query head: its name, None where a layer is left alone, and what each name means."""
+    nothing = (None,) * artifact.model.num_heads
+    return [row or nothing for row in artifact.prefill.layers], artifact.patterns
 
 
-def _kv_rows(artifact: Artifact) -> list[tuple[str | None, ...]]:
-    model, section = artifact.model, artifact.kv_cache
-    nothing: tuple[str | None, ...] = (None,) * model.num_kv_heads
-    rows = range(model.num_layers)
-    return [nothing if section is None else section.heads(layer, model.num_kv_heads) or nothing for layer in rows]
+def _policies(artifact: Artifact) -> Named:
+    """The same of every KV head and its cache policy."""
+    layers, heads, section = artifact.model.num_layers, artifact.model.num_kv_heads, artifact.kv_cache
+    if section is None:
+        return [(None,) * heads] * layers, {}
+    return [section.heads(layer, heads) or (None,) * heads for layer in range(layers)], section.policies
 
 
-def _meanings(artifact: Artifact) -> dict[str, Any]:
-    return dict(artifact.patterns)
-
-
-def _policies(artifact: Artifact) -> dict[str, Any]:
-    return dict(artifact.kv_cache.policies) if artifact.kv_cache else {}
-
-
-def _heads(
-    before: list[tuple[str | None, ...]],
-    after: list[tuple[str | None, ...]],
-    meant_before: Mapping[str, Any],
-    meant_after: Mapping[str, Any],
-) -> tuple[HeadChange, ...]:
+def _heads(before: Named, after: Named) -> tuple[HeadChange, ...]:
     """By what a name means: a pattern that only got another name did not change."""
+    (rows_before, meant_before), (rows_after, meant_after) = before, after
     found: dict[tuple[str | None, str | None], dict[int, list[int]]] = {}
-    for layer, (old, new) in enumerate(zip(before, after, strict=True)):
+    for layer, (old, new) in enumerate(zip(rows_before, rows_after, strict=True)):
         for head, (a, b) in enumerate(zip(old, new, strict=True)):
-            if (meant_before[a] if a is not None else None) != (meant_after[b] if b is not None else None):
+            # A name is one of a pattern there is, so that None alone means nothing.
+            if meant_before.get(a) != meant_after.get(b):
                 found.setdefault((a, b), {}).setdefault(layer, []).append(head)
     changes = [
         HeadChange(before=a, after=b, where={layer: tuple(heads) for layer, heads in where.items()})

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
+# A field's own text may be in a line.
+_LONGEST_LINE = 800
+
 
 class HeadwiseError(ValueError):
     """A user's mistake. str() is one clear line: what is wrong, the value, and what would be right.
@@ -40,3 +47,14 @@ def number(value: float) -> str:
 def one_line(text: str) -> str:
     """The text with line breaks and control characters escaped: it prints as one line and moves no cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Put the file's name in front of an ArtifactError's line, unless it begins with it."""
+    try:
+        yield
+    except ArtifactError as error:
+        text, name = one_line(str(error)), one_line(os.fspath(path))
+        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
+        raise ArtifactError(text if text.startswith(f"{name}: ") else f"{name}: {text}") from None

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from artifacts.fields import AtLeast0, Count, Natural, Positive, Record, Sha256, Text
+from artifacts.fields import AtLeast0, Count, Natural, Positive, Record, Sha256, Text, together
 
 MAX_TASKS = 512
 
@@ -42,8 +42,7 @@ class TaskFigures(Record):
         if self.dense_right is not None and self.dense_right > self.prompts:
             raise ValueError(f"dense_right is {self.dense_right}, there are {self.prompts} prompts")
         low, rise, high = self.nll_rise_low, self.nll_rise, self.nll_rise_high
-        if (low is None) != (high is None):
-            raise ValueError("nll_rise_low and nll_rise_high go together: give both or neither")
+        together(self, "nll_rise_low", "nll_rise_high")
         if low is not None and high is not None and (rise is None or not low <= rise <= high):
             raise ValueError(f"nll_rise must lie from nll_rise_low to nll_rise_high, got {rise} for {low} to {high}")
         return self
@@ -65,8 +64,7 @@ class Measurement(Record):
 
     @model_validator(mode="after")
     def _both(self) -> Self:
-        if (self.baseline is None) != (self.baseline_name is None):
-            raise ValueError("baseline and baseline_name go together: give both or neither")
+        together(self, "baseline", "baseline_name")
         return self
 
 

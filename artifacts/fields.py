@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 # No prompt is longer and no size larger; what a file may claim has to be small enough to be counted with.
 LARGEST = 2**31 - 1
@@ -20,6 +28,12 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def together(record: BaseModel, one: str, other: str) -> None:
+    """Raise ValueError where one of two fields is given without the other."""
+    if (getattr(record, one) is None) != (getattr(record, other) is None):
+        raise ValueError(f"{one} and {other} go together: give both or neither")
+
+
 def matching(pattern: str, wanted: str) -> AfterValidator:
     """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
     compiled = re.compile(pattern)
@@ -32,17 +46,23 @@ def matching(pattern: str, wanted: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def either(wanted: str) -> WrapValidator:
+    """A value of one of several types; pydantic's own message would name each type and what it lacks."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {wanted}") from None
+
+    return WrapValidator(check)
+
+
 def _share(value: float) -> float:
     # Means of float32 shares end up a rounding error above one.
     if not 0.0 <= value <= 1.0001:
         raise ValueError("must be from 0 to 1")
     return min(value, 1.0)
-
-
-def _budget(value: int | float) -> int | float:
-    if isinstance(value, float) and not 0 <= value <= 1:
-        raise ValueError("must be a whole number of tokens, or a share of them between 0 and 1")
-    return value
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -53,7 +73,10 @@ Share = Annotated[float, AfterValidator(_share)]
 Coverage = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 AtLeast0 = Annotated[float, Field(ge=0.0)]
-Budget = Annotated[Natural | float, AfterValidator(_budget)]
+Budget = Annotated[
+    Natural | Annotated[float, Field(ge=0.0, le=1.0)],
+    either("a whole number of tokens, or a share of them between 0 and 1"),
+]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
 PatternName = Annotated[
     str,

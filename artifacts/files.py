@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from artifacts.errors import HeadwiseError, reason, shorten
+from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
 
 # File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the artifact's.
 _LONGEST_NAME = 200
@@ -38,6 +38,24 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
         _sync_directory(target.parent)
     except OSError as error:
         raise HeadwiseError(f"cannot write {_quoted(target)}: {reason(error)}") from error
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a new file that its owner alone can read; after a failure it is not there.
+
+    Raises:
+        HeadwiseError: it is there already or cannot be written.
+    """
+    try:
+        try:
+            _write_new(path, data, mode=0o600)
+        except FileExistsError:
+            raise
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise HeadwiseError(f"cannot write {_quoted(path)}: {reason(error)}") from error
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -109,6 +127,25 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         raise
 
 
+def read_regular(path: Path, most: int, what: str) -> bytes:
+    """The bytes of a regular file of at most so many; `what` they are too many for is said otherwise.
+
+    Raises:
+        ArtifactError: there is no such file, it cannot be read, is no regular file or too large; the line names it.
+    """
+    shown = one_line(str(path))
+    try:
+        with open_regular(path) as file:
+            data = file.read(most + 1)
+    except FileNotFoundError:
+        raise ArtifactError(f"{shown}: no such file") from None
+    except OSError as error:
+        raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
+    if len(data) > most:
+        raise ArtifactError(f"{shown}: has more than {most} bytes, too large for {what}")
+    return data
+
+
 def _quoted(path: str | os.PathLike[str]) -> str:
     # Cut short later than other values: the end is what tells two paths apart.
     return shorten(str(path), 400)
@@ -119,7 +156,8 @@ def _beside(target: Path) -> Path:
 
 
 def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags, 0o666 if mode is None else mode)
     try:
         if mode is not None:
             # Some file systems have no modes to set.

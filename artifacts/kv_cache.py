@@ -11,13 +11,12 @@ A row is one policy for all KV heads, or one for each; null is a layer that slid
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from artifacts.fields import Budget, Count, Imported, Natural, Record, matching
 
-POLICY_KINDS = ("full", "streaming", "h2o", "snapkv")
 PolicyName = Annotated[
     str,
     matching("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a letter or digit and then up to 63 letters, digits, '_', '.' or '-'"),
@@ -25,17 +24,15 @@ PolicyName = Annotated[
 
 
 class Full(Record):
-    """Everything is kept."""
+    """everything is kept"""
 
-    kind: Literal["full"] = Field(default="full", description="everything is kept")
+    kind: Literal["full"] = Field(default="full", description=__doc__)
 
 
 class Streaming(Record):
-    """The first `sinks` tokens and the last `window`, the newest included (StreamingLLM, section 3.2)."""
+    """the first tokens and the last (StreamingLLM, section 3.2; DuoAttention's streaming heads)"""
 
-    kind: Literal["streaming"] = Field(
-        default="streaming", description="the first tokens and the last (StreamingLLM; DuoAttention's streaming heads)"
-    )
+    kind: Literal["streaming"] = Field(default="streaming", description=__doc__)
     sinks: Natural = Field(default=4, description="first tokens that are kept")
     window: Count = Field(default=1020, description="last tokens that are kept, the newest included")
     positions: Literal["cache", "original"] = Field(
@@ -45,11 +42,9 @@ class Streaming(Record):
 
 
 class H2O(Record):
-    """The tokens that were attended to most, for each KV head, and the latest ones (H2O, section 4 and Algorithm 1)."""
+    """the tokens that were attended to most, for each KV head, and the latest (H2O, section 4 and Algorithm 1)"""
 
-    kind: Literal["h2o"] = Field(
-        default="h2o", description="the tokens that were attended to most, and the latest (H2O)"
-    )
+    kind: Literal["h2o"] = Field(default="h2o", description=__doc__)
     heavy: Budget = Field(
         default=0.1, description="how many of the most attended tokens are kept, or their share of those seen so far"
     )
@@ -65,12 +60,9 @@ class H2O(Record):
 
 
 class SnapKV(Record):
-    """Of each prompt what its last queries attend to; what is generated is kept (SnapKV, section 4)."""
+    """of each prompt what its last queries attend to; all that is generated (SnapKV, section 4)"""
 
-    kind: Literal["snapkv"] = Field(
-        default="snapkv",
-        description="of each prompt what its last queries attend to; all that is generated (SnapKV)",
-    )
+    kind: Literal["snapkv"] = Field(default="snapkv", description=__doc__)
     budget: Budget = Field(
         default=1024, description="tokens kept of a prompt, the window included, or their share of it"
     )
@@ -82,8 +74,14 @@ class SnapKV(Record):
     )
 
 
-Policy = Annotated[Full | Streaming | H2O | SnapKV, Field(discriminator="kind")]
-Row = PolicyName | Annotated[tuple[PolicyName, ...], Field(min_length=1)]
+AnyPolicy = Full | Streaming | H2O | SnapKV
+Policy = Annotated[AnyPolicy, Field(discriminator="kind")]
+POLICY_KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPolicy))
+# The tags are no part of a field's path (artifacts.validation).
+Row = Annotated[
+    Annotated[PolicyName, Tag("[name]")] | Annotated[tuple[PolicyName, ...], Field(min_length=1), Tag("[names]")],
+    Discriminator(lambda row: "[name]" if isinstance(row, str) else "[names]"),
+]
 
 
 class KVCache(Record):

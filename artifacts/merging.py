@@ -25,7 +25,10 @@ _COMPARED = (
     "weights_sha256",
 )
 # The arrays of a section, by how their names begin; all others are those of prefill.
-_ARRAYS = {"decode": ("similarity.",), "kv_cache": ("kv_cache.", "imported.full_attention")}
+_ARRAYS = {
+    "decode": ("similarity.", "imported.decode", "imported.head_map"),
+    "kv_cache": ("kv_cache.", "imported.full_attention"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from artifacts import page_search
 from artifacts.errors import number, plural
 from artifacts.evidence import Evidence, PromptSet
-from artifacts.front import FRONT_ROWS
-from artifacts.page_layout import labelled, table
+from artifacts.front_rows import FRONT_ROWS
+from artifacts.page_layout import cell, labelled, table
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
@@ -108,20 +108,17 @@ def _kv_cache(artifact: Artifact) -> Iterator[str]:
 
 
 def _winners(artifact: Artifact) -> list[str]:
-    winners: Counter[str] = Counter()
-    for row in artifact.prefill.layers:
-        winners.update(artifact.patterns[name].kind for name in row or ())
-    if not winners:
+    by_kind: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name in (name for row in artifact.prefill.layers for name in row or ()):
+        by_kind[artifact.patterns[name].kind][name] += 1
+    if not by_kind:
         return []
-    total = sum(winners.values()) or 1
+    total = sum(counts.total() for counts in by_kind.values())
     rows = [["kind", "heads", "share", "patterns"]]
-    for kind, heads in sorted(winners.items(), key=lambda pair: (-pair[1], pair[0])):
-        counts = Counter(
-            name for row in artifact.prefill.layers for name in row or () if artifact.patterns[name].kind == kind
-        )
+    for kind, counts in sorted(by_kind.items(), key=lambda pair: (-pair[1].total(), pair[0])):
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
         more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
-        rows.append([kind, str(heads), f"{heads / total:.1%}", common + more])
+        rows.append([kind, str(counts.total()), f"{counts.total() / total:.1%}", common + more])
     return ["winners by kind" if artifact.search else "heads by kind", *table(rows, left=(0, 3))]
 
 
@@ -166,26 +163,15 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
     rows = [["task", "length", "prompts", "kl", "answer nll", "(95%)", "answers lost", "perplexity"]]
     for task in evidence.tasks:
         low, high = task.nll_rise_low, task.nll_rise_high
-        rows.append(
-            [
-                task.task,
-                "-" if task.length is None else f"{task.length:,}",
-                str(task.prompts),
-                f"{task.kl:.4g}",
-                "-" if task.nll_rise is None else f"{task.nll_rise:+.4f}",
-                "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}",
-                "-" if task.lost is None else f"{task.lost:,} of {task.dense_right:,}",
-                "-" if task.perplexity_ratio is None else f"{task.perplexity_ratio:.4f}x",
-            ]
-        )
+        interval = "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
+        lost = "-" if task.lost is None else f"{task.lost:,} of {task.dense_right:,}"
+        figures = [cell(task.length, ","), str(task.prompts), f"{task.kl:.4g}", cell(task.nll_rise, "+.4f"), interval]
+        rows.append([task.task, *figures, lost, cell(task.perplexity_ratio, ".4f", "x")])
     lines += table(rows, left=(0,)) if evidence.tasks else []
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
     for m in evidence.measurements:
-        baseline = "-" if m.baseline is None else f"{number(m.baseline)} {m.unit}".strip()
-        length = "-" if m.length is None else f"{m.length:,}"
-        samples = "-" if m.samples is None else str(m.samples)
-        value = f"{number(m.value)} {m.unit}".strip()
-        rows.append([m.name, value, baseline, m.baseline_name or "", length, samples])
+        values = ["-" if value is None else f"{number(value)} {m.unit}".strip() for value in (m.value, m.baseline)]
+        rows.append([m.name, *values, m.baseline_name or "", cell(m.length, ","), cell(m.samples)])
     lines += table(rows, left=(0, 3)) if evidence.measurements else []
     # Most entries share a command and a machine: said once.
     for command in dict.fromkeys(m.command for m in evidence.measurements):

@@ -17,6 +17,11 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterato
         yield f"{label if i == 0 else '':{indent}}{line}"
 
 
+def cell(value: float | None, form: str = "", unit: str = "") -> str:
+    """A number in this format, or - where there is none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
 def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Rows of cells in columns, those numbered in `left` to the left and the others to the right."""
     cells = [[one_line(cell) for cell in row] for row in rows]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from artifacts.errors import number, plural
-from artifacts.front import served_point
+from artifacts.front_rows import served_point
 from artifacts.page_layout import table
 from artifacts.schema import Artifact, SearchInfo
 

@@ -6,32 +6,26 @@ A static pattern's entries are too many for a page: its record names the arrays 
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from artifacts.fields import Count, Coverage, Record, matching
 
-KINDS = (
-    "dense",
-    "a_shape",
-    "tri_shape",
-    "dilated",
-    "strided",
-    "static",
-    "vertical_slash",
-    "block_sparse",
-    "memory_units",
-)
 # The kernels compute in tiles of so many queries by so many keys.
 TILE = 64
 DEFAULT_LAST_Q = 64
 DEFAULT_REPRESENTATIVES = 4
-_SINK = "the first keys, in tokens"
-_WINDOW = "the last keys before each query, itself included, in tokens"
-_COVERAGE = "take only as much as holds this share, at most the sizes; null: the sizes"
 
-KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
+Sink = Annotated[Count, Field(description="the first keys, in tokens")]
+Window = Annotated[Count, Field(description="the last keys before each query, itself included, in tokens")]
+AtMost = Annotated[
+    Coverage | None,
+    Field(
+        description="take only as much as holds this share, at most the sizes (FlexPrefill, XAttention; `_c95` in the "
+        "name); null: the sizes"
+    ),
+]
 # No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's name.
 IndicesName = Annotated[
     str,
@@ -40,60 +34,50 @@ IndicesName = Annotated[
 
 
 class Dense(Record):
-    """The whole causal area."""
+    """the whole causal area; named `dense`"""
 
-    kind: Literal["dense"] = Field(default="dense", description="the whole causal area; named `dense`")
+    kind: Literal["dense"] = Field(default="dense", description=__doc__)
 
 
 class AShape(Record):
-    """The first `sink` tokens and the last `window` tokens before each query (MInference 1.0, A-shape)."""
+    """the first keys and a window before each query (MInference 1.0); named `a_1024_4096`"""
 
-    kind: Literal["a_shape"] = Field(
-        default="a_shape", description="the first keys and a window before each query; named `a_1024_4096`"
-    )
-    sink: Count = Field(description=_SINK)
-    window: Count = Field(description=_WINDOW)
+    kind: Literal["a_shape"] = Field(default="a_shape", description=__doc__)
+    sink: Sink
+    window: Window
 
 
 class TriShape(Record):
-    """An A-shape whose last `last` queries see every token (SCBench, Tri-shape)."""
+    """an A-shape whose last queries see every key (SCBench); named `tri_1024_4096_128`"""
 
-    kind: Literal["tri_shape"] = Field(
-        default="tri_shape", description="an A-shape whose last queries see every key; named `tri_1024_4096_128`"
-    )
-    sink: Count = Field(description=_SINK)
-    window: Count = Field(description=_WINDOW)
+    kind: Literal["tri_shape"] = Field(default="tri_shape", description=__doc__)
+    sink: Sink
+    window: Window
     last: Count = Field(description="the last queries, which see every key")
 
 
 class Dilated(Record):
-    """The first `sink` tokens, and of the 64-token tiles of the last `window` tokens every `dilation`-th."""
+    """the first keys, and every n-th tile of a window; named `dil_1024_4096_2`"""
 
-    kind: Literal["dilated"] = Field(
-        default="dilated", description="the first keys, and every n-th tile of a window; named `dil_1024_4096_2`"
-    )
-    sink: Count = Field(description=_SINK)
-    window: Count = Field(description=_WINDOW)
+    kind: Literal["dilated"] = Field(default="dilated", description=__doc__)
+    sink: Sink
+    window: Window
     dilation: Count = Field(description="n: of the window's tiles of 64 keys every n-th, the query's own among them")
 
 
 class Strided(Record):
-    """The first `sink` tokens, the last `window`, and beyond them every `stride`-th diagonal of 64-token tiles."""
+    """an A-shape, and diagonals of tiles beyond it; named `str_1024_4096_8`"""
 
-    kind: Literal["strided"] = Field(
-        default="strided", description="an A-shape, and diagonals of tiles beyond it; named `str_1024_4096_8`"
-    )
-    sink: Count = Field(description=_SINK)
-    window: Count = Field(description=_WINDOW)
+    kind: Literal["strided"] = Field(default="strided", description=__doc__)
+    sink: Sink
+    window: Window
     stride: Count = Field(description="beyond the window every `stride`-th diagonal of tiles of 64 keys")
 
 
 class Static(Record):
-    """The columns and diagonals in the sidecar's arrays `static.<indices>.columns` and `static.<indices>.diagonals`."""
+    """columns and diagonals that are the same on every prompt; named `static_NAME`"""
 
-    kind: Literal["static"] = Field(
-        default="static", description="columns and diagonals that are the same on every prompt; named `static_NAME`"
-    )
+    kind: Literal["static"] = Field(default="static", description=__doc__)
     indices: IndicesName = Field(description="the name of the sidecar's arrays that list them, see [Arrays](#arrays)")
 
     @property
@@ -103,92 +87,71 @@ class Static(Record):
 
 
 class VerticalSlash(Record):
-    """`vertical` key columns and `slash` diagonals, chosen by the last `last_q` queries.
+    """columns and diagonals that a prompt's last queries attend to most (MInference 1.0); named `vs_1000_6096`"""
 
-    With a `coverage`, the fewest that hold that share of these queries' attention. MInference 1.0, Algorithm 2;
-    FlexPrefill.
-    """
-
-    kind: Literal["vertical_slash"] = Field(
-        default="vertical_slash",
-        description="the columns and diagonals that a prompt's last queries attend to most; named `vs_1000_6096`, "
-        "`vs_1000_6096_q32`, `vs_1000_6096_c95`",
-    )
+    kind: Literal["vertical_slash"] = Field(default="vertical_slash", description=__doc__)
     vertical: Count = Field(description="key columns; the first 64 are always among them")
     slash: Count = Field(description="diagonals; the nearest 64 are always among them")
     last_q: int = Field(
-        default=DEFAULT_LAST_Q, ge=1, le=1024, description="the last queries, by whose attention is chosen"
+        default=DEFAULT_LAST_Q,
+        ge=1,
+        le=1024,
+        description="the last queries, by whose attention is chosen; other than 64 `_q32` in the name",
     )
-    coverage: Coverage | None = Field(default=None, description=_COVERAGE)
+    coverage: AtMost = None
 
 
 class BlockSparse(Record):
-    """`blocks` blocks of 64 keys for each block of 64 queries, chosen by mean pooling.
+    """for each 64 queries the blocks whose mean-pooled keys score highest (MInference 1.0); named `bs_100`"""
 
-    With a `coverage`, the fewest that hold that share of the attention between the means. MInference 1.0, Algorithm 3;
-    XAttention.
-    """
-
-    kind: Literal["block_sparse"] = Field(
-        default="block_sparse",
-        description="for each 64 queries the blocks whose mean-pooled keys score highest; named `bs_100`, `bs_100_c90`",
-    )
+    kind: Literal["block_sparse"] = Field(default="block_sparse", description=__doc__)
     blocks: Count = Field(description="blocks of 64 keys; a query's own and the first are always among them")
-    coverage: Coverage | None = Field(default=None, description=_COVERAGE)
+    coverage: AtMost = None
 
 
 class MemoryUnits(Record):
-    """The first `sink` tokens, the last `window`, and of the 64-token tiles between them the `units` looked up.
+    """sinks, a window, and tiles of the past looked up (InfLLM, section 3); named `mu_128_4096_32`"""
 
-    A tile is looked up by the `representatives` of its keys that the queries after it want most. InfLLM, section 3.
-    """
-
-    kind: Literal["memory_units"] = Field(
-        default="memory_units",
-        description="sinks, a window, and tiles of the past looked up; named `mu_128_4096_32`",
-    )
+    kind: Literal["memory_units"] = Field(default="memory_units", description=__doc__)
     sink: Count = Field(description="the first keys, in whole tiles of 64 tokens")
-    window: Count = Field(description=_WINDOW)
+    window: Window
     units: Count = Field(description="tiles of 64 keys between sinks and window that 64 queries look up")
     representatives: Count = Field(
         default=DEFAULT_REPRESENTATIVES,
-        description="keys that stand for a tile: those that the queries after it want",
+        description="keys that stand for a tile: those that the queries after it want; other than 4 `_r8` in the name",
     )
 
 
 AnyPattern = Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse | MemoryUnits
 Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
+KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPattern))
+KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
+
+_NAMES = {
+    "dense": "dense",
+    "a_shape": "a_{sink}_{window}",
+    "tri_shape": "tri_{sink}_{window}_{last}",
+    "dilated": "dil_{sink}_{window}_{dilation}",
+    "strided": "str_{sink}_{window}_{stride}",
+    "static": "static_{indices}",
+    "vertical_slash": "vs_{vertical}_{slash}",
+    "block_sparse": "bs_{blocks}",
+    "memory_units": "mu_{sink}_{window}_{units}",
+}
 
 
 def pattern_name(pattern: AnyPattern) -> str:
-    """The short canonical name.
+    """The short canonical name, such as a_1024_4096.
 
-    dense, a_1024_4096, tri_1024_4096_128, dil_1024_4096_2, str_1024_4096_8, static_NAME, vs_1000_6096, bs_100 and
-    mu_128_4096_32, with _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
+    With _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
     """
-    match pattern:
-        case AShape(sink=sink, window=window):
-            return f"a_{sink}_{window}"
-        case TriShape(sink=sink, window=window, last=last):
-            return f"tri_{sink}_{window}_{last}"
-        case Dilated(sink=sink, window=window, dilation=dilation):
-            return f"dil_{sink}_{window}_{dilation}"
-        case Strided(sink=sink, window=window, stride=stride):
-            return f"str_{sink}_{window}_{stride}"
-        case Static(indices=indices):
-            return f"static_{indices}"
-        case VerticalSlash(vertical=vertical, slash=slash, last_q=last_q):
-            asked = "" if last_q == DEFAULT_LAST_Q else f"_q{last_q}"
-            return f"vs_{vertical}_{slash}{asked}{_percent(pattern.coverage)}"
-        case BlockSparse(blocks=blocks):
-            return f"bs_{blocks}{_percent(pattern.coverage)}"
-        case MemoryUnits(sink=sink, window=window, units=units, representatives=count):
-            many = "" if count == DEFAULT_REPRESENTATIVES else f"_r{count}"
-            return f"mu_{sink}_{window}_{units}{many}"
-        case Dense():
-            return "dense"
-
-
-def _percent(coverage: float | None) -> str:
-    """_c95 for 0.95, _c99.5 for 0.995: exact, so that two coverages never share a name."""
-    return "" if coverage is None else f"_c{(Decimal(repr(coverage)) * 100).normalize():f}"
+    fields = dict(pattern)
+    name = _NAMES[pattern.kind].format(**fields)
+    if (last_q := fields.get("last_q", DEFAULT_LAST_Q)) != DEFAULT_LAST_Q:
+        name += f"_q{last_q}"
+    if (coverage := fields.get("coverage")) is not None:
+        # Exact, _c99.5 for 0.995, so that two coverages never share a name.
+        name += f"_c{(Decimal(repr(coverage)) * 100).normalize():f}"
+    if (count := fields.get("representatives", DEFAULT_REPRESENTATIVES)) != DEFAULT_REPRESENTATIVES:
+        name += f"_r{count}"
+    return name

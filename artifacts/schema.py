@@ -30,6 +30,7 @@ from artifacts.fields import (
     Share,
     Text,
     matching,
+    together,
 )
 from artifacts.front import Front
 from artifacts.growth import Growth
@@ -149,8 +150,7 @@ class Summary(Record):
 
     @model_validator(mode="after")
     def _both(self) -> Self:
-        if (self.best_single_kind is None) != (self.best_single_kind_recall is None):
-            raise ValueError("best_single_kind and best_single_kind_recall go together: give both or neither")
+        together(self, "best_single_kind", "best_single_kind_recall")
         return self
 
 

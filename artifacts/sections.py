@@ -1,9 +1,9 @@
-"""Writing what a search of heads found into a file where other commands have their sections."""
+"""Writing what a search found into a file where other commands have their sections."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from artifacts.costs import with_others
@@ -11,6 +11,7 @@ from artifacts.errors import ArtifactError
 from artifacts.merging import section_of
 from artifacts.schema import Artifact, ModelInfo
 from artifacts.store import save, update
+from artifacts.windows import seen_windows, window_arrays
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -23,8 +24,9 @@ _NAMES = {"name", "revision"}
 def save_searched(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> Artifact:
     """Write a search's result to `path`; sections that it lacks and an artifact of the same model there has are kept.
 
-    Their arrays are kept with them, and so are cost tables of other devices. Their evidence is not: it was measured
-    with the patterns that are replaced. What is no whole artifact, or of another model, is replaced altogether.
+    Their arrays are kept with them, and so are the windows of text that their searches have seen, and cost tables of
+    other devices. Their evidence is not: it was measured with the patterns that are replaced. What is no whole
+    artifact, or of another model, is replaced altogether.
 
     Returns:
         The artifact as save() returns it.
@@ -49,7 +51,24 @@ def _with_sections(
     kept = {name: section for name, section in kept.items() if section is not None}
     theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
     costs, tables = with_others(artifact.costs, old.costs, old_arrays)
-    return artifact.model_copy(update={**kept, "costs": costs}), {**theirs, **arrays, **tables}
+    merged = artifact.model_copy(update={**kept, "costs": costs})
+    # The list does not say which search saw a window: while a section of others is there, all of them count.
+    return with_seen(merged, {**theirs, **arrays, **tables}, seen_windows(old_arrays) if kept else ())
+
+
+def with_seen(
+    artifact: Artifact, arrays: Mapping[str, Array], digests: Iterable[str]
+) -> tuple[Artifact, dict[str, Array]]:
+    """The artifact and its arrays with these windows of text besides those that it lists as seen.
+
+    An artifact that was not searched lists none.
+    """
+    if artifact.search is None:
+        return artifact, dict(arrays)
+    windows = {*seen_windows(arrays), *digests}
+    calibration = artifact.search.calibration.model_copy(update={"seen_windows": len(windows)})
+    search = artifact.search.model_copy(update={"calibration": calibration})
+    return artifact.model_copy(update={"search": search}), {**arrays, **window_arrays(windows)}
 
 
 def _identity(model: ModelInfo) -> dict[str, object]:

@@ -13,7 +13,6 @@ Needs the package cryptography, which is imported where it is used.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
-from artifacts.files import atomic_write, check_writable, open_regular
+from artifacts.files import atomic_write, check_writable, open_regular, write_secret
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -73,7 +72,7 @@ def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -
             raise HeadwiseError(f"{one_line(str(file))}: is there already, and a key is never replaced: name another")
     key = Ed25519PrivateKey.generate()
     how = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
-    _write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
+    write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
     atomic_write(public, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return public, _fingerprint(key.public_key())
 
@@ -153,7 +152,7 @@ def _private(key: Key, ask: Ask | None) -> Ed25519PrivateKey:
         if ask is None:
             raise HeadwiseError(f"{shown}: is encrypted, and there is no terminal to ask for its passphrase")
         passphrase = ask()
-    private = _parsed(lambda: load_pem_private_key(data, password=passphrase))
+    private = _parsed(load_pem_private_key, data, password=passphrase)
     if private is None and passphrase is not None:
         raise HeadwiseError(f"{shown}: this is not its passphrase")
     if not isinstance(private, Ed25519PrivateKey):
@@ -169,17 +168,17 @@ def _public(key: Key) -> Ed25519PublicKey:
     data, shown = _key_bytes(key)
     if b"PRIVATE KEY" in data:
         raise HeadwiseError(f"{shown}: is a private key, keep it to yourself: verifying takes the public one")
-    public = _parsed(lambda: load_pem_public_key(data))
+    public = _parsed(load_pem_public_key, data)
     if not isinstance(public, Ed25519PublicKey):
         raise HeadwiseError(f"{shown}: is no public Ed25519 key in PEM")
     return public
 
 
-def _parsed(load: Callable[[], Any]) -> Any:
+def _parsed(load: Callable[..., Any], data: bytes, **how: Any) -> Any:
     from cryptography.exceptions import UnsupportedAlgorithm
 
     try:
-        return load()
+        return load(data, **how)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         return None
 
@@ -200,20 +199,6 @@ def _key_bytes(key: Key, *, secret: bool = False) -> tuple[bytes, str]:
     if secret and os.name == "posix" and mode & 0o077 and b"PRIVATE KEY" in data:
         raise HeadwiseError(f"{shown}: others can use the key (mode {mode:03o}): chmod 600 it, or make another")
     return data, shown
-
-
-def _write_secret(path: Path, data: bytes) -> None:
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            with open(handle, "wb") as file:
-                file.write(data)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
-    except OSError as error:
-        raise HeadwiseError(f"cannot write {shorten(str(path), 400)}: {reason(error)}") from error
 
 
 def _fingerprint(public: Ed25519PublicKey) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
 from artifacts.arrays import check_arrays, needed
-from artifacts.errors import ArtifactError, one_line, reason, shorten
-from artifacts.files import atomic_write, check_writable, open_regular
+from artifacts.errors import ArtifactError, naming, one_line, shorten
+from artifacts.files import atomic_write, check_writable, read_regular
 from artifacts.hashing import canonical_json, content_of
 from artifacts.migrations import migrate, version_of
 from artifacts.pair import MAX_BYTES, TIMEOUT, Lock, locked, replace_pair, sidecar_name
@@ -39,7 +39,6 @@ _HEADER = (
 )
 # Each is another pair that was replaced between the two reads.
 _ATTEMPTS = 100
-_LONGEST_LINE = 800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +46,15 @@ class Pair:
     """An artifact as it was read.
 
     data: the bytes of the YAML file. arrays: the sidecar's, each read when it is asked for; empty where there is none.
-    signed_by: the fingerprint of the key by whose holder it is signed; None where nobody was asked for.
+    signed_by: the fingerprint of the key by whose holder it is signed; None where nobody was asked for. fault: what is
+    wrong with the sidecar, whose arrays are left out then (see look()).
     """
 
     artifact: Artifact
     data: bytes
     arrays: Sidecar | dict[str, Array] = field(default_factory=dict)
     signed_by: str | None = None
+    fault: str | None = None
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -118,18 +119,12 @@ def update(
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
     """Check the artifact at `path` and write beside it the signature of the bytes that were checked.
 
-    Args:
-        path: the YAML file.
-        key: the private key.
-        ask: gives the key's passphrase where it is encrypted.
-
     Returns:
         The signature's path, and the fingerprint of the public key.
 
     Raises:
         ArtifactError: the artifact is not whole.
-        HeadwiseError: `key` is no private key of one's own, the signature cannot be written, or cryptography is
-            missing.
+        HeadwiseError: as artifacts.signing.signature(), or the signature cannot be written.
     """
     path = Path(path)
     with locked(path):
@@ -183,7 +178,7 @@ def load_pair(
     """
     pair = read_pair(Path(path), verify=verify)
     wanted = pair.arrays if names is None else {*names, *needed(pair.artifact)} & pair.arrays.keys()
-    with _naming(Path(path)):
+    with naming(Path(path)):
         return pair.artifact, {name: pair.arrays[name] for name in wanted}
 
 
@@ -197,12 +192,12 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
     for _ in range(_ATTEMPTS):
         artifact = pair.artifact
         if artifact.sidecar is None:
-            with _naming(path):
+            with naming(path):
                 check_arrays(artifact, None)
             return pair
         file = path.with_name(artifact.sidecar.file)
         try:
-            with _naming(path):
+            with naming(path):
                 arrays = Sidecar(file, artifact.sidecar.sha256)
                 check_arrays(artifact, arrays, arrays.entries)
                 return Pair(artifact=artifact, data=pair.data, arrays=arrays, signed_by=pair.signed_by)
@@ -218,9 +213,22 @@ def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
     )
 
 
+def look(path: Path) -> Pair:
+    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
+
+    Raises:
+        ArtifactError: as load() of the YAML alone.
+    """
+    try:
+        return read_pair(path)
+    except ArtifactError as error:
+        why = str(error).removeprefix(f"{one_line(str(path))}: ")
+        return replace(_parse(path, read_yaml(path), None), fault=why)
+
+
 def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
     """All of save() that needs no lock, and the rest as a function of one."""
-    with _naming(path):
+    with naming(path):
         fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": None, "content_sha256": ""}
         check_arrays(to_artifact(fields), arrays)
         data = to_bytes(arrays) if arrays else None
@@ -244,7 +252,7 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
 
 def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
     signed_by = None if verify is None else check_signature(path, data, verify)
-    with _naming(path):
+    with naming(path):
         try:
             data.decode()
         except UnicodeDecodeError as error:
@@ -291,19 +299,9 @@ def read_yaml(path: Path) -> bytes:
     Raises:
         ArtifactError: it cannot be read, or has more than 16 MiB.
     """
-    shown = one_line(str(path))
     if path.is_dir():
-        raise ArtifactError(f"{shown}: is a directory, give the artifact's YAML file")
-    try:
-        with open_regular(path) as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ArtifactError(f"{shown}: no such file") from None
-    except OSError as error:
-        raise ArtifactError(f"{shown}: cannot be read, {reason(error)}") from None
-    if len(data) > MAX_BYTES:
-        raise ArtifactError(f"{shown}: has more than {MAX_BYTES} bytes, too large for an artifact's YAML file")
-    return data
+        raise ArtifactError(f"{one_line(str(path))}: is a directory, give the artifact's YAML file")
+    return read_regular(path, MAX_BYTES, "an artifact's YAML file")
 
 
 def _to_yaml(fields: Mapping[str, Any]) -> bytes:
@@ -312,15 +310,3 @@ def _to_yaml(fields: Mapping[str, Any]) -> bytes:
     if len(data) > MAX_BYTES or strict_yaml.parse(data) != fields:
         raise ArtifactError("a field has no exact form in YAML")
     return data
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name in front of an ArtifactError's line."""
-    try:
-        yield
-    except ArtifactError as error:
-        text = one_line(str(error))
-        # A field's own text may be in it.
-        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
-        raise ArtifactError(f"{one_line(str(path))}: {text}") from None

@@ -11,12 +11,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from artifacts.errors import ArtifactError, shorten
+from artifacts.kv_cache import POLICY_KINDS
 from artifacts.patterns import KINDS
 from artifacts.schema import Artifact
 
 # pydantic makes half a kilobyte of each error, and another of each that is asked for; none helps beside so many.
 _TOO_MANY = 5_000
 
+# By the name of the mapping whose entries have a kind.
+_KINDS = {"patterns": KINDS, "policies": POLICY_KINDS}
 _WANTED = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -76,7 +79,7 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
         near = difflib.get_close_matches(str(detail["loc"][-1])[:64], known[:256], n=1)
         return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
     if kind == "union_tag_not_found":
-        return f"{where}.kind: missing, must be one of {', '.join(KINDS)}"
+        return f"{where}.kind: missing, must be one of {', '.join(_KINDS[str(detail['loc'][-2])])}"
     if kind == "union_tag_invalid":
         where, value = f"{where}.kind", context["tag"]
     if kind == "value_error":
@@ -96,9 +99,11 @@ def _shown(value: object) -> str:
 
 def _path(loc: Sequence[int | str]) -> str:
     """('prefill', 'layers', 3, 2) -> prefill.layers[3][2], without pydantic's names for alternatives."""
-    parts = [part for part in loc if part != "[key]"]
-    if len(parts) > 2 and parts[0] == "patterns" and parts[2] in KINDS:
-        del parts[2]
+    parts = [part for part in loc if not (isinstance(part, str) and part.startswith("["))]
+    for i, (place, _, kind) in enumerate(zip(parts, parts[1:], parts[2:], strict=False)):
+        if kind in _KINDS.get(str(place), ()):
+            del parts[i + 2]
+            break
     path = ""
     for part in parts:
         if isinstance(part, int):

@@ -32,13 +32,14 @@ from artifacts.kv_cache import POLICY_KINDS, Policy
 from profiling.caches.policies import with_policy
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
+from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, speedup
 from profiling.speed.latency import interleaved
 from runtime import Headwise, memory_report
 
 # Tokens prefilled at a time: what a serving engine does, and no layer needs a whole prompt at once.
 _CHUNK = 2048
-# The model's own attention over a cache of everything; "full" is the same tokens with Headwise's kernel.
-_SDPA = "full, sdpa"
+# A cache of everything with the model's own attention, and with Headwise's kernel.
+_SDPA, _FULL = "full, sdpa", "full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class CacheSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy at one context. Times are medians; ratios are to the full cache."""
+    """One policy at one context. Times are medians."""
 
     policy: str
     context: int
@@ -74,7 +75,7 @@ def run(config: CacheSpeed) -> tuple[list[Row], dict[str, Any]]:
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    policies = {_SDPA: Full(), "full": Full(), **{text: parse_policy(text) for text in config.policies}}
+    policies = {_SDPA: Full(), _FULL: Full(), **{text: parse_policy(text) for text in config.policies}}
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     methods: dict[str, Headwise] = {
         name: with_policy(loaded, None if name == _SDPA else policy) for name, policy in policies.items()
@@ -198,22 +199,28 @@ def _value(text: str) -> int | float | bool | str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as an aligned text table; ratios are to the full cache of the same context, by the same kernel."""
-    lines = [["policy", "context", "ms/token", "x full", "MiB", "of full", "batch", "tokens/s", "x full"]]
+    """The rows as an aligned text table; ratios are to the full caches of the same context, bytes to the kernel's."""
+    lines = [["policy", "context", "ms/token", *COLUMNS, "MiB", "of full", "batch", "tokens/s", *COLUMNS]]
     for row in rows:
-        full = next(one for one in rows if one.context == row.context and one.policy == "full")
-        rate, rate_full = row.batch_tokens_a_second, full.batch_tokens_a_second
+        own, full = (next(r for r in rows if (r.context, r.policy) == (row.context, name)) for name in (_SDPA, _FULL))
+        one = speedup([row.token_seconds], {MODEL: [own.token_seconds], KERNEL: [full.token_seconds]})
+        rate = row.batch_tokens_a_second
+        many = None
+        if rate and own.batch_tokens_a_second and full.batch_tokens_a_second:
+            # Seconds of a token of the whole batch.
+            dense = {MODEL: [1 / own.batch_tokens_a_second], KERNEL: [1 / full.batch_tokens_a_second]}
+            many = speedup([1 / rate], dense)
         lines.append(
             [
                 row.policy,
                 f"{row.context:,}",
                 f"{1e3 * row.token_seconds:.2f}",
-                f"{full.token_seconds / row.token_seconds:.2f}x",
+                *cells(one),
                 f"{row.bytes / 2**20:.1f}",
                 f"{row.bytes / full.bytes:.3f}",
                 "-" if row.batch is None else str(row.batch),
                 "-" if rate is None else f"{rate:.1f}",
-                "-" if rate is None or rate_full is None else f"{rate / rate_full:.2f}x",
+                *cells(many),
             ]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

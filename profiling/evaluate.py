@@ -49,11 +49,8 @@ DEFAULT_METHODS = (
     "dilated",
     "strided",
 )
-_QUICK_METHODS, _QUICK_TASKS, _QUICK_LENGTH = (
-    ("dense", "headwise", "headwise_static", "a_shape"),
-    ("needle", "passkey"),
-    2048,
-)
+_QUICK_METHODS = ("dense", "headwise", "headwise_static", "a_shape")
+_QUICK_LENGTH, _QUICK_SAMPLES = 2048, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
     p.add_argument("--seed", type=int, default=Evaluation.seed)
     p.add_argument("--quick", action="store_true", help="few prompts, methods and rounds: a first look")
-    p.add_argument("--repeats", type=int, help="timed rounds, dense and the others in turn (default 5)")
+    p.add_argument("--repeats", type=int, help="timed rounds, all in turn (default 5)")
     p.add_argument("--steps", type=int, default=Speed.steps, help="decoded tokens of a timed round")
     p.add_argument("--no-speed", dest="speed", action="store_false", help="quality only")
     p.add_argument("--no-memory", dest="memory", action="store_false", help="no peak memory")
@@ -187,14 +184,14 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
     names = options.methods or (_QUICK_METHODS if quick else DEFAULT_METHODS)
     known = method_names(artifact)
     chosen = known if "all" in names else [name for name in names if options.methods or name in known]
-    tasks = list(options.tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS))
+    tasks = list(options.tasks or DEFAULT_TASKS)
     if options.text:
         tasks = [f"{task}:{options.text}" if task == "needle" else task for task in tasks] + [f"text:{options.text}"]
     quality = Evaluation(
         tasks=tasks_of(tasks),
         lengths=tuple(sorted(set(lengths))),
         methods=tuple(dict.fromkeys(("dense", *chosen))),
-        samples=options.samples if options.samples is not None else 1 if quick else Evaluation.samples,
+        samples=options.samples if options.samples is not None else _QUICK_SAMPLES if quick else Evaluation.samples,
         depths=tuple(options.depths or ((0.0, 0.5, 1.0) if quick else DEPTHS)),
         share=options.share,
         seed=options.seed,

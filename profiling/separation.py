@@ -26,14 +26,15 @@ from tqdm import tqdm
 from artifacts import HeadwiseError, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
-from profiling.evaluation.methods import Methods, dense_kernel
-from profiling.evaluation.separation import Row, Unit, earns, records_of, rows_of, text_table
+from profiling.evaluation.methods import Methods
+from profiling.evaluation.separation import DENSE, Row, Unit, earns, records_of, rows_of, text_table
 from profiling.evaluation.times import machine
 from profiling.inside.oracle import oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
 from profiling.quality.contexts import by_context
+from profiling.speed.baselines import KERNEL
 from runtime.fingerprint import check
 
 TASKS = (
@@ -49,7 +50,7 @@ TASKS = (
     "repeats",
     "prose",
 )
-METHODS = ("dense", "headwise", "a_shape", "vertical_slash", "a_shape-tail")
+METHODS = (DENSE, "headwise", "a_shape", "vertical_slash", "a_shape-tail")
 _TAIL = 64
 
 
@@ -94,7 +95,6 @@ def run(config: Separation) -> dict[str, Any]:
     prompts = {task: _prompts(config, loaded, task) for task in config.tasks}
     settings = {
         "separation": 1,
-        "artifact": artifact.content_sha256,
         "weights": artifact.model.weights_sha256,
         "length": config.length,
         "density": config.density,
@@ -108,18 +108,19 @@ def run(config: Separation) -> dict[str, Any]:
     with Ledger(config.out, "separation", settings=settings, fresh=config.fresh) as ledger:
         methods = Methods(loaded, artifact, arrays, density=config.density, ledger=ledger)
         for name in METHODS:
-            made = dense_kernel(methods.artifact) if name == "dense" else methods.make(name, config.length)
+            made = methods.make(KERNEL if name == DENSE else name, config.length)
             densities[name] = made.density
-            _measure(loaded, made.apply(loaded.model), name, prompts, ledger, units)
+            _measure(loaded, made.apply(loaded.model), name, made.identity, prompts, ledger, units)
         worse = [task for task in config.tasks if earns(units[task], "a_shape", None)]
         for density in sorted(config.oracles, key=lambda each: each != config.density):
             name = f"oracle {density:g}"
             densities[name] = density
             some = {task: prompts[task] for task in worse}
-            _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, some, ledger, units)
+            _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, name, some, ledger, units)
     rows = [row for task in config.tasks for row in rows_of(task, units[task])]
     record = {
         "command": config.command,
+        "artifact": artifact.content_sha256,
         "settings": {**settings, "seed": config.seed, "prompts": {task: len(p) for task, p in prompts.items()}},
         "machine": machine(str(loaded.model.device)),
         "versions": {"python": platform.python_version(), "transformers": version("transformers")},
@@ -146,15 +147,19 @@ def _measure(
     loaded: LoadedModel,
     applied: AbstractContextManager[object],
     name: str,
+    identity: str,
     prompts: dict[str, list[Prompt]],
     ledger: Ledger,
     units: dict[str, dict[str, list[Unit]]],
 ) -> None:
-    """Every context under a method that the ledger lacks; the units of all of them, by task."""
+    """Every context under a method that the ledger lacks; the units of all of them, by task.
+
+    identity: of what the units depend on besides the ledger's settings; another artifact changes its own alone.
+    """
     groups = [(task, [own[at] for at in group]) for task, own in prompts.items() for group in by_context(own)]
     with applied:
         for task, group in tqdm(groups, desc=name, disable=None, leave=False):
-            unit = ledger.unit(f"{name}/{task}/{digest(group)[:16]}")
+            unit = ledger.unit(f"{identity}/{task}/{digest(group)[:16]}")
             found = ledger.once(unit, partial(records_of, loaded.model, loaded.tokenizer, group))
             units[task].setdefault(name, []).extend(Unit(**record) for record in found)
 

@@ -25,7 +25,8 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.quality.logits import DenseLogits, Drift
-from profiling.speed.attention_time import DENSE, attention_seconds
+from profiling.speed.attention_time import attention_seconds
+from profiling.speed.baselines import COLUMNS, KERNEL, LABELS, MODEL, Speedup, cells, speedup
 from runtime import Headwise
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
@@ -67,10 +68,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Rows in the order asked for, and seconds of torch's dense attention in the layers that have patterns."""
+    """Rows in the order asked for, and seconds of both dense attentions in the layers that have patterns, by name."""
 
     rows: tuple[Row, ...]
-    dense_seconds: float | None
+    dense_seconds: dict[str, float]
     settings: dict[str, Any]
     environment: dict[str, str]
 
@@ -105,7 +106,7 @@ def run(config: Versus) -> Result:
     settings = asdict(config) | {"configs": [path.name for path in config.configs]}
     return Result(
         rows=tuple(rows),
-        dense_seconds=seconds.get(DENSE),
+        dense_seconds={name: seconds[name] for name in (MODEL, KERNEL) if name in seconds},
         settings=settings,
         environment=environment(config.device),
     )
@@ -165,21 +166,26 @@ def _standard_error(means: np.ndarray) -> float:
 
 def table(result: Result) -> str:
     """The comparison as aligned text."""
-    lines = [["", "density", "attention s", "speed-up", "KL", "loss"]]
+    lines = [["", "density", "attention s", *COLUMNS, "KL", "loss"]]
+    for name, seconds in result.dense_seconds.items():
+        lines.append([LABELS[name], "1.000", f"{seconds:.3f}", *cells(_speedup(seconds, result)), "-", "-"])
     for row in result.rows:
-        speedup = f"{result.dense_seconds / row.seconds:.2f}x" if result.dense_seconds and row.seconds else "-"
         lines.append(
             [
                 row.config,
                 f"{row.density:.3f}",
                 "-" if row.seconds is None else f"{row.seconds:.3f}",
-                speedup,
+                *cells(None if row.seconds is None else _speedup(row.seconds, result)),
                 f"{row.kl:.4f} +- {row.kl_error:.4f}",
                 f"{row.loss:+.4f} +- {row.loss_error:.4f}",
             ]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+
+
+def _speedup(seconds: float, result: Result) -> Speedup:
+    return speedup([seconds], {name: [value] for name, value in result.dense_seconds.items()})
 
 
 def parser() -> argparse.ArgumentParser:

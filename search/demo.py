@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,12 +15,10 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.compare import Comparison, Result, compare
-from profiling.inside.capture import attending
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.quality.sequences import planned
-from profiling.speed.latency import interleaved, medians, prefill
-from runtime import load
+from profiling.speed.baselines import HEADWISE, rows, told
+from profiling.speed.latency import medians, prefill
 from runtime.fingerprint import fingerprint
 from search.common.report import report
 from search.published.config import DEFAULT_BUDGET, HeadSearch
@@ -32,15 +28,10 @@ from search.published.head_budget import resolve, search_model
 PASSKEY_LENGTH = 4096
 # The search is a dense pass with 6 candidates for each head beside it, and a few prefills are timed after it.
 _SEARCH_PASSES = 6
-_SDPA, _OURS, _HEADWISE = "dense as the model comes (sdpa)", "dense by our kernel", "Headwise"
 
 
-def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> tuple[Result, Mapping[str, float]]:
-    """Search, apply and compare; everything lands in the folder `out`.
-
-    Returns:
-        The comparison, and the seconds of a prefill by name, medians.
-    """
+def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Result:
+    """Search, apply and compare; everything lands in the folder `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,20 +58,11 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> tup
     )
     print(f"$ {command}")
     print(report(search_model(wanted, loaded, found), config, model))
-    times = _times(loaded, config, ids, repeats)
     asked = min(PASSKEY_LENGTH, length)
-    comparison = Comparison(model=model, config=config, length=length, passkey_length=asked, passkeys=1, repeats=0)
-    return compare(comparison, loaded), times
-
-
-def _times(loaded: LoadedModel, config: Path, ids: torch.Tensor, repeats: int) -> dict[str, float]:
-    """Median seconds of a prefill by both dense attentions and with the artifact, in turn."""
-    contexts: dict[str, Callable[[], AbstractContextManager[object]]] = {
-        _SDPA: nullcontext,
-        _OURS: lambda: attending(loaded.model, planned({}, ids.shape[1])),
-        _HEADWISE: lambda: load(config).apply(loaded.model),
-    }
-    return medians(interleaved(contexts, lambda: prefill(loaded.model, ids), repeats=repeats, device="cpu"))
+    comparison = Comparison(
+        model=model, config=config, length=length, passkey_length=asked, passkeys=1, repeats=repeats
+    )
+    return compare(comparison, loaded)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.repeats < 1:
         raise HeadwiseError(f"--repeats must be at least 1, got {options.repeats}")
-    result, times = run(
+    result = run(
         options.out,
         model=options.model,
         length=options.length,
@@ -96,15 +78,13 @@ def main(argv: list[str] | None = None) -> int:
         repeats=options.repeats,
     )
     print(f"\nprefill of {options.length:,} tokens, median of {options.repeats} interleaved runs\n")
-    for name, seconds in times.items():
-        print(f"  {name:<34}{seconds:>9.3f} s")
-    better = min(times[_SDPA], times[_OURS])
-    print(f"Headwise is {better / times[_HEADWISE]:.2f} times as fast as the better dense,", end=" ")
-    print(f"{times[_SDPA] / times[_HEADWISE]:.2f} times as fast as the model as it comes")
-    sparse = result.rows[1]
+    print("\n".join(rows(medians(result.all_seconds))))
+    found, sparse = result.speedup(HEADWISE), result.rows[-1]
+    assert found is not None, "it is timed at least once"
+    print(f"Headwise is {told(found)}")
     print(f"it computes {sparse.density:.3f} of the tiles and keeps {sparse.recall:.3f} of the attention mass")
     print(f"\npasskey in {result.settings['passkey_length']} tokens: {result.expected[0]}")
-    for row in result.rows:
+    for row in (result.rows[0], sparse):
         print(f"  {row.method:<9} answers {row.answers[0]}")
     print(f"\npattern of each layer and head: {options.out / 'cfg.png'} (also .svg and .csv)")
     return 0

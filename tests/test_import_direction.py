@@ -140,6 +140,23 @@ def test_the_plugin_loads_nothing_before_the_engine_asks() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
 
 
+def test_no_module_of_artifacts_imports_one_that_imports_it() -> None:
+    """Not on import, in a function or for types alone."""
+    paths = {_module(path): path for path in (ROOT / "artifacts").rglob("*.py")}
+    below = {
+        name: {found for _, found, _ in imports(ast.parse(path.read_text())) if found in paths} - {name, "artifacts"}
+        for name, path in paths.items()
+    }
+    while leaves := [name for name, others in below.items() if not others & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below, f"each of these imports another of them: {', '.join(sorted(below))}"
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def test_artifacts_needs_no_torch() -> None:
     code = "import sys, artifacts.__main__; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from artifacts.commands import FOUND, Outcome, answer, arg, json_flag, out_arg
-from artifacts.errors import ArtifactError, one_line
+from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
 from artifacts.interop.report import Report
 from artifacts.interop.shape import Given
+from artifacts.interop.source import Source
 from artifacts.store import read_pair, save
 
 SHORT = "read another tool's file into an artifact, or write one from it"
@@ -111,6 +112,8 @@ def _check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise ArtifactError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if config.threshold is not None and config.sparsity is not None:
+        raise ArtifactError("give --threshold or --sparsity, not both")
     for name in ("threshold", "sparsity"):
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
@@ -123,19 +126,9 @@ def _import(config: Config) -> tuple[Report, list[str]]:
     for name in ("dense_below", "dense_tail", "sinks", "window", "threshold", "sparsity"):
         if name not in form.options and getattr(config, name) is not None:
             raise ArtifactError(f"--{name.replace('_', '-')} means nothing for {source}")
-    if form.read is None:
-        raise ArtifactError(f"{source} is only written: give --to {source} with an artifact")
-    given = Given(
-        config=config.config,
-        name=config.model,
-        revision=config.revision,
-        num_layers=config.layers,
-        num_heads=config.heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        max_positions=config.max_positions,
-    )
-    made = form.read(config.file, given, **{name: getattr(config, name) for name in form.options})
+    given, file = Given(**{each.name: getattr(config, each.name) for each in fields(Given)}), Source.read(config.file)
+    with naming(config.file):
+        made = form.read(file, given)
     report = replace(made.report, measure=_measure(config, form, config.out, None))
     if config.strict and report.lossy:
         return report, []
@@ -146,20 +139,16 @@ def _import(config: Config) -> tuple[Report, list[str]]:
 
 def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
     pair = read_pair(config.file)
-    artifact = pair.artifact
-    shape = (artifact.model.num_layers, artifact.model.num_heads)
-    # Scores of heads that the model does not have may be large, and no format takes them.
-    fitting = [name for name, entry in pair.entries.items() if name != "chosen.recall" or entry.shape == shape]
-    files, report = form.write(artifact, {name: pair.arrays[name] for name in fitting}, config.out)
-    model = artifact.model
-    flags = f"--heads {model.num_heads} --kv-heads {model.num_kv_heads} --head-dim {model.head_dim} "
-    flags += f"--max-positions {model.max_positions}"
-    report = replace(report, measure=_measure(config, form, config.file, flags))
+    made = form.write(pair.artifact, pair.arrays, config.out)
+    shown = {"layers": "num_layers", "heads": "num_heads", "kv-heads": "num_kv_heads", "head-dim": "head_dim"}
+    shown |= {"max-positions": "max_positions"}
+    flags = " ".join(f"--{flag} {getattr(pair.artifact.model, name)}" for flag, name in shown.items())
+    report = replace(made.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:
         return report, []
-    for path, content in files:
+    for path, content in made.files.items():
         atomic_write(path, content)
-    return report, [str(path) for path, _ in files]
+    return report, list(map(str, made.files))
 
 
 def _measure(config: Config, form: Format, artifact: Path, flags: str | None) -> str:

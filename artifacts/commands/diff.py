@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
 from artifacts.difference import Difference, HeadChange, compare
-from artifacts.errors import ArtifactError, shorten
-from artifacts.store import load, read_pair
+from artifacts.errors import shorten
+from artifacts.store import look
 
 SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 1 if anything did"
 EXAMPLES = """\
@@ -47,21 +46,12 @@ def run(config: Config) -> Outcome:
         ArtifactError: one of the YAML files is not as it should be.
     """
     check_length(config.length)
-    (before, old, *faults), (after, new, *more) = map(_read, (config.before, config.after))
-    found = compare(before, after, old, new, length=config.length)
+    before, after = look(config.before), look(config.after)
+    found = compare(before.artifact, after.artifact, before.arrays, after.arrays, length=config.length)
     lines = list(_lines(found, config.heads)) if found else ["no difference"]
-    said = [f"sidecar    {fault}" for fault in (*faults, *more)]
+    said = [f"sidecar    {pair.fault}" for pair in (before, after) if pair.fault]
     facts = {"differs": bool(found), **asdict(found)}
     return answer(config.as_json, facts, [*said, *lines], status=FOUND if found else 0)
-
-
-def _read(file: Path) -> tuple[Any, ...]:
-    """The artifact, its arrays, and what is wrong with its sidecar where anything is."""
-    artifact = load(file, check_sidecar=False)
-    try:
-        return (artifact, read_pair(file).arrays) if artifact.sidecar else (artifact, {})
-    except ArtifactError as error:
-        return artifact, {}, str(error)
 
 
 def _lines(found: Difference, every: bool) -> Iterator[str]:

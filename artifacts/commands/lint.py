@@ -8,11 +8,9 @@ from pathlib import Path
 
 from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
 from artifacts.errors import ArtifactError, plural
-from artifacts.lint import SEVERITIES, Finding, Severity
+from artifacts.lint import SEVERITIES, Case, Finding, Severity, lint
 from artifacts.lint.fields import broken
-from artifacts.lint.finding import Case
-from artifacts.lint.run import lint
-from artifacts.store import load, read_pair
+from artifacts.store import look
 
 SHORT = "say what is odd: uniform patterns, patterns as dense as dense, impossible budgets, scores of two scales"
 EXAMPLES = """\
@@ -77,13 +75,11 @@ def findings(file: Path, length: int | None = None) -> list[Finding]:
         ArtifactError: the file is no artifact at all.
     """
     try:
-        artifact = load(file, check_sidecar=False)
+        pair = look(file)
     except ArtifactError as error:
         if faults := broken(file, error):
             return faults
         raise
-    try:
-        return lint(Case(artifact=artifact, arrays=read_pair(file).arrays, length=length))
-    except ArtifactError as error:
-        fault = str(error).removeprefix(f"{file}: ")
-        return lint(Case(artifact=artifact, arrays=None, fault=fault, length=length))
+    return lint(
+        Case(artifact=pair.artifact, arrays=None if pair.fault else pair.arrays, fault=pair.fault, length=length)
+    )

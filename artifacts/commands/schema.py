@@ -111,8 +111,8 @@ def _type(field: Mapping[str, Any], models: Mapping[str, Any]) -> str:
     for values in (field.get("enum"), [field["const"]] if "const" in field else None):
         if values:
             return ", ".join(f"`{value}`" for value in values)
-    if "anyOf" in field:
-        return " or ".join(dict.fromkeys(_type(each, models) for each in field["anyOf"]))
+    if several := field.get("anyOf", field.get("oneOf")):
+        return " or ".join(dict.fromkeys(_type(each, models) for each in several))
     if field.get("type") == "array":
         return f"list of {_type(field['items'], models)}" if "items" in field else "list"
     extra = field.get("additionalProperties")

@@ -57,7 +57,8 @@ def run(config: Config) -> Outcome:
         fields, over = artifact.model_dump(mode="json"), artifact.content_sha256
         edits = []
         for path, value in wanted:
-            before = _put(fields, path, value)
+            if (before := _put(fields, path, value)) == value:
+                raise ArtifactError(f"{shorten(path)}: is {_said(value)} already")
             edits.append(Edit(field=path, before=_said(before), after=_said(value), over=over).model_dump(mode="json"))
         fields |= {"edits": [*fields["edits"], *edits], "created_at": now()}
         return to_artifact(fields), arrays

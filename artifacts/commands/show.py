@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts.commands import Outcome, file_arg, json_flag
-from artifacts.errors import ArtifactError, one_line
 from artifacts.page import ARRAYS, render
-from artifacts.store import load, read_pair
+from artifacts.store import look
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\
@@ -35,19 +34,23 @@ def run(config: Config) -> Outcome:
     Raises:
         ArtifactError: the YAML file is not as it should be.
     """
-    artifact = load(config.file, check_sidecar=False)
+    pair = look(config.file)
+    artifact, entries = pair.artifact, pair.entries
     if config.as_json:
         return Outcome(text=artifact.model_dump_json() + "\n")
-    arrays, state = {}, "none"
-    if artifact.sidecar is not None:
-        try:
-            pair = read_pair(config.file)
-            shape = (artifact.model.num_layers, artifact.model.num_heads)
-            fitting = [name for name in ARRAYS if name in pair.entries and pair.entries[name].shape[-2:] == shape]
-            arrays = {name: pair.arrays[name] for name in fitting}
-            state = f"{artifact.sidecar.file} (arrays: {len(pair.entries)})"
-        except ArtifactError as error:
-            # The page needs only the YAML, which may well travel without its arrays. It names the file already.
-            state = f"PROBLEM: {str(error).removeprefix(f'{one_line(str(config.file))}: ')}"
+    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    fitting = [name for name in ARRAYS if name in entries and entries[name].shape[-2:] == shape]
+    state = f"{artifact.sidecar.file} (arrays: {len(entries)})" if artifact.sidecar else "none"
+    if pair.fault:
+        # The page needs only the YAML, which may well travel without its arrays.
+        state = f"PROBLEM: {pair.fault}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
-    return Outcome(text=render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width))
+    return Outcome(
+        text=render(
+            artifact,
+            file=config.file.name,
+            arrays={name: pair.arrays[name] for name in fitting},
+            sidecar=state,
+            width=width,
+        )
+    )

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.interop import head_export, head_import, kascade, kv_heads, layers, modelopt
-from artifacts.interop.report import Conversion, Report
+from artifacts.interop import heads, kascade, kv_heads, layers, modelopt
+from artifacts.interop.report import Export, Import
+from artifacts.interop.shape import Given
+from artifacts.interop.source import Source
 
 if TYPE_CHECKING:
     from artifacts.schema import Artifact
     from artifacts.sidecar import Array
 
-Write = Callable[["Artifact", dict[str, "Array"], Path], tuple[list[tuple[Path, bytes]], Report]]
+Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format. about: what it is, for the help. options: of convert, what `read` takes besides file and model.
+    """A format. about: what it is, for the help. options: what of Given `read` heeds besides the model.
 
     patterns: it is about heads' patterns in prefill, so that recall can be measured.
     """
 
     about: str
     write: Write
-    read: Callable[..., Conversion]
+    read: Callable[[Source, Given], Import]
     options: tuple[str, ...] = ()
     patterns: bool = False
 
@@ -38,15 +40,15 @@ _KV_HEADS = ("sinks", "window", "threshold", "sparsity")
 FORMATS: dict[str, Format] = {
     "minference": Format(
         about="MInference's JSON list of head patterns",
-        read=partial(head_import.import_heads, format="minference"),
-        write=partial(head_export.export_heads, format="minference"),
+        read=partial(heads.read, format="minference"),
+        write=partial(heads.write, format="minference"),
         options=_HEADS,
         patterns=True,
     ),
     "sparse_attention_config": Format(
         about="the same list for vLLM and SGLang: sparse_attention_config.json",
-        read=partial(head_import.import_heads, format="sparse_attention_config"),
-        write=partial(head_export.export_heads, format="sparse_attention_config"),
+        read=partial(heads.read, format="sparse_attention_config"),
+        write=partial(heads.write, format="sparse_attention_config"),
         options=_HEADS,
         patterns=True,
     ),

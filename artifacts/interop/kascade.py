@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line, shorten
 from artifacts.fields import MOST, MOST_HEADS
-from artifacts.interop.files import read_bytes
-from artifacts.interop.layers import Files, full_layers, section
-from artifacts.interop.report import Conversion, Notes, Report
+from artifacts.interop.layers import full_layers, section
+from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, model_shape
+from artifacts.interop.source import Source, array
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _SHARE, _LEAST = 0.1, 128
 _NAME = re.compile(r".+_layers_((?:[0-9]{1,4}_)*[0-9]{1,4})\.npy")
 
 
-def read(path: Path, given: Given) -> Conversion:
+def read(source: Source, given: Given) -> Import:
     """Read a head map into an artifact that has a decode section; the map itself goes to the sidecar.
 
     Raises:
@@ -38,36 +38,29 @@ def read(path: Path, given: Given) -> Conversion:
     """
     import numpy as np
 
-    shown, data = one_line(str(path)), read_bytes(path)
-    found = _NAME.fullmatch(path.name)
+    found = _NAME.fullmatch(source.path.name)
     if found is None:
-        raise ArtifactError(f"{shown}: the name must say the anchors, such as MODEL_layers_0_2_8.npy")
-    anchors = {int(number) for number in found[1].split("_")}
-    table = _table(shown, data)
+        raise ArtifactError("the name must say the anchors, such as MODEL_layers_0_2_8.npy")
+    anchors, table = {int(number) for number in found[1].split("_")}, _table(source.data)
     layers, heads = table.shape
     if 0 not in anchors or max(anchors) >= layers:
-        raise ArtifactError(f"{shown}: the anchors must be layers from 0 to {layers - 1}, 0 among them, got {found[1]}")
-    shape = model_shape(given, path, num_layers=layers, num_kv_heads=heads)
-    full = [layer in anchors for layer in range(layers)]
-    decode = section(path, data, "kascade", full, _LEAST)
+        raise ArtifactError(f"the anchors must be layers from 0 to {layers - 1}, 0 among them, got {found[1]}")
+    shape = model_shape(given, source.path, num_layers=layers, num_kv_heads=heads)
+    full, notes = np.isin(np.arange(layers), list(anchors)), Notes()
+    decode = section(source, "kascade", full.tolist(), _LEAST)
+    own = table[~full] == np.arange(heads)
+    more = "an anchor attends to everything here, there to its own top tokens"
+    notes.heads("computes more", more, (len(anchors) - 1) * heads)
+    for whose, count in (("another", (~own).sum()), ("its own", own.sum())):
+        what = f"takes the list of {whose} KV head there, here one list is for all"
+        notes.heads("chooses otherwise", what, int(count))
+    notes.file("same", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there")
     omnikv = decode.omnikv.model_copy(update={"budget": _SHARE})
-    notes = Notes()
-    notes.some(
-        "computes more", "an anchor attends to everything here, there to its own top tokens", (len(anchors) - 1) * heads
-    )
-    moved = (table != np.arange(heads)) & ~np.array(full)[:, None]
-    notes.some(
-        "chooses otherwise", "takes the list of another KV head there, here one list is for all", int(moved.sum())
-    )
-    rest = int((~np.array(full)).sum()) * heads - int(moved.sum())
-    notes.some("chooses otherwise", "takes the list of its own KV head there, here one list is for all", rest)
-    notes.add("same", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there", 0)
     artifact = shape.artifact(decode=decode.model_copy(update={"omnikv": omnikv}))
-    report = Report(heads=layers * heads, exact=heads, notes=notes.all())
-    return Conversion(artifact=artifact, arrays={MAP: table}, report=report)
+    return Import(artifact=artifact, arrays={MAP: table}, report=notes.report(layers * heads, heads))
 
 
-def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> tuple[Files, Report]:
+def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     """The head map, of an import as it was read; where there is none each head takes the list of its own number.
 
     Raises:
@@ -80,25 +73,25 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> tuple[F
     ending = f"_layers_{'_'.join(map(str, anchors))}.npy"
     if not out.name.endswith(ending) or out.name == ending:
         raise ArtifactError(f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}")
-    known, notes = arrays.get(MAP), Notes()
+    known, notes = array(arrays, MAP, (len(full), heads)), Notes()
     own = np.broadcast_to(np.arange(heads, dtype=np.int32), (len(full), heads))
-    fits = known is not None and known.shape == own.shape and (known[anchors] == own[anchors]).all()
-    notes.some("keeps less", "an anchor attends to its own top tokens, here to everything", (len(anchors) - 1) * heads)
+    fits = known is not None and (known[anchors] == own[anchors]).all()
+    less = "an anchor attends to its own top tokens, here to everything"
+    notes.heads("keeps less", less, (len(anchors) - 1) * heads)
     if not fits:
-        notes.some(
-            "chooses otherwise", "each KV head has a list of its own, here one is for all", full.count(False) * heads
-        )
-    omnikv = artifact.decode.omnikv if artifact.decode else None
-    if omnikv is not None:
-        share = omnikv.budget if isinstance(omnikv.budget, float) else omnikv.budget / artifact.model.max_positions
-        notes.add("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}", 0)
+        other = "each KV head has a list of its own, here one is for all"
+        notes.heads("chooses otherwise", other, full.count(False) * heads)
+    if artifact.decode is not None:
+        budget = artifact.decode.omnikv.budget
+        share = budget if isinstance(budget, float) else budget / artifact.model.max_positions
+        notes.file("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}")
+    notes.left_out(artifact, "decode")
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(known if fits else own, dtype="<i4"))
-    report = Report(heads=len(full) * heads, exact=heads, notes=notes.all())
-    return [(out, stream.getvalue())], report
+    return Export(files={out: stream.getvalue()}, report=notes.report(len(full) * heads, heads))
 
 
-def _table(shown: str, data: bytes) -> Array:
+def _table(data: bytes) -> Array:
     """The map, read without pickle and not before its header fits."""
     import numpy as np
 
@@ -108,15 +101,13 @@ def _table(shown: str, data: bytes) -> Array:
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(stream)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ArtifactError(f"{shown}: is no .npy file ({shorten(str(error), 120)})") from None
+        raise ArtifactError(f"is no .npy file ({shorten(str(error), 120)})") from None
     if len(shape) != 2 or dtype != np.dtype("<i4") or not all(1 <= size <= MOST for size in shape):
-        raise ArtifactError(
-            f"{shown}: must be int32 of shape (layers, KV heads), got {dtype} of shape {shorten(shape)}"
-        )
-    count = shape[0] * shape[1]
-    if count > MOST_HEADS or len(data) - stream.tell() != 4 * count:
-        raise ArtifactError(f"{shown}: has {len(data) - stream.tell()} bytes for {count} heads of 4 each")
+        raise ArtifactError(f"must be int32 of shape (layers, KV heads), got {dtype} of shape {shorten(shape)}")
+    count, size = shape[0] * shape[1], len(data) - stream.tell()
+    if count > MOST_HEADS or size != 4 * count:
+        raise ArtifactError(f"has {size} bytes for {count} heads of 4 each")
     table = np.frombuffer(data, dtype="<i4", offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
     if table.min() < 0 or table.max() >= shape[1]:
-        raise ArtifactError(f"{shown}: must hold KV heads from 0 to {shape[1] - 1}, got {table.min()} to {table.max()}")
+        raise ArtifactError(f"must hold KV heads from 0 to {shape[1] - 1}, got {table.min()} to {table.max()}")
     return np.ascontiguousarray(table, dtype=np.int32)

@@ -1,9 +1,10 @@
-"""The fidelity report: what a conversion could not express, how, and on how many heads."""
+"""How true a conversion is: how many heads are the same on both sides, and what becomes of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from artifacts.errors import plural
@@ -64,11 +65,19 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class Import:
     """What an import makes: the artifact, its sidecar's arrays, and how true both are to the file."""
 
     artifact: Artifact
     arrays: dict[str, Array]
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What an export makes: the files to write, and how true they are to the artifact."""
+
+    files: dict[Path, bytes]
     report: Report
 
 
@@ -78,15 +87,23 @@ class Notes:
     def __init__(self) -> None:
         self._heads: dict[tuple[Effect, str], int] = {}
 
-    def add(self, effect: Effect, what: str, heads: int = 1) -> None:
-        """Note it for one more head, or for so many; 0 for the whole file."""
-        self._heads[effect, what] = self._heads.get((effect, what), 0) + heads
-
-    def some(self, effect: Effect, what: str, heads: int) -> None:
-        """Note it for so many heads, and not at all for none."""
+    def heads(self, effect: Effect, what: str, heads: int = 1) -> None:
+        """Note it for so many heads more, and not at all for none."""
         if heads:
-            self.add(effect, what, heads)
+            self._heads[effect, what] = self._heads.get((effect, what), 0) + heads
 
-    def all(self) -> tuple[Note, ...]:
-        """The notes in the order in which they first came up."""
-        return tuple(Note(effect=effect, heads=heads, what=what) for (effect, what), heads in self._heads.items())
+    def file(self, effect: Effect, what: str) -> None:
+        """Note it for the whole file."""
+        self._heads[effect, what] = 0
+
+    def left_out(self, artifact: Artifact, *carried: str) -> None:
+        """Note the sections that the artifact has and the format no place for, which carries only these."""
+        there = {"prefill": artifact.patterns, "decode": artifact.decode, "kv_cache": artifact.kv_cache}
+        for name, section in there.items():
+            if section and name not in carried:
+                self.file("not carried over", f"the {name} section has no place in this format")
+
+    def report(self, heads: int, exact: int, unit: str = "head") -> Report:
+        """All of it, in the order in which it first came up."""
+        notes = tuple(Note(effect=effect, heads=count, what=what) for (effect, what), count in self._heads.items())
+        return Report(heads=heads, exact=exact, unit=unit, notes=notes)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from artifacts.errors import ArtifactError, one_line, shorten
+from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.fields import LARGEST, MOST
-from artifacts.interop.files import parse_json, read_bytes
+from artifacts.interop.report import Notes
+from artifacts.interop.source import Source
 from artifacts.schema import Artifact, ModelInfo, Prefill
 
 # Of each size: its names in config.json, its flag, what it is.
@@ -20,22 +21,33 @@ _SIZES = {
     "head_dim": (("head_dim",), "--head-dim", "channels a head"),
     "max_positions": (("max_position_embeddings", "n_positions"), "--max-positions", "positions"),
 }
-
 _KEYS = {key for keys, _, _ in _SIZES.values() for key in keys}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the user says of the model: its config.json and flags, each None where not given."""
+    """What the user says of the model and of how a file is read, each None where not given.
+
+    config: the model's config.json. layers to max_positions: as ModelInfo has them. dense_below, dense_tail: as in
+    prefill. sinks, window: of streaming heads, in tokens. threshold: of a KV head's score, from which on it keeps
+    everything; sparsity: instead, the share of KV heads that stream, those with the smallest scores.
+    """
 
     config: Path | None = None
-    name: str | None = None
+    model: str | None = None
     revision: str | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
     head_dim: int | None = None
     max_positions: int | None = None
+    dense_below: int | None = None
+    dense_tail: int | None = None
+    sinks: int | None = None
+    window: int | None = None
+    threshold: float | None = None
+    sparsity: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +63,23 @@ class Shape:
         nothing = Prefill(dense_below=0, layers=(None,) * self.model.num_layers)
         return Artifact(**{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields)
 
+    def leave(self, rows: Sequence[T], notes: Notes, heads: int = 1) -> tuple[T | None, ...]:
+        """The layers' rows, None for those that slide; each of these is noted for so many heads."""
+        left = len(self.sliding) * heads
+        notes.heads("not carried over", "the layer slides over a window of its own and is left alone", left)
+        return tuple(None if layer in self.sliding else row for layer, row in enumerate(rows))
 
-def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = None, **of_file: int) -> Shape:
+
+def model_shape(
+    given: Given, file: Path, *, own: Mapping[str, Any] | None = None, least_layers: int = 0, **of_file: int
+) -> Shape:
     """Put the model together.
 
     Args:
         given: the user's config.json and flags.
         file: the imported file, which names the model where nothing else does.
         own: the file's own fields, where it may be the model's config.json; it counts where no other is given.
+        least_layers: how many the file names, where it does not show how many there are.
         of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of layers is a minimum:
             a file may leave the last ones out.
 
@@ -75,6 +96,8 @@ def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = Non
         raise ArtifactError(
             f"the file does not say how many {whats} the model has: give --config config.json or {flags}"
         )
+    if sizes["num_layers"] < (least := max(least_layers, of_file.get("num_layers", 0))):
+        raise ArtifactError(f"has {least} layers, the model has {sizes['num_layers']}: which model is it?")
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ArtifactError(
             f"the KV heads must divide the {sizes['num_heads']} query heads, got {sizes['num_kv_heads']} (--kv-heads)"
@@ -82,7 +105,7 @@ def model_shape(given: Given, file: Path, *, own: Mapping[str, Any] | None = Non
     architectures = config.get("architectures")
     known = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
     model = ModelInfo(
-        name=given.name or _name(path, config) or file.stem or "unknown",
+        name=given.model or _name(path, config) or file.stem or "unknown",
         revision=given.revision,
         architecture=architectures[0] or None if known and architectures else None,
         config_sha256=None,
@@ -100,9 +123,11 @@ def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
         return None, {}
     if path.is_dir():
         path = path / "config.json"
-    config = parse_json(path, read_bytes(path))
-    if not isinstance(config, dict):
-        raise ArtifactError(f"{one_line(str(path))}: must be a model's config.json, got {shorten(config)}")
+    source = Source.read(path)
+    with naming(path):
+        config = source.json()
+        if not isinstance(config, dict):
+            raise ArtifactError(f"must be a model's config.json, got {shorten(config)}")
     text = config.get("text_config")
     return path, {**config, **text} if isinstance(text, dict) else config
 
@@ -113,7 +138,7 @@ def _size(
     """A size of the model from all that say it; None where nothing does."""
     keys, flag, what = _SIZES[name]
     found: list[tuple[str, int]] = []
-    flagged = getattr(given, name)
+    flagged = getattr(given, flag[2:].replace("-", "_"))
     if flagged is not None:
         found.append((flag, flagged))
     key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), ("", None))
@@ -133,10 +158,6 @@ def _size(
             raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
         if size != found[0][1]:
             raise ArtifactError(f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?")
-    if name == "num_layers" and found[0][1] < of_file.get(name, 0):
-        raise ArtifactError(
-            f"the file has {of_file[name]} layers, {found[0][0]} says {found[0][1]}: which model is it?"
-        )
     return found[0][1]
 
 

@@ -10,11 +10,10 @@ import pickle
 import struct
 import zipfile
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.interop.files import MAX_BYTES
+from artifacts.errors import ArtifactError, shorten
+from artifacts.interop.source import MAX_BYTES
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -39,7 +38,7 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
-def read_tensor(path: Path, data: bytes) -> Array:
+def read_tensor(data: bytes) -> Array:
     """The tensor as float64.
 
     Raises:
@@ -64,9 +63,7 @@ def read_tensor(path: Path, data: bytes) -> Array:
     except (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, ValueError, TypeError, KeyError, IndexError,
             AttributeError, EOFError, StopIteration, OSError,
             NotImplementedError, RuntimeError, OverflowError, MemoryError, UnicodeError) as error:  # fmt: skip
-        raise ArtifactError(
-            f"{one_line(str(path))}: is no .pt file of one tensor: {shorten(str(error), 120)}"
-        ) from None
+        raise ArtifactError(f"is no .pt file of one tensor: {shorten(str(error), 120)}") from None
     if dtype == "BFloat16Storage":
         raw = (raw.astype(np.uint32) << 16).view(np.float32)
     return raw.astype(np.float64)

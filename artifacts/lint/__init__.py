@@ -1,6 +1,18 @@
 """Says what is odd about an artifact that is whole: what an expert would ask about before serving with it."""
 
-from artifacts.lint.finding import SEVERITIES, Finding, Severity
-from artifacts.lint.run import CHECKS, lint
+from __future__ import annotations
 
-__all__ = ["CHECKS", "SEVERITIES", "Finding", "Severity", "lint"]
+from collections.abc import Callable, Iterator
+
+from artifacts.lint import patterns, scores, sections
+from artifacts.lint.rules import RULES, SEVERITIES, Case, Finding, Severity
+
+__all__ = ["CHECKS", "RULES", "SEVERITIES", "Case", "Finding", "Severity", "lint"]
+
+CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (*patterns.CHECKS, *scores.CHECKS, *sections.CHECKS)
+
+
+def lint(case: Case) -> list[Finding]:
+    """All findings, errors first."""
+    found = [finding for check in CHECKS for finding in check(case)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -1,4 +1,4 @@
-"""Checks of the sidecar: that its arrays fit the model and the YAML, and what the scores say."""
+"""Checks of the sidecar: that its arrays fit the model and the YAML, and what scores say, found here or imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from artifacts.lint.finding import Case, Finding, heads, some
+from artifacts.errors import number, plural
+from artifacts.lint.rules import Case, Finding, layers, odd
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -14,21 +15,16 @@ if TYPE_CHECKING:
 LOW_RECALL = 0.5
 # float32 means of shares end up a rounding error above 1.
 ONE = 1.0001
-_PER_HEAD = ("chosen.", "candidates.", "imported.")
+_PER_HEAD = ("chosen.", "candidates.", "imported.score")
+_PER_KV_HEAD = ("imported.full_attention", "imported.head_map")
 
 
 def sidecar(case: Case) -> Iterator[Finding]:
     """No sidecar, or one that is not the YAML's."""
     if case.fault is not None:
-        yield Finding(code="sidecar", severity="error", where="sidecar", message=case.fault)
+        yield odd("sidecar", "sidecar", why=case.fault)
     elif case.artifact.sidecar is None and case.named:
-        yield Finding(
-            code="no-sidecar",
-            severity="warning",
-            where="sidecar",
-            message="there is no file of scores: nobody can say why a head got its pattern; search again, or keep "
-            "the pair together",
-        )
+        yield odd("no-sidecar", "sidecar")
 
 
 def shapes(case: Case) -> Iterator[Finding]:
@@ -36,58 +32,29 @@ def shapes(case: Case) -> Iterator[Finding]:
     model = case.artifact.model
     wrong = []
     for name, array in sorted(_entries(case).items()):
-        if not name.startswith(_PER_HEAD):
-            continue
-        width = model.num_kv_heads if name == "imported.full_attention" else model.num_heads
-        if array.shape[:2] != (model.num_layers, width):
-            wrong.append((name, array.shape, width))
+        heads = model.num_kv_heads if name in _PER_KV_HEAD else model.num_heads
+        if name.startswith((*_PER_HEAD, *_PER_KV_HEAD)) and array.shape[:2] != (model.num_layers, heads):
+            wrong.append((name, {"shape": tuple(array.shape), "layers": model.num_layers, "heads": heads}))
     if wrong:
-        name, shape, width = wrong[0]
         more = f" (and {len(wrong) - 1} arrays more)" if len(wrong) > 1 else ""
-        yield Finding(
-            code="head-counts",
-            severity="error",
-            where=name,
-            message=f"has the shape {tuple(shape)}, the model has {model.num_layers} layers of {width} heads{more}: "
-            "the sidecar is of another model; search again",
-        )
-
-
-def _entries(case: Case) -> Mapping[str, Any]:
-    """What the sidecar's header says of its arrays, which reads none of them; or these themselves."""
-    return getattr(case.arrays, "entries", case.arrays) or {}
+        yield odd("head-counts:array", wrong[0][0], **wrong[0][1], more=more)
 
 
 def ranges(case: Case) -> Iterator[Finding]:
     """Recalls that are no shares, errors below 0, scores where there is no pattern and none where there is one."""
-    artifact = case.artifact
-    has_pattern = [row is not None for row in artifact.prefill.layers]
-    for name, array in sorted(tables(case).items()):
+    for name, array in sorted(_tables(case).items()):
         measure = name.rpartition(".")[2]
         if measure not in ("recall", "density", "error"):
             continue
-        values = [value for row in array.tolist() for value in row if value == value]
-        highest = ONE if measure == "recall" else float("inf")
-        if wrong := [value for value in values if not 0 <= value <= highest]:
-            wanted = "from 0 to 1" if measure == "recall" else "at least 0"
-            yield Finding(
-                code="score-range",
-                severity="error",
-                where=name,
-                message=f"{heads(len(wrong))} have values such as {wrong[0]:.4g}, a {measure} is {wanted}: the "
-                "scores are of another scale; search again",
-            )
+        highest, wanted = (ONE, "from 0 to 1") if measure == "recall" else (float("inf"), "at least 0")
+        if wrong := [value for value in _known(array) if not 0 <= value <= highest]:
+            heads = plural(len(wrong), "head")
+            yield odd("score-range", name, heads=heads, value=wrong[0], measure=measure, wanted=wanted)
         if name.startswith("chosen."):
-            known = [[value == value for value in row] for row in array.tolist()]
-            odd = [i for i, (row, there) in enumerate(zip(known, has_pattern, strict=True)) if any(row) != there]
-            if odd:
-                yield Finding(
-                    code="score-gap",
-                    severity="error",
-                    where=name,
-                    message=f"layer{'s' * (len(odd) > 1)} {some(odd)}: has scores without patterns or patterns without "
-                    "scores: YAML and sidecar are of two searches; search again",
-                )
+            rows = zip(array.tolist(), case.artifact.prefill.layers, strict=True)
+            scored = [(any(value == value for value in values), row is not None) for values, row in rows]
+            if gaps := [i for i, (score, pattern) in enumerate(scored) if score != pattern]:
+                yield odd("score-gap", name, layers=layers(gaps))
 
 
 def summary(case: Case) -> Iterator[Finding]:
@@ -95,41 +62,26 @@ def summary(case: Case) -> Iterator[Finding]:
     artifact, search = case.artifact, case.artifact.search
     if search is None:
         return
-    won: Counter[str] = Counter(artifact.patterns[name].kind for row in artifact.prefill.layers for name in row or ())
+    won = Counter(str(artifact.patterns[name].kind) for row in artifact.prefill.layers for name in row or ())
     said = {kind: count for kind, count in search.summary.winners.items() if count}
     if said != dict(won):
-        yield Finding(
-            code="stale-summary",
-            severity="error",
-            where="search.summary.winners",
-            message=f"says {_counts(said)}, the rows have {_counts(won)}: rows were changed after the search, and "
-            "its scores are not theirs; search again",
-        )
+        yield odd("stale-summary", "search.summary.winners", said=_counts(said), found=_counts(won))
     for measure in ("recall", "density"):
-        table = tables(case).get(f"chosen.{measure}")
-        values = [] if table is None else [value for row in table.tolist() for value in row if value == value]
-        stated = getattr(search.summary, measure)
-        if values and abs(sum(values) / len(values) - stated) > 0.005:
-            yield Finding(
-                code="stale-summary",
-                severity="error",
-                where=f"search.summary.{measure}",
-                message=f"says {stated:.4f}, the mean of chosen.{measure} is {sum(values) / len(values):.4f}: one of "
-                "them is of another search; search again",
-            )
+        array, stated = f"chosen.{measure}", getattr(search.summary, measure)
+        values = _known(_tables(case).get(array))
+        if values and abs((mean := sum(values) / len(values)) - stated) > 0.005:
+            yield odd("stale-summary:mean", f"search.summary.{measure}", said=stated, array=array, mean=mean)
 
 
 def low_recall(case: Case) -> Iterator[Finding]:
     """Heads whose sparse pattern keeps less than half of their attention."""
-    artifact = case.artifact
-    imported = artifact.prefill.imported
-    name = "chosen.recall"
-    if "chosen.recall" not in (case.arrays or {}) and imported is not None and imported.scores == "recall":
-        name = "imported.score"
-    table = tables(case).get(name)
+    artifact, imported = case.artifact, case.artifact.prefill.imported
+    there = "chosen.recall" in (case.arrays or {}) or imported is None or imported.scores != "recall"
+    name = "chosen.recall" if there else "imported.score"
+    table = _tables(case).get(name)
     if table is None:
         return
-    low: Counter[int] = Counter()
+    low = Counter[int]()
     worst = 1.0
     for layer, row in enumerate(artifact.prefill.layers):
         for pattern, value in zip(row or (), table[layer].tolist(), strict=False):
@@ -137,22 +89,68 @@ def low_recall(case: Case) -> Iterator[Finding]:
                 low[layer] += 1
                 worst = min(worst, value)
     if low:
-        yield Finding(
-            code="low-recall",
-            severity="warning",
-            where=name,
-            message=f"{heads(low.total())} keep less than {LOW_RECALL:.0%} of their attention (down to {worst:.2f}; "
-            f"most in layer {low.most_common(1)[0][0]}, {len(low)} layer{'s' * (len(low) > 1)} in all): whatever the "
-            "budget, these heads lose; give them dense or a larger pattern",
-        )
+        most = {"layer": low.most_common(1)[0][0], "layers": plural(len(low), "layer"), "worst": worst}
+        yield odd("low-recall", name, heads=plural(low.total(), "head"), share=LOW_RECALL, **most)
 
 
-def tables(case: Case) -> Mapping[str, Array]:
+def imports(case: Case) -> Iterator[Finding]:
+    """Imported scores that are no recalls, of two scales, or all alike."""
+    imported, where = case.artifact.prefill.imported, "imported.score"
+    if imported is None:
+        return
+    values = _known(_tables(case).get(where))
+    shares = [value for value in values if 0 < value < 1]
+    larger = [value for value in values if value > ONE]
+    if imported.scores is None or not values:
+        yield odd("no-scores", "prefill.imported.scores")
+    elif shares and larger:
+        counts = {"shares": plural(len(shares), "head"), "larger": plural(len(larger), "head")}
+        yield odd("mixed-scales", where, **counts, most=max(larger))
+    elif larger:
+        yield odd("foreign-scores", where, least=number(min(values)), most=number(max(values)))
+    elif max(values) > 1:
+        heads = plural(sum(value > 1 for value in values), "head")
+        yield odd("score-above-one", where, heads=heads, most=max(values))
+    if len(values) > 1 and len(set(values)) == 1 and any(values):
+        yield odd("constant-scores", where, score=values[0])
+
+
+def precision(case: Case) -> Iterator[Finding]:
+    """Imported recalls of some patterns in half precision beside those of others in full."""
+    imported, table = case.artifact.prefill.imported, _tables(case).get("imported.score")
+    if imported is None or imported.scores != "recall" or table is None:
+        return
+    by_pattern: dict[str, list[float]] = {}
+    for row, values in zip(case.artifact.prefill.layers, table.tolist(), strict=True):
+        for name, value in zip(row or (), values, strict=False):
+            by_pattern.setdefault(name, []).append(value)
+    # bfloat16 steps by 1/256 from a half on, and by 1/512 below.
+    coarse = [
+        name for name, values in by_pattern.items() if len(values) > 1 and all(value * 512 % 1 == 0 for value in values)
+    ]
+    if coarse and len(coarse) < len(by_pattern):
+        heads = plural(sum(len(by_pattern[name]) for name in coarse), "head")
+        yield odd("mixed-precision", "imported.score", names=", ".join(coarse[:3]), heads=heads)
+
+
+CHECKS = (sidecar, shapes, ranges, summary, low_recall, imports, precision)
+
+
+def _entries(case: Case) -> Mapping[str, Any]:
+    """What the sidecar's header says of its arrays, which reads none of them; or these themselves."""
+    return getattr(case.arrays, "entries", case.arrays) or {}
+
+
+def _tables(case: Case) -> dict[str, Array]:
     """The arrays that have a number for each head of the model."""
-    model = case.artifact.model
-    shape = (model.num_layers, model.num_heads)
+    shape = (case.artifact.model.num_layers, case.artifact.model.num_heads)
     arrays = case.arrays or {}
     return {name: arrays[name] for name, entry in _entries(case).items() if entry.shape == shape}
+
+
+def _known(table: Array | None) -> list[float]:
+    """The table's numbers that are none of NaN."""
+    return [] if table is None else [value for row in table.tolist() for value in row if value == value]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

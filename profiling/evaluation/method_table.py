@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from artifacts import H2O, Artifact, SnapKV, Streaming
 from artifacts.kv_cache import Policy
+from profiling.speed.baselines import KERNEL, MODEL
 
 _SINKS = 4
 
@@ -28,6 +29,7 @@ class Kind:
 
 METHODS: dict[str, Kind] = {
     "dense": Kind(says="the model's own attention (sdpa)", source="Dao 2023"),
+    KERNEL: Kind(says="every key, by Headwise's kernel", source="this project"),
     "headwise": Kind(says="the artifact's patterns", source="this project, after MInference 1.0"),
     "headwise_static": Kind(
         says="the artifact's indices, frozen on one other prompt", source="MInference 1.0, Ours w/ static"
@@ -79,9 +81,9 @@ def method_names(artifact: Artifact) -> tuple[str, ...]:
     """All methods that there are for an artifact, dense first."""
     caches = [*CACHES, *([OMNIKV] if artifact.decode else []), *([OWN] if artifact.kv_cache else [])]
     if not any(artifact.prefill.layers):
-        return ("dense", *(f"dense+{cache}" for cache in caches))
+        return (MODEL, KERNEL, *(f"dense+{cache}" for cache in caches))
     with_caches = [f"{prefill}+{cache}" for cache in caches for prefill in ("dense", "headwise")]
-    without = (f"{name}{NO_TAIL}" for name in METHODS if name != "dense")
+    without = (f"{name}{NO_TAIL}" for name in METHODS if name not in (MODEL, KERNEL))
     return (
         *METHODS,
         *without,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from artifacts import (
     Artifact,
-    Dense,
     Evidence,
     HeadwiseError,
     KVCache,
@@ -44,6 +43,7 @@ from profiling.evaluation.method_table import (
 )
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
+from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers, text_config
 
@@ -58,6 +58,7 @@ _VERSION = 2
 class Method:
     """A method for one model at one length.
 
+    dense: which dense attention it is where it has no artifact.
     density: share of the causal area that prefill computes, mean over heads, on the calibration prompt.
     kept: share of the prompt's keys and values that decode attends to. Both are None where nobody counted.
     identity: a hash of all that its results depend on but model, prompt and number format.
@@ -72,15 +73,16 @@ class Method:
     identity: str
     evicts: bool
     sizes: str
+    dense: str = MODEL
 
     @cached_property
     def headwise(self) -> Headwise | None:
-        """The artifact in memory that does it; None is the model's own attention."""
+        """The artifact in memory that does it; None is dense attention."""
         return self.make()
 
     def apply(self, model: Any) -> AbstractContextManager[object]:
         """The method at work on the model, until it is left."""
-        return nullcontext() if self.headwise is None else self.headwise.apply(model, check_weights=False)
+        return dense(model, self.dense) if self.headwise is None else self.headwise.apply(model, check_weights=False)
 
     def cache(self, model: Any) -> Any:
         """An empty cache to prefill and decode with."""
@@ -138,8 +140,10 @@ class Methods:
         return self._with_cache(base, name, cache, length) if cache else base
 
     def _plain(self, name: str, length: int) -> Method:
-        if name == "dense":
-            return Method(name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, evicts=False, sizes="")
+        if name in (MODEL, KERNEL):
+            return Method(
+                name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, evicts=False, sizes="", dense=name
+            )
         kind, tailed = name.removesuffix(NO_TAIL), not name.endswith(NO_TAIL)
         tail = self.artifact.prefill.dense_tail if tailed else 0
         if kind == "headwise":
@@ -252,25 +256,6 @@ class Methods:
 
     def _key(self, what: str, length: int) -> str:
         return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
-
-
-def dense_kernel(artifact: Artifact) -> Method:
-    """Dense attention by Headwise's own kernel in the layers that the artifact has patterns for."""
-    pattern = Dense()
-    name = pattern_name(pattern)
-    rows = tuple(None if row is None else (name,) * len(row) for row in artifact.prefill.layers)
-    fields = {"dense_below": 0, "layers": rows, "growth": None, "front": None}
-    update = {"patterns": {name: pattern}, "prefill": artifact.prefill.model_copy(update=fields)}
-    made = artifact.model_copy(update={**update, "decode": None, "kv_cache": None})
-    return Method(
-        name="dense",
-        make=partial(Headwise, made),
-        density=1.0,
-        kept=1.0,
-        identity=_identity(made),
-        evicts=False,
-        sizes="",
-    )
 
 
 def _with_tail(artifact: Artifact, tail: int) -> Artifact:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from profiling.evaluation.record import figure, summary_tasks, told_crossover, told_seen
+from profiling.evaluation.record import figure, methods_at, speedup_of, summary_tasks, told_crossover, told_seen
 from profiling.evaluation.rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
 from profiling.pictures.charts import Bar, Series, heatmap, intervals, legend, lines
 from profiling.pictures.page_parts import STYLE, number, plain, size, table
+from profiling.speed.baselines import COLUMNS, cells, told
 
 
 def page(record: dict[str, Any]) -> str:
@@ -33,7 +34,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _in_short(record: dict[str, Any]) -> str:
-    told = []
+    said = []
     for length in record["settings"]["lengths"]:
         columns = summary_tasks(record, length)
         for task, measure in [each for each in columns if each[1] in (SCORE, PERPLEXITY)]:
@@ -42,17 +43,17 @@ def _in_short(record: dict[str, Any]) -> str:
                 continue
             own, dense = (figure(record, task, length, name, measure) for name in ("headwise", BASELINE))
             if own and dense:
-                told.append(f"<li>{length:,} tokens: {_sentence(own, dense, task, measure)}</li>")
+                said.append(f"<li>{length:,} tokens: {_sentence(own, dense, task, measure)}</li>")
         timed = _of(record["prefill"], "headwise", length)
         if timed:
-            told.append(
-                f"<li>{length:,} tokens: prefill takes {timed['seconds']:.3f} s, {timed['speedup']:.2f} times as fast "
-                f"as dense attention; {timed['build'] / timed['seconds']:.0%} of it is spent on indices.</li>"
+            said.append(
+                f"<li>{length:,} tokens: prefill takes {timed['seconds']:.3f} s, {told(speedup_of(timed))}; "
+                f"{timed['build'] / timed['seconds']:.0%} of it is spent on indices.</li>"
             )
     if record["crossover"]:
         sentence = told_crossover(record)
-        told.append(f"<li>{escape(sentence[0].upper() + sentence[1:])}.</li>")
-    return f"<ul>{''.join(told)}</ul>" if told else ""
+        said.append(f"<li>{escape(sentence[0].upper() + sentence[1:])}.</li>")
+    return f"<ul>{''.join(said)}</ul>" if said else ""
 
 
 def _sentence(own: dict[str, Any], dense: dict[str, Any], task: str, measure: str) -> str:
@@ -73,19 +74,19 @@ def _sentence(own: dict[str, Any], dense: dict[str, Any], task: str, measure: st
 def _length(record: dict[str, Any], length: int) -> str:
     columns = summary_tasks(record, length)
     names = record["settings"]["methods"]
-    head = ["method", "density", "kept", *(_column(*each) for each in columns), "prefill", "x dense"]
+    head = ["method", "density", "kept", *(_column(*each) for each in columns), "prefill", *COLUMNS]
     rows = []
-    for name in names:
-        made = _of(record["methods"], name, length, key="name") or {}
+    for made in methods_at(record, length):
+        name = made["name"]
         timed = _of(record["prefill"], name, length)
         rows.append(
             [
                 ("text", escape(name)),
-                ("", number(made.get("density"))),
-                ("", number(made.get("kept"))),
+                ("", number(made["density"])),
+                ("", number(made["kept"])),
                 *(_cell(figure(record, task, length, name, measure)) for task, measure in columns),
                 ("", f"{timed['seconds']:.3f} s" if timed else "-"),
-                ("", f"{timed['speedup']:.2f}" if timed else "-"),
+                *(("", cell) for cell in cells(speedup_of(timed) if timed else None)),
             ]
         )
     summary = table(
@@ -160,15 +161,15 @@ def _speed(record: dict[str, Any]) -> str:
             ("", f"{each['length']:,}"),
             ("", f"{each['seconds']:.3f}"),
             ("", f"{each['build']:.3f}"),
-            ("", f"{each['speedup']:.2f}"),
+            *(("", cell) for cell in cells(speedup_of(each))),
             ("", str(len(each["rounds"]))),
         ]
         for each in record["prefill"]
     ]
-    head = ["method", "tokens", "seconds to the first token", "of which indices", "x dense", "rounds"]
+    head = ["method", "tokens", "seconds to the first token", "of which indices", *COLUMNS, "rounds"]
     parts = [
-        "<h2>Speed</h2><p class=muted>Every method in turn with dense attention (sdpa); medians. Ratios are of the "
-        "same rounds.</p>",
+        "<h2>Speed</h2><p class=muted>Every method in turn with dense attention as the model comes (dense) and by "
+        "Headwise's kernel (dense_kernel); medians. Ratios are of the same rounds.</p>",
         table(head, rows, "Prefill"),
     ]
     names = list(dict.fromkeys(each["method"] for each in record["prefill"]))
@@ -185,12 +186,12 @@ def _speed(record: dict[str, Any]) -> str:
                 ("text", escape(each["method"])),
                 ("", f"{each['length']:,}"),
                 ("", f"{each['tokens_per_second']:.1f}"),
-                ("", f"{each['speedup']:.2f}"),
+                *(("", cell) for cell in cells(speedup_of(each))),
                 ("", size(each["cache_bytes"])),
             ]
             for each in record["decode"]
         ]
-        parts.append(table(["method", "context", "tokens/s", "x dense", "keys and values"], rows, "Decode"))
+        parts.append(table(["method", "context", "tokens/s", *COLUMNS, "keys and values"], rows, "Decode"))
     if record["memory"]:
         rows = [
             [("text", escape(each["method"])), ("", f"{each['length']:,}"), ("", size(each["bytes"]))]
@@ -200,7 +201,7 @@ def _speed(record: dict[str, Any]) -> str:
     if record["crossover"]:
         rows = [[("", f"{length:,}"), ("", f"{speedup:.2f}")] for length, speedup in record["crossover"]["measured"]]
         parts.append(f"<h3>Crossover</h3><p>{escape(told_crossover(record))}.</p>")
-        parts.append(table(["tokens", "x dense"], rows, "Lengths that were timed"))
+        parts.append(table(["tokens", COLUMNS[0]], rows, "Lengths that were timed"))
     return "".join(parts)
 
 

@@ -1,14 +1,14 @@
-"""Speed of methods beside dense attention, in turn: prefill and index build, decode, peak memory, and the crossover.
+"""Speed of methods beside both dense attentions, in turn: prefill and index build, decode, and the crossover.
 
-Every method's times stand beside those that dense attention had in the same rounds: speeds of unlike rounds are never
-divided by each other.
+Every method's times stand beside those that dense attention had in the same rounds, as the model comes and by
+Headwise's kernel: speeds of unlike rounds are never divided by each other.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from profiling.evaluation.methods import Method, Methods
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from runtime.caches.make import cache_bytes
 from runtime.patterns import kernel_patterns
@@ -27,19 +28,19 @@ from runtime.plans import layer_plan
 
 _TASK, _SEED = "passkey", 424_242
 _BUILDS = 3
-_DENSE = "dense"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of each round of a method, and of dense attention in the same rounds.
+    """Seconds of each round of a method, and of dense attention in the same rounds: the model's own, and our kernel's.
 
     build: seconds of all layers' indices, which are part of a prefill; 0 where there are none.
     steps: tokens of a round of decode. cache: bytes of the cache after the prompt.
     """
 
     seconds: tuple[float, ...]
-    dense: tuple[float, ...]
+    model: tuple[float, ...]
+    kernel: tuple[float, ...]
     build: float = 0.0
     steps: int = 1
     cache: int = 0
@@ -50,9 +51,9 @@ class Timed:
         return statistics.median(self.seconds) / self.steps
 
     @property
-    def speedup(self) -> float:
-        """How many times as fast as dense attention: the median over rounds of their ratios."""
-        return statistics.median(d / s for d, s in zip(self.dense, self.seconds, strict=True))
+    def speedup(self) -> Speedup:
+        """How many times as fast as either dense attention."""
+        return speedup(self.seconds, {MODEL: self.model, KERNEL: self.kernel})
 
 
 def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
@@ -63,7 +64,7 @@ def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def prefill_times(loaded: LoadedModel, methods: Sequence[Method], length: int, *, repeats: int) -> dict[str, Timed]:
-    """Time to the first token of a prompt of `length` tokens; the first of the methods has to be dense."""
+    """Time to the first token of a prompt of `length` tokens; both dense attentions have to be among the methods."""
     model, ids = loaded.model, prompt_ids(loaded, length)
     current: list[Any] = []
 
@@ -79,8 +80,13 @@ def prefill_times(loaded: LoadedModel, methods: Sequence[Method], length: int, *
 
     seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
     builds = build_seconds(loaded, methods, ids)
-    dense = tuple(seconds[_DENSE])
-    return {m.name: Timed(seconds=tuple(seconds[m.name]), dense=dense, build=builds.get(m.name, 0.0)) for m in methods}
+    return {
+        m.name: Timed(seconds=tuple(seconds[m.name]), build=builds.get(m.name, 0.0), **_dense(seconds)) for m in methods
+    }
+
+
+def _dense(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    return {"model": tuple(seconds[MODEL]), "kernel": tuple(seconds[KERNEL])}
 
 
 def build_seconds(loaded: LoadedModel, methods: Sequence[Method], ids: torch.Tensor) -> dict[str, float]:
@@ -112,7 +118,7 @@ def build_seconds(loaded: LoadedModel, methods: Sequence[Method], ids: torch.Ten
 def decode_times(
     loaded: LoadedModel, methods: Sequence[Method], length: int, *, steps: int, repeats: int
 ) -> dict[str, Timed]:
-    """Times of `steps` tokens after a prompt of `length`; the first of the methods has to be dense."""
+    """Times of `steps` tokens after a prompt of `length`; both dense attentions have to be among the methods."""
     model, ids = loaded.model, prompt_ids(loaded, length)
     caches, held = {}, {}
     for method in methods:
@@ -135,17 +141,17 @@ def decode_times(
             model(token, past_key_values=current[0], use_cache=True)
 
     seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
-    dense = tuple(seconds[_DENSE])
     return {
-        m.name: Timed(seconds=tuple(seconds[m.name]), dense=dense, steps=steps, cache=held[m.name]) for m in methods
+        m.name: Timed(seconds=tuple(seconds[m.name]), steps=steps, cache=held[m.name], **_dense(seconds))
+        for m in methods
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossover:
-    """The length from which Headwise is faster than dense attention; None where it never was.
+    """The length from which Headwise is faster than the better dense attention; None where it never was.
 
-    measured: (length, how many times as fast), ascending.
+    measured: (length, how many times as fast as that), ascending.
     """
 
     length: int | None
@@ -163,8 +169,8 @@ def crossover(loaded: LoadedModel, methods: Methods, *, low: int, high: int, rep
     found: dict[int, float] = {}
 
     def faster(length: int) -> bool:
-        both = [methods.make(name, length) for name in (_DENSE, "headwise")]
-        found[length] = prefill_times(loaded, both, length, repeats=repeats)["headwise"].speedup
+        three = [methods.make(name, length) for name in (MODEL, KERNEL, HEADWISE)]
+        found[length] = prefill_times(loaded, three, length, repeats=repeats)[HEADWISE].speedup.value
         return found[length] > 1
 
     step = max(64, high // 16 // 64 * 64)

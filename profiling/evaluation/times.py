@@ -20,16 +20,20 @@ from profiling.ledger import Ledger, Unit
 from profiling.memory_use.peak_memory import peak_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
-_DENSE = "dense"
-# A method whose decode differs from dense attention's only by Headwise's own growing cache: one of them is enough.
-_PLAIN = ("dense", "headwise")
+# Both are timed in the same rounds as whatever stands beside them.
+_DENSE = (MODEL, KERNEL)
+# Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is enough.
+_PLAIN = (*_DENSE, HEADWISE)
+# Raised where what is kept of a measurement changes.
+_VERSION = 2
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What to time. repeats: rounds, dense and the others in turn. steps: tokens of a round of decode.
+    """What to time beside both dense attentions. repeats: rounds, in turn. steps: tokens of a round of decode.
 
     memory: also peak memory at the longest length. crossover: also the length from which Headwise is faster.
     """
@@ -113,7 +117,7 @@ class _Clock:
         searched = config.crossover and config.low < longest
         with phase("speed", 2 * len(config.lengths) + config.memory + searched, "measurements") as shown:
             for length in config.lengths:
-                made = [self._methods.make(name, length) for name in dict.fromkeys((_DENSE, *config.methods))]
+                made = [self._methods.make(name, length) for name in dict.fromkeys((*_DENSE, *config.methods))]
                 prefill |= self._timed("prefill", made, length)
                 shown.update()
                 decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
@@ -125,7 +129,7 @@ class _Clock:
                         )
                     shown.update()
             if searched:
-                identity = self._methods.make("headwise", longest).identity
+                identity = self._methods.make(HEADWISE, longest).identity
                 found = self._kept(f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover)
                 shown.update()
         return Times(
@@ -137,7 +141,7 @@ class _Clock:
         units = {m.name: self._unit(f"{what}/{config.repeats}/{config.steps}", length, m.identity) for m in some}
         missing = [m for m in some if self._again or units[m.name] not in self._ledger]
         if missing:
-            with_dense = [some[0], *(m for m in missing if m.name != _DENSE)]
+            with_dense = [m for m in some if m.name in _DENSE or m in missing]
             if what == "prefill":
                 found = prefill_times(self._loaded, with_dense, length, repeats=config.repeats)
             else:
@@ -156,7 +160,7 @@ class _Clock:
         return self._ledger.put(unit, find()) if self._again else self._ledger.once(unit, find)
 
     def _unit(self, what: str, length: int, identity: str) -> Unit:
-        return self._ledger.unit(f"speed/{what}/{length}/{identity}/{self._where}")
+        return self._ledger.unit(f"speed/{_VERSION}/{what}/{length}/{identity}/{self._where}")
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from artifacts import Artifact, HeadwiseError, save
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.evaluation.methods import Method
 from profiling.models.loading import LoadedModel, load_model
+from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load
 from runtime.caches.make import OFFLOADS, cache_bytes
 from runtime.layers import text_config
@@ -60,7 +61,8 @@ def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revi
             config = Path(folder) / "cfg.yaml"
             save(_without_windows(method.headwise.artifact), config, method.headwise.arrays or None)
         dtype = str(model.dtype).removeprefix("torch.")
-        return peak_apart(method.name, spec, length, config=config, dtype=dtype, revision=revision).peak
+        own = method.dense == KERNEL
+        return peak_apart(method.name, spec, length, config=config, own=own, dtype=dtype, revision=revision).peak
 
 
 class Grown(NamedTuple):
@@ -76,6 +78,7 @@ def peak_apart(
     length: int,
     *,
     config: Path | None = None,
+    own: bool = False,
     low_memory: bool = False,
     offload: str = "auto",
     dtype: str = "bfloat16",
@@ -84,7 +87,8 @@ def peak_apart(
 ) -> Grown:
     """What a prefill takes in a process of its own; `name` is what a message calls it.
 
-    config: the artifact to apply, with or without low_memory; None for dense attention in transformers' own cache.
+    config: the artifact to apply, with or without low_memory; None for dense attention in transformers' own cache, by
+        Headwise's kernel with `own`.
 
     Raises:
         HeadwiseError: that process failed.
@@ -93,6 +97,7 @@ def peak_apart(
     command += ["--dtype", dtype, "--device", device, "--offload", offload, "--threads", str(torch.get_num_threads())]
     command += ["--revision", revision] if revision else []
     command += ["--config", str(config)] if config else []
+    command += ["--own-dense"] if own else []
     command += ["--low-memory"] if low_memory else []
     # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the prefill.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), **os.environ}
@@ -114,7 +119,8 @@ def measure(options: argparse.Namespace) -> Grown:
     loaded = load_model(options.model, dtype=options.dtype, device=options.device, revision=options.revision)
     model = loaded.model
     if options.config is None:
-        return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
+        with dense(model, KERNEL if options.own_dense else MODEL):
+            return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
     with load(options.config).apply(model, check_weights=False, low_memory=options.low_memory) as handle:
         return _grown(model, options.length, lambda: handle.new_cache(offload=options.offload))
 
@@ -162,6 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cpu")
     p.add_argument("--revision", help="revision of a hub model")
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--own-dense", action="store_true", help="without an artifact: dense attention by Headwise's kernel")
     p.add_argument("--low-memory", action="store_true", help="apply the artifact with low_memory=True")
     p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
     found = measure(p.parse_args(argv))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import shutil
 import sys
 import tempfile
@@ -13,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from artifacts.errors import one_line, shorten
+from artifacts.errors import one_line
+from profiling.models.cache import made_once
 
 _MAGIC = b"GGUF"
 _CHUNK = 1 << 22
@@ -24,45 +24,14 @@ _FORMAT = 1
 def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
     """The folder with the weights in `dtype` and the tokenizer of a GGUF file; `parts` follow one another.
 
-    A conversion is made beside its place and renamed into it under a lock that dies with its process: an
-    interrupted one leaves nothing that counts, and of two at once one waits for the other.
-
     Raises:
         HeadwiseError: the file cannot be read or converted, or the cache folder cannot be written.
     """
-    from filelock import FileLock
-
     with _readable(name):
         if _start(parts[0]) != _MAGIC:
             raise HeadwiseError(f"{name} is no GGUF file: it does not start with 'GGUF'")
         key = f"{_sha256(parts)[:32]}-{dtype}-{_FORMAT}"
-    root = cache_folder() / "models"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        target, beside = root / key, root / f"{key}.part"
-        if target.is_dir():
-            return target
-        with FileLock(root / f"{key}.lock"):
-            if target.is_dir():
-                return target
-            shutil.rmtree(beside, ignore_errors=True)
-            try:
-                _convert(parts, beside, name=name, dtype=dtype)
-                os.rename(beside, target)
-            finally:
-                shutil.rmtree(beside, ignore_errors=True)
-    except OSError as error:
-        reason = one_line(error.strerror or str(error)).lower()
-        raise HeadwiseError(
-            f"cannot keep the converted model {name} in {shorten(str(root))}: {reason}; "
-            "HEADWISE_CACHE names another folder"
-        ) from error
-    return target
-
-
-def cache_folder() -> Path:
-    """HEADWISE_CACHE, or ~/.cache/headwise."""
-    return Path(os.environ.get("HEADWISE_CACHE") or Path.home() / ".cache" / "headwise")
+    return made_once("models", key, lambda folder: _convert(parts, folder, name=name, dtype=dtype), name=name)
 
 
 def _convert(parts: Sequence[Path], folder: Path, *, name: str, dtype: str) -> None:

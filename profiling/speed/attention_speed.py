@@ -1,4 +1,4 @@
-"""Times sparse attention, its index build and the dense baselines at one size, and refuses to where a result is wrong.
+"""Times sparse attention, its index build and both dense attentions at one size; refuses to where a result is wrong.
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim.
 """
@@ -17,6 +17,7 @@ from artifacts import HeadwiseError
 from kernels.attention import reference, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
+from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
 from profiling.speed.flex import flex_attention
 from profiling.speed.latency import in_turn, medians
 
@@ -58,17 +59,25 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """One pattern at one size: medians in seconds; flops count computed tiles."""
+    """One pattern at one size: medians in seconds; flops count computed tiles.
+
+    sdpa_seconds: torch's fastest dense attention. kernel_seconds: Headwise's kernel over every key.
+    """
 
     pattern: str
     sizes: dict[str, int]
     density: float
     tiles: int
     flops: float
-    dense_seconds: float
+    sdpa_seconds: float
+    kernel_seconds: float
     sparse_seconds: float
     build_seconds: float
     flex_seconds: float | None
+
+    def over(self, seconds: float) -> Speedup:
+        """How many times as fast something that takes so long is as each dense attention."""
+        return speedup([seconds], {MODEL: [self.sdpa_seconds], KERNEL: [self.kernel_seconds]})
 
 
 def patterns_for(length: int, density: float) -> list[Pattern]:
@@ -119,14 +128,17 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool) -> list[Speed]:
-    """Time every pattern and the dense baseline in turn, in one run; the baseline is torch's fastest kernel.
+    """Time every pattern and both dense attentions in turn, in one run: torch's fastest kernel, and Headwise's.
 
     Raises:
         HeadwiseError: a result is not that of the fp32 reference.
     """
     q, k, v = inputs(size)
     runs = _dense(q, k, v)
-    baselines, indices = list(runs), []
+    by_torch, indices = list(runs), []
+    every = LayerPlan([make("dense")] * size.heads, size.kv_heads).build(q, k)
+    check(sparse_attention(q, k, v, every), q, k, v, every, "headwise")
+    runs["every key"] = lambda: sparse_attention(q, k, v, every)
     for i, pattern in enumerate(patterns):
         plan = LayerPlan([pattern] * size.heads, size.kv_heads)
         index = plan.build(q, k)
@@ -146,7 +158,8 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool
             density=index.density().mean().item(),
             tiles=int(index.computed_tiles().sum()),
             flops=float(index.flops(size.head_dim).sum()),
-            dense_seconds=min(seconds[name] for name in baselines),
+            sdpa_seconds=min(seconds[name] for name in by_torch),
+            kernel_seconds=seconds["every key"],
             sparse_seconds=seconds[f"sparse {i}"],
             build_seconds=seconds[f"build {i}"],
             flex_seconds=seconds.get(f"flex {i}"),

@@ -12,10 +12,10 @@ from torch import Tensor
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.head_fidelity import dense_attention
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt
-
-DENSE = "dense"
+from profiling.speed.baselines import KERNEL, MODEL
 
 
 def attention_seconds(
@@ -29,19 +29,22 @@ def attention_seconds(
 ) -> dict[str, float]:
     """Seconds of each set of plans by layer, index build included: the sum over the layers of their medians.
 
-    In each layer all sets take turns, so that a noisy machine is noisy for all. With `dense` torch's attention of
-    the same layers is among them, under the name DENSE; it is left out of layers with a soft-cap, which it does not do.
+    In each layer all sets take turns, so that a noisy machine is noisy for all. With `dense` both dense attentions of
+    the same layers are among them, under the names of profiling.speed.baselines; torch's is left out where a layer
+    has a soft-cap, which it does not do.
     """
     on_gpu = loaded.model.device.type == "cuda"
     layers = {layer for by_layer in plans.values() for layer in by_layer}
-    sums = dict.fromkeys([*plans, *([DENSE] if dense else [])], 0.0)
+    sums = dict.fromkeys(plans, 0.0)
 
     def visit(inputs: LayerInputs) -> None:
         if inputs.layer not in layers:
             return
         runs = {name: by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
-        if dense and inputs.softcap is None:
-            runs[DENSE] = by_sdpa(inputs)
+        if dense:
+            runs[KERNEL] = lambda: dense_attention(inputs, backend=backend)[0]
+            if inputs.softcap is None:
+                runs[MODEL] = by_sdpa(inputs)
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for turn in range(repeats + 1):
             for name, run in runs.items():
@@ -52,7 +55,7 @@ def attention_seconds(
                 if turn:
                     taken[name].append(time.perf_counter() - start)
         for name, seconds in taken.items():
-            sums[name] += statistics.median(seconds)
+            sums[name] = sums.get(name, 0.0) + statistics.median(seconds)
 
     capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
     return sums

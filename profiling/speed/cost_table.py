@@ -27,7 +27,10 @@ _ABOUT = ("device", "backend", "versions", "command")
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One measurement, of all query heads of a layer at once; tiles and seconds are of the layer."""
+    """One measurement, of all query heads of a layer at once; tiles and seconds are of the layer.
+
+    dense_seconds: of Headwise's kernel over every key, in the same rounds: by it a machine that became slower is known.
+    """
 
     pattern: str
     dtype: str
@@ -44,7 +47,7 @@ class Cost:
     @classmethod
     def of(cls, size: Size, speed: Speed) -> Cost:
         """From a measurement of profiling.speed.attention_speed."""
-        known = asdict(size) | asdict(speed)
+        known = asdict(size) | asdict(speed) | {"dense_seconds": speed.kernel_seconds}
         return cls(**{field.name: known[field.name] for field in fields(cls)})
 
 
@@ -87,7 +90,7 @@ class CostTable:
         return x, y
 
     def dense_seconds(self, *, length: int, head_dim: int, dtype: str, heads: int) -> float:
-        """torch's dense attention of `heads` query heads, scaled by the square of the length from the nearest one."""
+        """Headwise's kernel over every key for `heads` query heads, from the nearest length by the square of both."""
         rows = [c for c in self.costs if (c.head_dim, c.dtype) == (head_dim, dtype)]
         near = self._nearest(rows, length, f"head dim {head_dim} in {dtype}")
         per_head = float(np.median([c.dense_seconds / c.heads for c in near]))

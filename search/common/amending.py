@@ -1,4 +1,4 @@
-"""Changes a section of an artifact, and writes down what was looked at, so that no other command reports on it."""
+"""Changes a section of an artifact that a command has found something for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from artifacts import Artifact, HeadwiseError, ModelInfo, update, window_arrays
+from artifacts import Artifact, HeadwiseError, ModelInfo, update
+from artifacts.sections import with_seen
 from profiling.prompts.held_out import Seen
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def amend(
     found: Mapping[str, Array],
     seen: Seen,
 ) -> Artifact:
-    """Change the artifact in `file`, as it is by now, add the arrays that were found, and write both to `out`.
+    """Change the artifact in `file`, as it is by now, add what was found and looked at, and write it to `out`.
 
     Raises:
         HeadwiseError: the artifact is by now of another model than the one that was measured.
@@ -31,12 +32,6 @@ def amend(
         # Measuring took a while, and other commands write into the same file.
         if now.model != model:
             raise HeadwiseError(f"{file}: was replaced meanwhile by an artifact of another model: start again")
-        made, every = change(now), {**arrays, **found}
-        if made.search is None:
-            return made, every
-        windows = sorted({*Seen.by([arrays]).digests, *seen.digests})
-        calibration = made.search.calibration.model_copy(update={"seen_windows": len(windows)})
-        search = made.search.model_copy(update={"calibration": calibration})
-        return made.model_copy(update={"search": search}), {**every, **window_arrays(windows)}
+        return with_seen(change(now), {**arrays, **found}, seen.digests)
 
     return update(file, changed, out=out)

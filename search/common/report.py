@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from artifacts import Artifact, Measurement, TaskFigures, load_arrays
-from artifacts.front import served_point
+from artifacts.front_rows import served_point
+from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, rows, speedup, told
 
-# Under these names a search writes its times down.
-_SDPA, _OURS, _PREDICTED = "dense attention by sdpa", "dense attention by Headwise's kernel", "predicted"
+# Under this name a search writes down what it expected.
+_PREDICTED = "predicted"
 
 
 def report(artifact: Artifact, out: Path, model: str) -> str:
@@ -71,21 +72,17 @@ def _task(task: TaskFigures) -> str:
 def _times(artifact: Artifact, out: Path) -> list[str]:
     """Seconds beside both dense attentions, the better one first in what is claimed; or predicted cost alone."""
     by_name = {one.baseline_name: one for one in artifact.evidence.measurements if one.baseline_name}
-    if _OURS not in by_name:
+    if EVIDENCE[KERNEL] not in by_name:
         return _counted(artifact, out)
-    found = by_name[_OURS]
-    dense = {name: _baseline(by_name[name]) for name in (_SDPA, _OURS) if name in by_name}
-    best = min(dense, key=lambda name: dense[name])
-    ratio = dense[best] / found.value
-    how = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times SLOWER than"
-    lines = [f"attention of one prefill of {found.length or 0:,} tokens: {how} the better dense ({found.device})"]
-    rows = {"dense as the model comes (sdpa)": dense.get(_SDPA), "dense by our kernel": dense[_OURS]}
-    lines += [f"  {name:<34}{seconds:>9.3f} s" for name, seconds in rows.items() if seconds is not None]
-    said = f"  {'Headwise, index builds included':<34}{found.value:>9.3f} s"
+    found = by_name[EVIDENCE[KERNEL]]
+    dense = {name: _baseline(by_name[said]) for name, said in EVIDENCE.items() if said in by_name}
+    how = told(speedup([found.value], {name: [seconds] for name, seconds in dense.items()}))
+    lines = [f"attention of one prefill of {found.length or 0:,} tokens ({found.device}): {how}"]
+    lines += rows({**dense, HEADWISE: found.value})
     if _PREDICTED in by_name:
         predicted = _baseline(by_name[_PREDICTED])
-        said += f"  (predicted {predicted:.3f} s, {predicted / found.value - 1:+.0%})"
-    return [*lines, said]
+        lines[-1] += f"  (predicted {predicted:.3f} s, {predicted / found.value - 1:+.0%})"
+    return lines
 
 
 def _counted(artifact: Artifact, out: Path) -> list[str]:

@@ -69,7 +69,7 @@ class Costs:
         return self._all_keys * self.scale + self.overhead
 
     def dense(self) -> float:
-        """The cost of a head of torch's dense attention."""
+        """The cost of a head of dense attention by the kernel, as it was timed beside the candidates."""
         if self.table is None:
             return self.all_keys()
         return self.table.dense_seconds(length=self.length, head_dim=self.head_dim, dtype=self.dtype, heads=1)

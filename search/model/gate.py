@@ -42,8 +42,12 @@ class Limits:
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
         """Why the tasks lose too much, the worst of them; None where none does."""
-        faults = [fault for task in tasks for fault in self._faults(task)]
-        return max(faults)[1] if faults else None
+        worst = self.worst(tasks)
+        return None if worst is None else worst[1]
+
+    def worst(self, tasks: Sequence[TaskLoss]) -> tuple[float, str] | None:
+        """(how many times a limit the worst task loses, why); None where none loses too much."""
+        return max((fault for task in tasks for fault in self._faults(task)), default=None)
 
     def _faults(self, task: TaskLoss) -> list[tuple[float, str]]:
         """(how many times the limit, why)."""

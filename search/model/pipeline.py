@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -45,10 +46,11 @@ from search.model.timing import line_through, time_candidates, time_layers
 
 # What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
 _LONGEST = 8192
-# Budgets of the front, as shares of the one that was asked for.
-_FRONT = (0.5, 1.0, 2.0)
-# Where the gate fails: more budget, so often.
-_STEP, _ROUNDS = 1.25, 8
+# Budgets of the front's other points, as shares of what is spent.
+_FRONT = (0.5, 2.0)
+# Where the gate fails: so many times the budget, least and most, so often. Losses go with a higher power of the budget
+# than the third, so that a step seldom goes too far.
+_STEPS, _ROUNDS = (1.25, 2.0), 8
 # Layers on which allocations are timed to see what mixing kinds of patterns adds.
 _TIMED = 6
 # Raised where the same unit would have another value.
@@ -159,7 +161,7 @@ class _Search:
         heads = self._heads(curves[self.length], costs)
         total = self._total(heads)
         trials = self._refined(ledger, heads, total, calibration)
-        gated = self._gate(ledger, heads, total, trials, first)
+        gated = self._gate(ledger, heads, total, trials[0], calibration, first)
         if not self.launch.is_first:
             return None
         return write(
@@ -235,7 +237,9 @@ class _Search:
         made = [heads.by_model(max(heads.total(self.config.budget * share), least), tail) for share in (0.5, 1.0, 2.0)]
         plans = {str(i): one.plans(self.candidates[self.length], self.model.num_kv_heads) for i, one in enumerate(made)}
         timings = time_layers(self.loaded, ids, plans, self.searched, layers=_TIMED, backend=self.backend, turns=2)
-        predicted = [float(np.nansum(one.pick(heads.costs[tail]))) for one in made]
+        # Of the layers that are timed: an allocation gives each layer another share.
+        each = len(self.searched) / len(timings.layers)
+        predicted = [each * float(one.pick(heads.costs[tail])[list(timings.layers)].sum()) for one in made]
         scale, overhead = line_through(predicted, [timings.seconds[name] for name in plans])
         return scale, overhead / (len(self.searched) * self.model.num_heads)
 
@@ -298,37 +302,49 @@ class _Search:
             for at in range(0, len(values), each)
         ]
 
-    def _gate(self, ledger: Ledger, heads: Heads, total: float, trials: Sequence[Trial], first: list[Prompt]) -> Gated:
-        """Held-out prompts judge what is served, and the points beside it."""
-        best = trials[0].allocation
-        front = [self._other(heads, best, total * share, best.tail) for share in _FRONT]
-        front += [self._other(heads, best, total, tail) for tail in heads.curves if tail != best.tail]
-        allocations = {one.digest: one for one in (best, *front) if one is not None}
-        sets = self._sets(first)
-        reference = next(sets)
-        points = self._points(ledger, reference, list(allocations.values()))
-        chosen, chosen_on, said, rounds = points[0], None, self.config.limits.fault(points[0].tasks), 0
-        fault = said
-        while fault is not None:
-            chosen_on = reference
-            rounds += 1
-            # As much as all of attention costs is the last thing to try.
-            spent = min(total * _STEP**rounds, heads.total(1.0))
-            if rounds > _ROUNDS or total * _STEP ** (rounds - 1) >= heads.total(1.0):
-                raise HeadwiseError(
-                    f"the gate: on held-out prompts {fault}, with {chosen.allocation.cost / total:.2f} times the "
-                    "budget; ask for a larger --budget or allow more"
-                )
-            more = self._other(heads, best, spent, best.tail)
-            assert more is not None, "it is more than what was spent before"
-            (chosen,) = self._points(ledger, reference, [more])
-            fault = self.config.limits.fault(chosen.tasks)
-            if fault is None:
-                # What chose it does not report on it.
-                reference = next(sets, reference)
-                points = self._points(ledger, reference, [chosen.allocation, *(p.allocation for p in points)])
-                chosen = points[0]
-                fault = self.config.limits.fault(chosen.tasks)
+    def _gate(
+        self,
+        ledger: Ledger,
+        heads: Heads,
+        total: float,
+        best: Trial,
+        calibration: Reference,
+        first: list[Prompt],
+    ) -> Gated:
+        """Held-out prompts judge what is served, and the points beside it.
+
+        Where a task loses too much there is more budget: by the calibration prompts first, then by a set of held-out
+        ones. A set that raised it does not report on it, as long as there are others.
+        """
+        like, limits, sets = best.allocation, self.config.limits, self._sets(first)
+        chosen, spent, rounds, said, chosen_on = Point(allocation=like, tasks=best.tasks), total, 0, None, None
+        reference, reports = calibration, False
+        while True:
+            worst = limits.worst(chosen.tasks)
+            if worst is not None:
+                times, fault = worst
+                said = said or fault
+                if rounds == _ROUNDS or spent >= heads.total(1.0):
+                    raise HeadwiseError(
+                        f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
+                        "ask for a larger --budget or allow more"
+                    )
+                rounds += 1
+                # As much as all of attention costs is the last thing to try.
+                spent = min(spent * float(np.clip(times ** (1 / 3), *_STEPS)), heads.total(1.0))
+                more = self._other(heads, like, spent, like.tail)
+                assert more is not None, "it is more than what was spent before"
+                chosen, reports = replace(chosen, allocation=more), False
+                chosen_on = None if reference is calibration else reference
+            elif not reports and (following := next(sets, None)) is not None:
+                reference, reports = following, True
+            else:
+                break
+            (chosen,) = self._points(ledger, reference, [chosen.allocation])
+        beside = [self._other(heads, like, spent * share, like.tail) for share in _FRONT]
+        beside += [self._other(heads, like, spent, tail) for tail in heads.curves if tail != like.tail]
+        others = {one.digest: one for one in beside if one is not None and one.digest != chosen.allocation.digest}
+        points = [chosen, *self._points(ledger, reference, list(others.values()))]
         if said is not None and self.launch.is_first:
             more_than = chosen.allocation.cost / total
             print(f"the gate: {said}; with {more_than:.2f} times the budget it passes", file=sys.stderr)

@@ -35,6 +35,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.quality.sequences import TokenSequence
+from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from profiling.speed.cost_table import embed
 from search.common.scores import as_artifact_pattern, score_arrays, tool_version, winners
 from search.model.allocation import Allocation, Heads
@@ -48,7 +49,6 @@ from search.model.refine import Trial
 from search.model.timing import ANCHOR, SDPA, Timings, time_layers
 
 _CHOSEN = "chosen"
-_TIMED = 6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -175,7 +175,6 @@ def _timed(outcome: Outcome, chosen: Allocation) -> tuple[Timings, int]:
             ids,
             {_CHOSEN: plans},
             outcome.searched,
-            layers=_TIMED,
             sdpa=True,
             backend=outcome.backend,
             turns=2,
@@ -301,7 +300,7 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
     seconds, name = timings.seconds[_CHOSEN], "attention of one prefill, index build included"
     measured = [
         Measurement(name=name, value=seconds, baseline=timings.seconds[dense], baseline_name=said, **shared)
-        for dense, said in ((ANCHOR, "dense attention by Headwise's kernel"), (SDPA, "dense attention by sdpa"))
+        for dense, said in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL]))
         if dense in timings.seconds
     ]
     # The machine may be faster or slower than it was when candidates were timed: the anchor tells.

@@ -128,18 +128,32 @@ def score_layer(
         for tail in tails
     }
     sizes = np.zeros((heads, 1))
-    for row, weight in zip(sample.rows.tolist(), sample.weights.tolist(), strict=True):
-        span = slice(row * TILE, min((row + 1) * TILE, length))
-        dense = layer.out[0, :, span].float()
-        by_out = layer.by_out[0, :, span].float() if gradients else None
-        sizes += weight * dense.square().sum((1, 2), keepdim=True)[:, :, 0].cpu().double().numpy()
-        found = _row(inputs, indices, row, dense, layer.lse[0, :, span], by_out, stream, backend)
-        for tail, first in firsts.items():
-            if row < first:
-                for name, values in found.items():
-                    sums[tail][name] += weight * values
-            else:
-                sums[tail]["recall"] += weight * (span.stop - span.start)
+    drawn = list(zip(sample.rows.tolist(), sample.weights.tolist(), strict=True))
+    for row, weight in drawn:
+        sizes += (
+            weight * layer.out[0, :, _span(row, length)].float().square().sum((1, 2)).cpu().double().numpy()[:, None]
+        )
+    step = max(1, _HEADS // heads)
+    for at in range(0, count, step):
+        some = _Joined(indices[at : at + step])
+        for row, weight in drawn:
+            span = _span(row, length)
+            found = _row(
+                inputs,
+                some,
+                row,
+                layer.out[0, :, span].float(),
+                layer.lse[0, :, span],
+                layer.by_out[0, :, span].float() if gradients else None,
+                stream,
+                backend,
+            )
+            for tail, first in firsts.items():
+                if row < first:
+                    for name, values in found.items():
+                        sums[tail][name][:, at : at + step] += weight * values
+                else:
+                    sums[tail]["recall"][:, at : at + step] += weight * (span.stop - span.start)
     tiles = torch.stack([index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1)
     return {
         tail: Scores(
@@ -167,9 +181,45 @@ def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[Sparse
     return found
 
 
+class _Joined:
+    """Many indices of the same heads as heads of one index: head by head, index by index."""
+
+    def __init__(self, indices: Sequence[SparseIndex]) -> None:
+        self.indices = indices
+        # The same for all query tiles.
+        self.diagonals = _join([index.diagonals for index in indices])
+        self.columns = _join([index.columns for index in indices])
+
+    def of_row(self, row: int, start: int, stop: int) -> SparseIndex:
+        """Of one query tile."""
+        tiles = [index.tiles[:, :, row : row + 1] for index in self.indices]
+        device, heads = self.diagonals.device, self.diagonals.shape[1]
+        return SparseIndex.built(
+            q_len=stop - start,
+            k_len=stop,
+            diagonals=self.diagonals,
+            tiles=_join(tiles)
+            if any(len(part[0, 0, 0]) for part in tiles)
+            else empty_entries(1, heads, 1, 0, device=device),
+            columns=self.columns,
+        )
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """(1, H * parts, ...) of parts (1, H, ...), their last dimension padded to the widest."""
+    width = max(part.shape[-1] for part in parts)
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=PAD) for part in parts]
+    return torch.stack(padded, dim=2).flatten(1, 2).contiguous()
+
+
+def _span(row: int, length: int) -> slice:
+    """The tokens of a tile."""
+    return slice(row * TILE, min((row + 1) * TILE, length))
+
+
 def _row(
     inputs: LayerInputs,
-    indices: Sequence[SparseIndex],
+    some: _Joined,
     row: int,
     dense: Tensor,
     dense_lse: Tensor,
@@ -178,59 +228,31 @@ def _row(
     backend: str,
 ) -> dict[str, np.ndarray]:
     """(H, C) of each sum, over the queries of one tile. dense, by_out: (H, queries, E); dense_lse: (H, queries)."""
-    heads, groups = inputs.q.shape[1], inputs.k.shape[1]
+    heads, groups, count = inputs.q.shape[1], inputs.k.shape[1], len(some.indices)
     start, stop = row * TILE, row * TILE + dense.shape[1]
-    queries = inputs.q[:, :, start:stop]
-    names = ("change", "squared", "recall", "drop", "fisher")
-    found = {name: np.zeros((heads, len(indices))) for name in names}
-    step = max(1, _HEADS // heads)
-    for at in range(0, len(indices), step):
-        some = indices[at : at + step]
-        many = queries.unflatten(1, (groups, -1)).repeat_interleave(len(some), dim=2).flatten(1, 2)
-        out, lse = sparse_attention(
-            many,
-            inputs.k[:, :, :stop],
-            inputs.v[:, :, :stop],
-            _of_row(some, row, start, stop),
-            scale=inputs.scale,
-            softcap=inputs.softcap,
-            return_lse=True,
-            backend=backend,
-        )
-        # Candidates of a head stand side by side.
-        change = out[0].float().unflatten(0, (heads, len(some))).sub_(dense[:, None])
-        here = slice(at, at + len(some))
-        found["squared"][:, here] = torch.linalg.vector_norm(change, dim=(2, 3)).cpu().double().numpy() ** 2
-        kept = (lse[0].unflatten(0, (heads, len(some))) - dense_lse[:, None]).exp().clamp(max=1.0)
-        found["recall"][:, here] = kept.sum(-1).cpu().double().numpy()
-        found["change"][:, here] = stream.by_head(inputs.layer, change, slice(start, stop)).cpu().double().numpy()
-        if by_out is not None:
-            lost = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))[..., 0].cpu().double().numpy()
-            found["drop"][:, here] = lost
-            found["fisher"][:, here] = np.square(lost) / 2
-    return found
-
-
-def _of_row(indices: Sequence[SparseIndex], row: int, start: int, stop: int) -> SparseIndex:
-    """One query tile of many indices of the same heads, as heads of one index: head by head, index by index."""
-    first = indices[0]
-
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        width = max(part.shape[-1] for part in parts)
-        padded = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=PAD) for part in parts]
-        return torch.stack(padded, dim=2).flatten(1, 2).contiguous()
-
-    tiles = [index.tiles[:, :, row : row + 1] for index in indices]
-    heads = first.num_heads * len(indices)
-    listed = joined(tiles) if any(part.shape[-1] for part in tiles) else None
-    device = first.diagonals.device
-    return SparseIndex.built(
-        q_len=stop - start,
-        k_len=stop,
-        diagonals=joined([index.diagonals for index in indices]),
-        tiles=empty_entries(1, heads, 1, 0, device=device) if listed is None else listed,
-        columns=joined([index.columns for index in indices]),
+    # Candidates of a head stand side by side.
+    many = inputs.q[:, :, start:stop].unflatten(1, (groups, -1)).repeat_interleave(count, dim=2).flatten(1, 2)
+    out, lse = sparse_attention(
+        many,
+        inputs.k[:, :, :stop],
+        inputs.v[:, :, :stop],
+        some.of_row(row, start, stop),
+        scale=inputs.scale,
+        softcap=inputs.softcap,
+        return_lse=True,
+        backend=backend,
     )
+    change = out[0].float().unflatten(0, (heads, count)).sub_(dense[:, None])
+    kept = (lse[0].unflatten(0, (heads, count)) - dense_lse[:, None]).exp().clamp(max=1.0)
+    found = {
+        "squared": torch.linalg.vector_norm(change, dim=(2, 3)).double().square(),
+        "recall": kept.sum(-1),
+        "change": stream.by_head(inputs.layer, change, slice(start, stop)),
+    }
+    if by_out is not None:
+        found["drop"] = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))[..., 0].double()
+        found["fisher"] = found["drop"].square() / 2
+    return {name: values.cpu().double().numpy() for name, values in found.items()}
 
 
 def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:

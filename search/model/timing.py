@@ -38,9 +38,13 @@ MOVED = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds of one prompt's attention over all searched layers, index builds included, by name."""
+    """Seconds of one prompt's attention over all searched layers, index builds included, by name.
+
+    layers: those that were timed; the seconds are theirs, scaled to all.
+    """
 
     seconds: Mapping[str, float]
+    layers: tuple[int, ...]
 
     def ratio(self, name: str) -> float:
         """How many times as fast as the better dense attention."""
@@ -71,11 +75,13 @@ def time_layers(
         plans: of each searched layer.
         searched: the layers that count.
         layers: how many of them are timed, spread evenly; the sum is then scaled to all. All if None.
-        sdpa: whether torch's dense attention is timed, too, where it can serve the layer.
+        sdpa: whether torch's dense attention is timed, too, where it can serve the layer: on a few layers, for it
+            takes long, and alike in all.
         backend: as for kernels.attention.sparse_attention.
         turns: of each, in turn; their medians count.
     """
     chosen = _spread(searched, layers)
+    few = _spread(chosen, _LAYERS)
     sums: dict[str, float] = {}
 
     def visit(inputs: LayerInputs) -> Tensor | None:
@@ -83,15 +89,16 @@ def time_layers(
             return None
         runs = {name: by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
         runs[ANCHOR] = lambda: dense_attention(inputs, backend=backend)[0]
-        if sdpa and inputs.softcap is None:
+        if sdpa and inputs.softcap is None and inputs.layer in few:
             runs[SDPA] = by_sdpa(inputs)
         for name, seconds in in_turn(runs, turns).items():
-            sums[name] = sums.get(name, 0.0) + seconds * len(searched) / len(chosen)
+            timed = len(few) if name == SDPA else len(chosen)
+            sums[name] = sums.get(name, 0.0) + seconds * len(searched) / timed
         return dense_attention(inputs, backend=backend)[0]
 
     with all_threads():
         capture(loaded.model, torch.tensor([list(ids)], device=loaded.model.device), visit)
-    return Timings(seconds=sums)
+    return Timings(seconds=sums, layers=tuple(chosen))
 
 
 def time_candidates(

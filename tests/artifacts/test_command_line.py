@@ -214,6 +214,40 @@ def test_a_closed_pipe_is_quiet(saved):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("stdout", ["full", "closed"])
+@pytest.mark.parametrize("words", [["schema"], ["--help"], ["validate", "FILE", "--json"]])
+def test_output_that_cannot_be_written_is_one_line(saved, monkeypatch, capfd, stdout, words):
+    # run_command takes the stream apart, which nobody else can close then.
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w") if stdout == "full" else None)  # noqa: SIM115
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, [str(saved) if word == "FILE" else word for word in words])
+    why = {"full": "no space left on device", "closed": "it is closed"}[stdout]
+    assert ended.value.code == 2 and capfd.readouterr().err == f"error: cannot write the output: {why}\n"
+
+
+def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written():
+    """What is left in the stream's buffer is written again at exit, after all handlers."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "artifacts", "schema"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: no space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "imported"),
+    [("artifacts", "yaml"), ("runtime.vllm", "torch"), ("profiling.bench", "torch"), ("search.heads", "torch")],
+)
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, command, imported):
+    (tmp_path / f"{imported}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_terminal_without_the_letters(tmp_path, make):
     artifact = make()
     model = artifact.model.model_copy(update={"name": "modèle"})

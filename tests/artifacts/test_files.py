@@ -5,7 +5,7 @@ import os
 import pytest
 
 from artifacts import HeadwiseError
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import atomic_write, check_writable, out_folder
 
 
 def test_writes_and_replaces_and_keeps_the_mode(tmp_path):
@@ -74,3 +74,26 @@ def test_a_failed_rename_leaves_the_old_file_alone(tmp_path):
     with pytest.raises(HeadwiseError, match="cannot write"):
         atomic_write(target, b"new")
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_for_output_goes_with_a_failure_where_nothing_is_in_it(tmp_path):
+    def fail(folder, write=None):
+        with pytest.raises(KeyboardInterrupt), out_folder(folder):
+            assert folder.is_dir()
+            if write:
+                (folder / write).touch()
+            raise KeyboardInterrupt
+
+    fail(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    fail(tmp_path / "a" / "b", "kept")
+    assert (tmp_path / "a" / "b" / "kept").exists()
+    fail(tmp_path / "a")
+    with out_folder(tmp_path / "c"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "c"}
+    with (
+        pytest.raises(HeadwiseError, match=r"cannot make the folder '.*kept/below': not a directory"),
+        out_folder(tmp_path / "a" / "b" / "kept" / "below"),
+    ):
+        pass

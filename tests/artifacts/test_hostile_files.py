@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
 from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_yaml
 from artifacts.__main__ import main
 from artifacts.hashing import content_sha256
+from artifacts.sidecar import Sidecar
 from artifacts.validation import to_artifact
 from tests.artifacts.hostile import ACCEPTED, MIB
 
@@ -20,18 +23,21 @@ from tests.artifacts.hostile import ACCEPTED, MIB
 HARMLESS = {"as many arrays as may be", "one large array"}
 
 
-def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it():
-    command = [sys.executable, "-m", "tests.artifacts.hostile"]
+@pytest.mark.parametrize("options", [[], pytest.param(["--all"], marks=pytest.mark.exhaustive)])
+def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it(options):
+    command = [sys.executable, "-m", "tests.artifacts.hostile", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len({file["name"] for file in found}) > 55 and len({file["way"] for file in found}) > 18
+    files, ways = {file["name"] for file in found}, Counter(file["way"] for file in found)
+    assert len(files) > 55 and len(ways) > 18 and min(ways.values()) > 5 and ways["load"] == len(files)
+    assert not options or set(ways.values()) == {len(files)}
     for file in found:
         assert "crash" not in file, file
         if file["way"] == "load":
             assert (file["line"] is None) == (file["name"] in {*HARMLESS, *ACCEPTED}), file
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
         # What reads all arrays, to give them away or to write them again, holds them.
-        whole = file["name"] == "a sidecar of 200 MiB" and file["way"] in ("load", "set", "merge", "migrate")
+        whole = file["name"] == "a sidecar of 220 MiB" and file["way"] in ("load", "set", "merge", "migrate")
         # A file that takes longer than the processor's limit in hostile.py ends as a crash.
         assert whole or file["mib"] <= MIB, file
 
@@ -107,6 +113,31 @@ def test_a_sidecar_larger_than_any_is_not_read(saved):
         file.truncate(2**30 + 1)
     with pytest.raises(ArtifactError, match=r"has more than 268435456 bytes, the most that one may have"):
         load(saved)
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="needs a file that says nothing of its size")
+def test_a_file_that_says_nothing_of_its_size_is_not_read_to_its_end(saved, monkeypatch):
+    """Regular, of size 0 and hundreds of gigabytes long."""
+    monkeypatch.setattr("artifacts.sidecar.MAX_SIDECAR", 2**20)
+    monkeypatch.setattr("artifacts.store.MAX_BYTES", 2**20)
+    sidecar = replaced(saved)
+    sidecar.symlink_to("/proc/self/pagemap")
+    with pytest.raises(ArtifactError, match=r"sidecar\.file: .* has more than 1048576 bytes"):
+        load(saved)
+    saved.unlink()
+    saved.symlink_to("/proc/self/pagemap")
+    with pytest.raises(ArtifactError, match=r"has more than 1048576 bytes, too large for an artifact's YAML file"):
+        load(saved)
+
+
+def test_what_serves_reads_the_arrays_that_serve(tmp_path, every_kind, monkeypatch):
+    save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
+    read, real = [], Sidecar.__getitem__
+    monkeypatch.setattr(Sidecar, "__getitem__", lambda self, name: read.append(name) or real(self, name))
+    serving = {"front.rows", "static.mean.columns", "static.mean.diagonals"}
+    assert load_pair(tmp_path / "cfg.yaml", names=())[1].keys() == set(read) == serving
+    assert load_pair(tmp_path / "cfg.yaml", names=("chosen.recall", "none"))[1].keys() == serving | {"chosen.recall"}
+    assert load_pair(tmp_path / "cfg.yaml")[1].keys() == every_kind[1].keys()
 
 
 def test_a_newer_file_says_what_reads_it_only_in_versions(saved):

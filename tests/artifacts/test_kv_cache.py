@@ -4,6 +4,7 @@ import pytest
 
 import artifacts
 from artifacts import H2O, Full, KVCache, SnapKV, Streaming
+from artifacts.validation import to_artifact
 
 POLICIES = {"full": Full(), "stream": Streaming()}
 
@@ -31,6 +32,21 @@ def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each(make):
 def test_what_does_not_fit_is_refused(policies, layers, said, make):
     with pytest.raises(ValueError, match=said):
         make(kv_cache=KVCache(policies=policies, layers=layers))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({}, r"kv_cache\.policies\.h2o\.kind: missing, must be one of full, streaming, h2o, snapkv$"),
+        ({"kind": "dense"}, r"kv_cache\.policies\.h2o\.kind: must be one of 'full', .*, got 'dense'"),
+        ({"kind": "h2o", "heavy": -1}, r"kv_cache\.policies\.h2o\.heavy: must be a whole number .*, got -1"),
+    ],
+)
+def test_a_line_names_the_policies_field(policy, message, make):
+    fields = make(kv_cache=KVCache(policies={"h2o": H2O()}, layers=("h2o",) * 3)).model_dump(mode="json")
+    fields["kv_cache"]["policies"]["h2o"] = policy
+    with pytest.raises(artifacts.ArtifactError, match=message):
+        to_artifact(fields)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

@@ -14,7 +14,9 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair
+from artifacts.__main__ import main
 from artifacts.commands.convert import Config, run
+from artifacts.commands.lint import findings
 from tests.artifacts.conftest import build
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
@@ -69,6 +71,57 @@ def test_modelopt_there_and_back(tmp_path):
     assert "profiling.fidelity" in there["measure"]
 
 
+@pytest.mark.parametrize(
+    ("given", "notes"),
+    [
+        ({"algorithm": "skip_softmax", "target_sparsity": {"prefill": 0.5}}, []),
+        ({"target_sparsity": 0.5}, ["decode skips 0.5 of its tiles"]),
+        ({"threshold_scale_factor": 3.5}, []),
+        (
+            {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}, "sparse_softmax": {"sparsity_n": 2}},
+            ["of every few keys some are kept in prefill: 2 of None"],
+        ),
+    ],
+)
+def test_the_same_without_groups_and_as_it_once_was(tmp_path, given, notes):
+    file = _write(tmp_path, {"sparse_attention_config": given}, "config.json")
+    said = convert(file, tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+    artifact = load_pair(tmp_path / "cfg.yaml")[0]
+    assert artifacts.density.mean_density(artifact, 8192) == pytest.approx(0.5, abs=0.02)
+    assert [note["what"] for note in said["notes"][1:]] == notes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "has no sparse_attention_config with config_groups"),
+        ({"config_groups": 5}, "config_groups must be a mapping, got 5"),
+        ({"target_sparsity": {"prefill": 2}}, r"target_sparsity\.'prefill' must be from 0 to 1, got 2"),
+        ({"target_sparsity": 0.5, "ignore": ["lm_head"]}, "ignore: must name a layer, such as .*, got 'lm_head'"),
+        ({"target_sparsity": 0.5, "ignore": "x"}, "ignore must be a list of modules, got 'x'"),
+    ],
+)
+def test_configurations_that_cannot_be(tmp_path, given, message):
+    with pytest.raises(ArtifactError, match=message):
+        convert(_write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+
+
+def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_path):
+    """Prefill of one tool and decode of another: both files come back as they were."""
+    one, two = tmp_path / "prefill.yaml", tmp_path / "decode.yaml"
+    options = {"full_attention_layers": "0,2", "decode_keep_tokens": 64, "num_hidden_layers": 3}
+    convert(_write(tmp_path, MODELOPT), one, source="modelopt", layers=3, **SHAPE)
+    convert(_write(tmp_path, options, "y.json"), two, source="sparse_vllm", **SHAPE)
+    assert main(["merge", str(one), "--decode", str(two), "--out", str(tmp_path / "both.yaml")]) == 0
+    said = convert(tmp_path / "both.yaml", tmp_path / "a.json", target="modelopt")
+    assert [note["what"] for note in said["notes"]] == ["the decode section has no place in this format"]
+    said = convert(tmp_path / "both.yaml", tmp_path / "b.json", target="sparse_vllm")
+    assert [note["what"] for note in said["notes"]] == ["the prefill section has no place in this format"]
+    assert json.loads((tmp_path / "a.json").read_text()) == MODELOPT
+    assert json.loads((tmp_path / "b.json").read_text()) == options
+    assert not [finding for finding in findings(tmp_path / "both.yaml") if finding.severity == "error"]
+
+
 def test_modelopt_of_patterns_that_were_searched(tmp_path):
     artifacts.save(build(), tmp_path / "cfg.yaml")
     said = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt", model="my/model")
@@ -80,6 +133,26 @@ def test_modelopt_of_patterns_that_were_searched(tmp_path):
     assert "--model my/model --against back.yaml" in said["measure"]
     with pytest.raises(HeadwiseError, match="must have one group of skip_softmax, got 0"):
         convert(_write(tmp_path, {"config_groups": {}}), tmp_path / "y.yaml", source="modelopt", **SHAPE)
+
+
+def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatch):
+    """The command that the report ends with reads the file into the model that it was written from."""
+    monkeypatch.chdir(tmp_path)
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    for target in ("minference", "sparse_attention_config", "modelopt"):
+        command = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=target)["measure"]
+        words = command.partition("python -m artifacts ")[2].partition(" && ")[0].split()
+        assert main(words) == 0
+        back = load_pair(tmp_path / "back.yaml")[0].model
+        assert (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions) == (3, 4, 2, 8192), target
+
+
+@pytest.mark.parametrize(
+    ("format", "content"), [("modelopt", MODELOPT), ("sparse_vllm", {"full_attention_layers": "0,2"})]
+)
+def test_a_file_that_does_not_say_how_many_layers_there_are(tmp_path, format, content):
+    with pytest.raises(ArtifactError, match=r"does not say how many layers the model has: give .* --layers"):
+        convert(_write(tmp_path, content), tmp_path / "cfg.yaml", source=format, **SHAPE)
 
 
 def _write(tmp_path, value, name="x.json"):
@@ -152,8 +225,6 @@ def test_sparse_vllm_there_and_back(tmp_path):
     assert file.read_bytes() == data and there["exact"] == back["exact"] == 6
     assert effects(there) == {("keeps less", 0), ("not carried over", 0)} and not back["lossy"]
     run_set = tmp_path / "set.yaml"
-    from artifacts.__main__ import main
-
     main(["set", str(tmp_path / "cfg.yaml"), "decode.omnikv.budget=0.25", "--out", str(run_set)])
     said = convert(run_set, tmp_path / "new.json", target="sparse_vllm")
     made = json.loads((tmp_path / "new.json").read_text())

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from artifacts import ArtifactError, HeadwiseError, load, load_pair
+from artifacts import ArtifactError, HeadwiseError, load, load_pair, save
 from artifacts.__main__ import main
 from artifacts.commands.lint import findings
 from artifacts.commands.set import Config, run
@@ -58,7 +58,6 @@ def test_paths(saved, change, read):
 
 
 def test_names_with_dots(tmp_path, every_kind):
-    from artifacts import save
 
     save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
     found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5.blocks=41")
@@ -71,9 +70,16 @@ def test_names_with_dots(tmp_path, every_kind):
         ("prefill.dense_below", "a change is FIELD=VALUE"),
         ("=5", "a change is FIELD=VALUE"),
         ("prefill.dense_belw=5", r"prefill has no 'dense_belw', it has: dense_below, dense_tail"),
-        ("prefill.layers[9]=null", r"prefill\.layers has no '\[9\]', it has: 3 entries"),
+        ("prefill.layers[9]=null", r"prefill\.layers has no '\[9\]', it has: 5 entries"),
         ("prefill.dense_below.x=1", r"prefill\.dense_below has no 'x', it has: no fields"),
+        ("prefill.dense_below=4096", r"'prefill\.dense_below': is 4096 already"),
         ("prefill.dense_below=many", r"prefill\.dense_below: must be a whole number, got 'many'"),
+        (
+            "decode.omnikv.budget=many",
+            r"decode\.omnikv\.budget: must be a whole number of tokens, or a share .*'many'$",
+        ),
+        ("kv_cache.layers[0]=[5, full]", r"kv_cache\.layers\[0\]\[0\]: must be text, got 5$"),
+        ("kv_cache.layers[0]=5", r"kv_cache\.layers\[0\]: must be a list, got 5$"),
         ("prefill.dense_below=1e3", r"prefill\.dense_below.*readers disagree about '1e3'"),
         ("prefill.dense_below=[1", r"prefill\.dense_below.*not valid YAML"),
         ("content_sha256=abc", "is written by headwise, not set"),
@@ -81,7 +87,9 @@ def test_names_with_dots(tmp_path, every_kind):
         ("model.num_heads=8", r"prefill\.layers\[0\] has 4 names, the model has 8 query heads"),
     ],
 )
-def test_what_cannot_be_set(saved, change, message):
+def test_what_cannot_be_set(tmp_path, every_kind, change, message):
+    saved = tmp_path / "cfg.yaml"
+    save(every_kind[0], saved, every_kind[1])
     with pytest.raises(HeadwiseError, match=message) as caught:
         changed(saved, change)
     assert str(caught.value).isprintable() and not saved.with_name("new.yaml").exists()

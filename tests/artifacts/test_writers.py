@@ -17,7 +17,8 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
 from artifacts.pair import locked
-from artifacts.sections import save_searched
+from artifacts.sections import save_searched, with_seen
+from artifacts.windows import seen_windows
 from tests.artifacts.conftest import COSTS
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
@@ -205,6 +206,20 @@ def test_a_search_keeps_the_sections_of_others(saved, make):
     assert artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
     assert arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
     assert artifact.evidence == artifacts.Evidence()
+
+
+def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make, arrays):
+    first, second, third = (digit * 64 for digit in "123")
+    update(saved, lambda artifact, there: with_seen(*with_decode(artifact, there), [first, second]))
+    again, fresh = with_seen(make(), arrays, [second, third])
+    save_searched(again, saved, fresh)
+    artifact, there = load_pair(saved)
+    assert seen_windows(there) == {first, second, third} and artifact.search.calibration.seen_windows == 3
+    update(saved, lambda artifact, there: (artifact.model_copy(update={"decode": None}), there))
+    save_searched(again, saved, fresh)
+    assert seen_windows(load_pair(saved)[1]) == {second, third}
+    imported = make(search=None, prefill=artifact.prefill.model_copy(update={"layers": (None,) * 3}), patterns={})
+    assert with_seen(imported, {}, [first]) == (imported, {})
 
 
 def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):

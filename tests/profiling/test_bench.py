@@ -48,7 +48,12 @@ def test_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads(out.read_text())
     assert [line["pattern"] for line in record["lines"]] == ["a_shape", "vertical_slash", "block_sparse", "dense"]
     assert record["lines"][3]["density"] == 1.0 and record["environment"]["device"]
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + 4
+    for text, line in zip(printed[2:], record["lines"], strict=True):
+        took = line["sparse_seconds"] + line["build_seconds"]
+        over = [line[name] / took for name in ("sdpa_seconds", "kernel_seconds")]
+        assert text.split()[9:11] == [f"{min(over):.2f}x", f"{over[0]:.2f}x"]
 
 
 def test_sizes_of_the_paper(tmp_path) -> None:

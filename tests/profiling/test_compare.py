@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from operator import truediv
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -90,10 +92,15 @@ def test_the_command_measures_both_sides(searched: tuple[Path, Path], tmp_path: 
     options = ["--model", str(model), "--config", str(config), "--length", str(LENGTH), "--text", str(text)]
     main([*options, "--passkeys", "2", "--repeats", "2", "--dtype", "float32", "--json", str(out)])
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in printed] == ["prefill", "dense", "headwise"]
+    assert [line.split()[0] for line in printed] == ["prefill", "dense", "dense_kernel", "headwise"]
     record = json.loads(out.read_text())
-    dense, sparse = record["rows"]
-    assert dense["density"] == dense["recall"] == 1.0
+    dense, kernel, sparse = record["rows"]
+    assert dense["density"] == dense["recall"] == kernel["density"] == 1.0
+    assert kernel["perplexity"] is None and kernel["answers"] == []
+    seconds = record["all_seconds"]
+    over = {name: median(map(truediv, seconds[name], seconds["headwise"])) for name in ("dense", "dense_kernel")}
+    assert record["speedups"]["headwise"] == pytest.approx(over)
+    assert printed[-1].split()[2:4] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
     assert 0 < sparse["density"] <= 0.85 and 0 < sparse["recall"] < 1
     assert sparse["perplexity"] != dense["perplexity"]
     assert len(record["expected"]) == 2 and len(record["all_seconds"]["headwise"]) == 2
@@ -111,4 +118,13 @@ def test_table_lines_up(searched: tuple[Path, Path]) -> None:
     loaded = load_model(str(model), dtype="float32")
     result = compare(Comparison(model=str(model), config=config, length=LENGTH, passkeys=0, repeats=0), loaded)
     lines = table(result).splitlines()
-    assert len({len(line) for line in lines}) == 1 and lines[1].split()[1:] == ["-", "-", "1.000", "1.000", "-", "-"]
+    assert len({len(line) for line in lines}) == 1 and lines[1].split()[1:] == [
+        "-",
+        "-",
+        "-",
+        "1.000",
+        "1.000",
+        "-",
+        "-",
+    ]
+    assert [line.split()[0] for line in lines[1:]] == ["dense", "headwise"]

@@ -81,6 +81,21 @@ def test_the_change_is_that_of_the_same_tokens(
     assert " +- " in capsys.readouterr().out
 
 
+def test_time_stands_beside_both_dense_attentions(
+    loaded: LoadedModel, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out, place = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.05)
+    options = ["--model", str(folder), "--config", str(place), "--dtype", "float32", "--context", "300"]
+    decode.main([*options, "--repeats", "1", "--steps", "2", "--trials", "0", "--json", str(out)])
+    record = json.loads(out.read_text())
+    assert [row["method"] for row in record["rows"]] == ["dense", "dense_kernel", "headwise"]
+    seconds = {name: rounds[0] for name, rounds in record["all_seconds"].items()}
+    over = {name: seconds[name] / seconds["headwise"] for name in ("dense", "dense_kernel")}
+    assert record["speedups"]["headwise"] == pytest.approx(over)
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line[0] == "headwise" and line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

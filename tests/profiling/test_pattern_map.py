@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import artifacts
-from profiling.pattern_map import LETTERED, draw_pattern_map, figure
+from profiling.pattern_map import LETTERED, draw_pattern_map, figure, main
 from tests.artifacts.conftest import build_every_kind
 
 
@@ -26,6 +29,39 @@ def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
         ("2", "dilated"),
         ("2", "strided"),
     ]
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Path:
+    """An artifact with scores, of a model whose name is a broken formula and moves the cursor."""
+    artifact, arrays = build_every_kind()
+    arrays |= {f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")}
+    named = artifact.model_copy(update={"model": artifact.model.model_copy(update={"name": "$\\frac{a$ \x1b[2J"})})
+    artifacts.save(named, tmp_path / "cfg.yaml", arrays)
+    return tmp_path / "cfg.yaml"
+
+
+def test_a_name_is_no_formula_and_moves_no_cursor(scored: Path, tmp_path: Path, capsys: Any) -> None:
+    stem = tmp_path / "map\x1b[2J"
+    assert main([str(scored), "--out", str(stem)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
+    assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
+
+
+def test_a_full_disk_leaves_nothing(scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(artifacts.HeadwiseError, match=r"cannot write '.*map\.png': no space left on device"):
+        draw_pattern_map(scored, tmp_path / "map")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_stem_is_refused_in_one_line(scored: Path) -> None:
+    with pytest.raises(artifacts.HeadwiseError, match="--out: give the stem"):
+        main([str(scored), "--out", ""])
 
 
 def test_an_artifact_without_scores_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from artifacts import HeadwiseError
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.speed.attention_time import DENSE, attention_seconds
+from profiling.speed.attention_time import attention_seconds
+from profiling.speed.baselines import KERNEL, LABELS, MODEL
 from profiling.versus import Versus, main, run
 from search.published.config import HeadSearch
 from search.published.head_budget import run as search
@@ -48,13 +49,15 @@ def test_the_denser_artifact_is_nearer_and_both_are_told(
     out = tmp_path / "versus.json"
     words = [*map(str, artifacts), "--model", str(tiny), "--length", str(LENGTH), "--tasks", "passkey", "prose"]
     assert main([*words, "--samples", "1", "--repeats", "1", "--dtype", "float32", "--json", str(out)]) == 0
-    sparse, dense = json.loads(out.read_text())["rows"]
+    record = json.loads(out.read_text())
+    sparse, dense = record["rows"]
+    assert set(record["dense_seconds"]) == {MODEL, KERNEL}
     assert sparse["density"] < dense["density"]
     assert dense["kl"] < sparse["kl"]
     assert sparse["seconds"] > 0 and dense["seconds"] > 0
     assert sparse["kl"] == pytest.approx(np.mean(list(sparse["kl_by_task"].values())))
     told = capsys.readouterr().out
-    assert "b0.7.yaml" in told and "b1.yaml" in told
+    assert "b0.7.yaml" in told and "b1.yaml" in told and LABELS[MODEL] in told and LABELS[KERNEL] in told
 
 
 def test_what_would_be_dense_is_refused_in_one_line(tiny: Path, artifacts: tuple[Path, Path]) -> None:
@@ -82,6 +85,6 @@ def test_attention_is_timed_for_every_set_of_plans_and_dense(tiny: Path) -> None
     plan.build = lambda *args, **kwargs: calls.append(1) or build(*args, **kwargs)  # type: ignore[method-assign]
     with torch.inference_mode():
         found = attention_seconds(loaded, prompt, {"one": {0: plan, 2: plan}}, repeats=2, dense=True)
-    assert set(found) == {"one", DENSE} and min(found.values()) > 0
+    assert set(found) == {"one", MODEL, KERNEL} and min(found.values()) > 0
     # Two layers, one round that is not timed and two that are.
     assert len(calls) == 6

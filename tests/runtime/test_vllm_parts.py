@@ -30,6 +30,12 @@ from tests.runtime.omnikv import DECODE
 H, G, D, PAGE = 4, 2, 32, 16
 
 
+def test_without_vllm_a_measurement_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.vllm.first_token.find_spec", lambda name: None)
+    with pytest.raises(artifacts.HeadwiseError, match=r"vLLM is not installed: pip install 'headwise\[vllm\]'"):
+        main(["ttft", str(tmp_path / "cfg.yaml"), "--model", "tiny"])
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -53,7 +53,8 @@ def test_every_method_runs_at_what_it_says_it_costs(searched: tuple[LoadedModel,
         if kind in METHODS and METHODS[kind].sizes:
             assert method.density is not None and target - 0.25 < method.density <= target, name
         assert says(name)[0]
-    assert {f"{name}-tail" for name in METHODS} - {"dense-tail"} < set(found)
+    assert {f"{name}-tail" for name in METHODS} - {"dense-tail", "dense_kernel-tail"} < set(found)
+    torch.testing.assert_close(found["dense_kernel"], found["dense"], atol=1e-3, rtol=1e-3)
     for name in (
         "headwise",
         "headwise-tail",
@@ -77,7 +78,7 @@ def test_every_sparse_method_has_the_same_dense_tail_or_none(
     loaded, artifact = searched
     methods = Methods(loaded, artifact)
     assert artifact.prefill.dense_tail == 64
-    for name in METHODS.keys() - {"dense"}:
+    for name in METHODS.keys() - {"dense", "dense_kernel"}:
         for tail, method in ((64, methods.make(name, LENGTH)), (0, methods.make(f"{name}-tail", LENGTH))):
             assert method.headwise is not None and method.headwise.artifact.prefill.dense_tail == tail, method.name
     target = methods.make("headwise", LENGTH).density

@@ -220,7 +220,7 @@ def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path, monkeypatch: 
     file = write_gguf(tmp_path / "tiny.gguf")
     code = (
         "import os, sys, profiling.models.gguf as g; from pathlib import Path;"
-        "g.os.rename = lambda *_: os._exit(9);"
+        "os.rename = lambda *_: os._exit(9);"
         "g.converted([Path(sys.argv[1])], name='x', dtype='float32')"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}

@@ -1,0 +1,131 @@
+"""MInference's list of head patterns, and the same list as vLLM and SGLang read it.
+
+A JSON list of layers, each a mapping from a query head's number to [name, a, b, score]:
+
+* vertical_and_slash: a columns and b diagonals, chosen by the last 64 queries.
+* stream_llm: the first a tokens and the last b.
+* block_sparse: 100 blocks of 64 keys a row, whatever a and b say.
+* flex_vertical_and_slash: a and b are [share, most], as FlexPrefill takes columns and diagonals.
+
+A head or a layer that is left out gets vertical_and_slash 1000, 6096. The score is the search's own and nothing reads
+it: a recall, or how many of an output's elements were off. vLLM and SGLang, which look for the file beside a model as
+sparse_attention_config.json, know vertical_and_slash alone, read 30 columns as 130, and serve only prompts above a
+threshold so, which stands in the model's config.json under dual_chunk_attention_config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from artifacts.errors import ArtifactError, shorten
+from artifacts.fields import LARGEST, MOST
+from artifacts.patterns import AnyPattern, AShape, BlockSparse, VerticalSlash
+
+HeadFormat = Literal["minference", "sparse_attention_config"]
+NAMES = ("vertical_and_slash", "stream_llm", "block_sparse", "flex_vertical_and_slash")
+BLOCKS = 100
+# vLLM and SGLang add 100 columns to these.
+FEW_COLUMNS, MORE_COLUMNS = 30, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a file says of a head: [name, a, b, score] as it stands there, and the sizes and shares in it.
+
+    shares: those of a flex_vertical_and_slash. score: None where it is null.
+    """
+
+    as_json: list[Any]
+    sizes: tuple[int, int]
+    shares: tuple[float, float] | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.as_json[0])
+
+    @property
+    def score(self) -> float | None:
+        return None if self.as_json[3] is None else float(self.as_json[3])
+
+    def pattern(self, format: HeadFormat) -> AnyPattern:
+        """What the tool of this format makes of it."""
+        a, b = self.sizes
+        match self.name:
+            case "vertical_and_slash" if format == "sparse_attention_config" and a == FEW_COLUMNS:
+                return VerticalSlash(vertical=MORE_COLUMNS, slash=b)
+            case "vertical_and_slash":
+                return VerticalSlash(vertical=a, slash=b)
+            case "flex_vertical_and_slash":
+                return VerticalSlash(vertical=a, slash=b, coverage=max(self.shares or (1.0,)))
+            case "stream_llm":
+                return AShape(sink=a, window=b)
+            case _:
+                return BlockSparse(blocks=BLOCKS)
+
+
+def entry(name: str, a: int, b: int, score: float | None = None) -> Entry:
+    """An entry with these sizes."""
+    return Entry(as_json=[name, a, b, score], sizes=(a, b))
+
+
+LEFT_OUT = entry("vertical_and_slash", 1000, 6096)
+
+
+def parse(layers: Any, format: HeadFormat) -> list[dict[int, Entry]]:
+    """The entries of each layer by head.
+
+    Raises:
+        ArtifactError: it is no such list; the line has the layer, the head, the value and what would be right.
+    """
+    if not isinstance(layers, list) or not layers:
+        raise ArtifactError(f"must be a list with a mapping for each layer, got {shorten(layers)}")
+    if len(layers) > MOST:
+        raise ArtifactError(f"has {len(layers)} layers, the most that make sense are {MOST}")
+    return [dict(_layer(layer, row, format)) for layer, row in enumerate(layers)]
+
+
+def _layer(layer: int, row: Any, format: HeadFormat) -> Iterator[tuple[int, Entry]]:
+    if not isinstance(row, dict):
+        raise ArtifactError(f"layer {layer}: must be a mapping from heads to patterns, got {shorten(row)}")
+    for key, value in row.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 6 and str(int(key)) == key and int(key) < MOST):
+            raise ArtifactError(f"layer {layer}: a head must be a number from 0 on, got {shorten(key)}")
+        try:
+            yield int(key), _entry(value, format)
+        except ArtifactError as error:
+            raise ArtifactError(f"layer {layer}, head {key}: {error}") from None
+
+
+def _entry(value: Any, format: HeadFormat) -> Entry:
+    if not isinstance(value, list) or len(value) != 4:
+        raise ArtifactError(f"must be [name, a, b, score], got {shorten(value)}")
+    name, a, b, score = value
+    known = NAMES if format == "minference" else NAMES[:1]
+    if name not in known:
+        where = "" if format == "minference" else ": vLLM and SGLang read no other; is it MInference's own file?"
+        raise ArtifactError(f"must be one of {', '.join(known)}, got {shorten(name)}{where}")
+    if score is not None and not _is_number(score):
+        raise ArtifactError(f"the score must be a number or null, got {shorten(score)}")
+    if name != "flex_vertical_and_slash":
+        return Entry(as_json=value, sizes=(_size(a), _size(b)))
+    if not all(isinstance(size, list) and len(size) == 2 for size in (a, b)):
+        raise ArtifactError(f"must be [{name}, [share, most], [share, most], score], got {shorten(value)}")
+    if not all(_is_number(share) and 0 < share <= 1 for share in (a[0], b[0])):
+        raise ArtifactError(f"a share must be above 0 and at most 1, got {shorten([a[0], b[0]])}")
+    return Entry(as_json=value, sizes=(_size(a[1]), _size(b[1])), shares=(float(a[0]), float(b[0])))
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise ArtifactError(f"a size must be a whole number from 1 on, got {shorten(value)}")
+    return value

@@ -1,0 +1,267 @@
+"""Lists of head patterns (head_file), from and to patterns and prefill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from artifacts.density import mean_density
+from artifacts.errors import ArtifactError
+from artifacts.interop.head_file import BLOCKS, FEW_COLUMNS, LEFT_OUT, MORE_COLUMNS, Entry, HeadFormat, entry, parse
+from artifacts.interop.report import Effect, Export, Import, Notes
+from artifacts.interop.shape import Given, Shape, model_shape
+from artifacts.interop.source import Source, array, header, original
+from artifacts.patterns import (
+    DEFAULT_LAST_Q,
+    TILE,
+    AnyPattern,
+    AShape,
+    BlockSparse,
+    Dilated,
+    MemoryUnits,
+    Static,
+    Strided,
+    TriShape,
+    VerticalSlash,
+    pattern_name,
+)
+from artifacts.schema import Artifact, Prefill
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+# vLLM's and SGLang's own, where the model's config.json says nothing.
+_THRESHOLD = 32768
+# Where MInference has no limit: sparse from where the patterns leave out a fifth.
+_WORTH_IT = 0.8
+# Of kinds that are written as stream_llm of the same sink and window.
+_STREAMED: dict[str, tuple[Effect, str]] = {
+    "tri_shape": ("keeps less", "a tri-shape is written as stream_llm: its last queries see the window alone"),
+    "dilated": ("computes more", "a dilated window is written as stream_llm: the whole window"),
+    "strided": ("keeps less", "a strided pattern is written as stream_llm: nothing beyond its window"),
+    "memory_units": ("keeps less", "memory units are written as stream_llm: what they look up is left out"),
+}
+
+
+def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
+    """Read a file of MInference's, or one for vLLM and SGLang.
+
+    Where nobody says from which length on it serves sparsely, that is as the tool does it, or, where it has no such
+    limit, from where the patterns leave out a fifth of the causal area.
+
+    Raises:
+        ArtifactError: the file is no such list, or does not fit the model.
+    """
+    import numpy as np
+
+    layers = parse(source.json(), format)
+    heads = max((head + 1 for row in layers for head in row), default=0)
+    if not heads:
+        raise ArtifactError("names no head")
+    # Where some layer names every head up to the highest, the file shows how many there are.
+    shown = {"num_heads": heads} if any(len(row) == heads for row in layers) else {}
+    shape = model_shape(given, source.path, own=None, num_layers=len(layers), **shown)
+    model, notes = shape.model, Notes()
+    if heads > model.num_heads:
+        raise ArtifactError(f"names head {heads - 1}, the model has {model.num_heads} query heads")
+    table = _complete(layers, model.num_layers, model.num_heads)
+    total, named = model.num_layers * model.num_heads, sum(map(len, layers))
+    notes.heads("filled in", "the file leaves it out: vertical_and_slash 1000, 6096, as MInference does", total - named)
+    made = [[_pattern(each, format, shape, notes) for each in row] for row in table]
+    rows = shape.leave([tuple(pattern_name(pattern) for pattern in row) for row in made], notes, model.num_heads)
+    scores = _scores_of([each.score for row in table for each in row if each.score is not None])
+    if scores == "other":
+        notes.file("same", "the scores are no recalls (some are above 1); they are kept in the sidecar")
+    used = {name for row in rows for name in row or ()}
+    artifact = shape.artifact(
+        patterns={pattern_name(p): p for row in made for p in row if pattern_name(p) in used},
+        prefill=Prefill(
+            dense_below=given.dense_below or 0,
+            dense_tail=given.dense_tail or 0,
+            layers=rows,
+            imported=source.imported(format, scores),
+        ),
+    )
+    if given.dense_below is None:
+        length = _dense_below(artifact, format, shape.config, notes)
+        artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_below": length})})
+    table_of_scores = [[np.nan if each.score is None else each.score for each in row] for row in table]
+    return Import(
+        artifact=artifact,
+        arrays=source.kept("prefill") | {"imported.score": np.array(table_of_scores, dtype=np.float64)},
+        report=notes.report(total, max(named - rows.count(None) * model.num_heads, 0)),
+    )
+
+
+def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format: HeadFormat) -> Export:
+    """The file for `out`, and how true it is.
+
+    A head that was imported and not changed since is written as it was read, with its score; another with its recall,
+    where the sidecar has it. What the format lacks is written as the nearest that it has.
+    """
+    notes, shape = Notes(), (artifact.model.num_layers, artifact.model.num_heads)
+    originals, recalls = _originals(artifact, arrays), array(arrays, "chosen.recall", shape)
+    listed: list[dict[str, list[Any]]] = []
+    exact = 0
+    for layer, row in enumerate(artifact.prefill.layers):
+        listed.append({})
+        for head in range(shape[1]):
+            pattern = None if row is None else artifact.patterns[row[head]]
+            read = originals[layer][head] if originals else None
+            if read is not None and _still(read, pattern, format):
+                exact += 1
+                listed[-1][str(head)] = read.as_json
+                continue
+            recall = 0.0 if recalls is None else float(recalls[layer, head])
+            nearest, changes = _nearest(pattern, artifact, arrays, format)
+            listed[-1][str(head)] = [*nearest.as_json[:3], recall if recall == recall else 0.0]
+            exact += not changes
+            for effect, what in changes:
+                notes.heads(effect, what)
+    _settings(artifact, format, notes)
+    notes.left_out(artifact, "prefill")
+    return Export(files={out: json.dumps(listed).encode() + b"\n"}, report=notes.report(shape[0] * shape[1], exact))
+
+
+def _complete(layers: Sequence[dict[int, Entry]], num_layers: int, num_heads: int) -> list[list[Entry]]:
+    filled = [*layers, *[dict[int, Entry]()] * (num_layers - len(layers))]
+    return [[row.get(head, LEFT_OUT) for head in range(num_heads)] for row in filled]
+
+
+def _pattern(read: Entry, format: HeadFormat, shape: Shape, notes: Notes) -> AnyPattern:
+    pattern = read.pattern(format)
+    if read.shares is not None and read.shares[0] != read.shares[1]:
+        notes.heads("computes more", "columns and diagonals share one coverage here: the larger")
+    if read.name == "vertical_and_slash" and read.sizes[0] == FEW_COLUMNS and format == "sparse_attention_config":
+        notes.heads("same", f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS} by vLLM and SGLang, and so here")
+    if isinstance(pattern, VerticalSlash):
+        last_q = _chunked(shape.config, "sparse_attention_last_q", 1024)
+        if format == "sparse_attention_config" and last_q:
+            pattern = pattern.model_copy(update={"last_q": last_q})
+        if pattern.vertical < TILE or pattern.slash < TILE:
+            always = f"the first {TILE} columns and the nearest {TILE} diagonals are always kept here"
+            notes.heads("computes more", always)
+    return pattern
+
+
+def _dense_below(artifact: Artifact, format: HeadFormat, config: Mapping[str, Any], notes: Notes) -> int:
+    if format == "sparse_attention_config":
+        return 1 + (_chunked(config, "sparse_attention_threshold", 2**31) or _THRESHOLD)
+    length = 1024
+    while length < artifact.model.max_positions and (mean_density(artifact, length) or 0) > _WORTH_IT:
+        length *= 2
+    notes.file("same", f"dense below {length:,} tokens, where the patterns leave out little; MInference has no limit")
+    return length
+
+
+def _chunked(config: Mapping[str, Any], name: str, most: int) -> int | None:
+    """A number that the model's config.json has for vLLM and SGLang; None where it has none."""
+    section = config.get("dual_chunk_attention_config")
+    value = section.get(name) if isinstance(section, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most else None
+
+
+def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
+    """What the scores are: recalls where all are shares, others where some are above 1, None where they say nothing."""
+    if not any(scores):
+        return None
+    # float32 means of shares end up a rounding error above 1.
+    return "recall" if all(0 <= score <= 1.0001 for score in scores) else "other"
+
+
+def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Entry]] | None:
+    """The entries that were imported; None where there are none."""
+    imported, model = artifact.prefill.imported, artifact.model
+    source = original("prefill", imported, arrays, "minference", "sparse_attention_config")
+    if source is None or imported is None:
+        return None
+    layers = parse(source.json(), "minference")
+    return _complete(layers, model.num_layers, model.num_heads) if len(layers) <= model.num_layers else None
+
+
+def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
+    """Whether the tool makes the pattern of an entry that the artifact has now."""
+    if format != "minference" and read.name != "vertical_and_slash":
+        return False
+    if pattern is None:
+        return True
+    meant = read.pattern(format)
+    if isinstance(pattern, VerticalSlash) and isinstance(meant, VerticalSlash) and format != "minference":
+        # Their last_q stands in the model's config.json.
+        meant = meant.model_copy(update={"last_q": pattern.last_q})
+    return meant == pattern
+
+
+def _nearest(
+    pattern: AnyPattern | None, artifact: Artifact, arrays: Mapping[str, Array], format: HeadFormat
+) -> tuple[Entry, list[tuple[Effect, str]]]:
+    """The entry nearest to a pattern, None for a layer that slides; and what is not the same, nothing where all is."""
+    nearest, changes = _for_minference(pattern, artifact, arrays)
+    if format == "minference":
+        return nearest, changes
+    a, b = nearest.sizes
+    if nearest.name == "stream_llm":
+        changes.append(("chooses otherwise", "an A-shape is written as vertical_and_slash of the same sizes"))
+    if nearest.name == "block_sparse":
+        a, b = LEFT_OUT.sizes
+        changes = [("chooses otherwise", f"block_sparse is written as vertical_and_slash {a}, {b}, as MInference does")]
+    if a == FEW_COLUMNS:
+        changes.append(("computes more", f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS}"))
+    return entry("vertical_and_slash", a, b), changes
+
+
+def _for_minference(
+    pattern: AnyPattern | None, artifact: Artifact, arrays: Mapping[str, Array]
+) -> tuple[Entry, list[tuple[Effect, str]]]:
+    changes: list[tuple[Effect, str]] = []
+    most = artifact.model.max_positions
+    match pattern:
+        case VerticalSlash(vertical=vertical, slash=slash, last_q=last_q, coverage=coverage):
+            if last_q != DEFAULT_LAST_Q:
+                changes.append(("chooses otherwise", f"the last {DEFAULT_LAST_Q} queries choose, here {last_q}"))
+            if coverage is not None:
+                changes.append(("computes more", "a coverage is left out: always all that the sizes allow"))
+            return entry("vertical_and_slash", vertical, slash), changes
+        case BlockSparse(blocks=blocks, coverage=coverage):
+            if blocks != BLOCKS or coverage is not None:
+                limit = f"here {blocks}{'' if coverage is None else f' at most, by coverage {coverage}'}"
+                effect: Effect = "computes more" if blocks <= BLOCKS else "keeps less"
+                changes = [(effect, f"always {BLOCKS} blocks, {limit}")]
+            return entry("block_sparse", blocks, 1), changes
+        case AShape(sink=sink, window=window):
+            return entry("stream_llm", sink, window), changes
+        case Static():
+            columns, diagonals = (header(arrays).get(name) for name in pattern.arrays)
+            a = FEW_COLUMNS + 1 if columns is None else max(columns.size, 1)
+            b = most if diagonals is None else max(TILE * diagonals.size, 1)
+            what = "static columns and diagonals are written by their number: each prompt chooses"
+            return entry("vertical_and_slash", a, b), [("chooses otherwise", what)]
+        case None:
+            changes = [("not carried over", "a layer that slides over its own window is written as dense")]
+        case TriShape() | Dilated() | Strided() | MemoryUnits():
+            return entry("stream_llm", pattern.sink, pattern.window), [_STREAMED[pattern.kind]]
+        case _:
+            changes = [("same", f"dense is written as {most:,} diagonals")]
+    return entry("vertical_and_slash", FEW_COLUMNS + 1, most), changes
+
+
+def _settings(artifact: Artifact, format: HeadFormat, notes: Notes) -> None:
+    """What of prefill is no head's pattern."""
+    prefill = artifact.prefill
+    if prefill.dense_tail:
+        notes.file("keeps less", f"the last {prefill.dense_tail} queries do not see every key")
+    if format == "sparse_attention_config":
+        threshold = f'"sparse_attention_threshold": {max(prefill.dense_below - 1, 0)}'
+        notes.file("same", f"set {threshold} under dual_chunk_attention_config in the model's config.json")
+        last = {p.last_q for p in artifact.patterns.values() if isinstance(p, VerticalSlash)}
+        if last - {DEFAULT_LAST_Q}:
+            notes.file("same", f'set "sparse_attention_last_q" there: one of {sorted(last)} for all heads')
+    elif prefill.dense_below and prefill.imported is None:
+        notes.file("keeps less", f"prompts below {prefill.dense_below} tokens are served sparsely, too")
+    if prefill.growth is not None:
+        at = prefill.growth.length
+        notes.file("not carried over", f"sizes go with the length here; written are those of {at} tokens")
+    if prefill.front is not None:
+        notes.file("not carried over", f"written is prefill.layers, of a front of {len(prefill.front.points)} points")

@@ -1,0 +1,61 @@
+"""A speed-up is against the better dense attention, wherever it is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from profiling.speed.baselines import KERNEL, MODEL, Speedup, cells, dense, of_rounds, rows, told
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel", "value", "by"),
+    [([8.0, 9.0, 8.0], [2.0, 2.0, 3.0], 2.0, KERNEL), ([1.0, 1.0, 1.0], [4.0, 5.0, 4.0], 1.0, MODEL)],
+)
+def test_the_better_dense_is_the_one_that_less_is_gained_over(
+    model: list[float], kernel: list[float], value: float, by: str
+) -> None:
+    seconds = {MODEL: model, KERNEL: kernel, "headwise": [1.0, 1.0, 1.0]}
+    found = of_rounds(seconds, "headwise")
+    assert (found.value, found.better) == (value, by)
+    assert of_rounds(seconds, by).value == 1.0
+
+
+def test_ratios_are_of_the_same_rounds() -> None:
+    # A machine that slows down slows both of a round.
+    seconds = {MODEL: [2.0, 20.0, 200.0], KERNEL: [4.0, 40.0, 400.0], "headwise": [1.0, 10.0, 100.0]}
+    assert of_rounds(seconds, "headwise").over == {MODEL: 2.0, KERNEL: 4.0}
+
+
+def test_words_name_both_and_say_slower() -> None:
+    found = Speedup(over={MODEL: 8.0, KERNEL: 2.0})
+    assert told(found) == "2.00 times as fast as the better dense, 8.00 times as fast as the model as it comes"
+    slow = told(Speedup(over={MODEL: 0.5, KERNEL: 2.0}))
+    assert slow == "2.00 times SLOWER than the better dense, 2.00 times SLOWER than the model as it comes"
+    assert cells(found) == ("2.00x", "8.00x") and cells(None) == ("-", "-")
+    assert cells(Speedup(over={KERNEL: 2.0})) == ("2.00x", "-")
+    assert [line.split("  ")[1] for line in rows({MODEL: 1.0, KERNEL: 2.0, "headwise": 3.0})] == [
+        "dense as the model comes",
+        "dense by Headwise's kernel",
+        "Headwise, index builds included",
+    ]
+
+
+def test_the_kernel_serves_where_it_is_asked_for() -> None:
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model, ids = LlamaForCausalLM(config).eval(), torch.randint(0, 64, (1, 200))
+    with torch.no_grad():
+        with dense(model, MODEL):
+            assert model.config._attn_implementation == "sdpa"
+            expected = model(ids).logits
+        with dense(model, KERNEL) as applied:
+            torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            assert applied.settings.calls.total()["dense by kernel"] == 2
