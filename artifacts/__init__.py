@@ -6,7 +6,7 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 from artifacts import interrupt  # isort: split  # noqa: F401, before all that takes time
 from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV, Similarity
-from artifacts.errors import ArtifactError, HeadwiseError
+from artifacts.errors import ArtifactError, Finding, HeadwiseError
 from artifacts.evidence import Evidence, Measurement, PromptSet, TaskFigures
 from artifacts.fields import Imported
 from artifacts.front import Front, Point
@@ -51,6 +51,7 @@ __all__ = [
     "DeviceCosts",
     "Dilated",
     "Evidence",
+    "Finding",
     "Front",
     "Full",
     "Growth",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 from artifacts.command_line import ArgumentParser, run_command
 
@@ -14,9 +15,10 @@ An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and d
 .safetensors file beside it. Move or copy the two together, and keep their names.
 
 exit status:
-  0  fine
-  1  findings or differences (with a traceback: a bug)
+  0  good
+  1  a bug of ours, with a traceback
   2  bad input, said in one line
+  3  findings or differences
 
 examples:
   python -m artifacts show cfg.yaml                          a page: model, search, winners, layer map, evidence
@@ -31,31 +33,36 @@ examples:
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the verb and print what it gives; returns the exit status."""
+def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
+    """The command line of python -m artifacts; verbs that are not asked for are only listed."""
     from importlib import import_module
 
     from artifacts.commands import Verb, add_arguments
 
-    parser = ArgumentParser(
+    p = ArgumentParser(
         prog="python -m artifacts",
         description="Look at Headwise artifacts, check, compare, change, combine and convert them.",
         epilog=_EPILOG,
     )
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    subparsers = p.add_subparsers(dest="verb", metavar="VERB", required=True)
     verbs: dict[str, Verb] = {name: import_module(f"artifacts.commands.{name}") for name in VERBS}
-    asked = sys.argv[1:] if argv is None else argv
     for name, verb in verbs.items():
         says = f"{verb.SHORT[0].upper()}{verb.SHORT[1:]}."
         below = subparsers.add_parser(name, help=verb.SHORT, description=says, epilog=verb.EXAMPLES)
-        # The others are only listed.
         if name in asked:
             add_arguments(below, verb.Config)
-    given = vars(parser.parse_args(argv))
-    verb = verbs[given.pop("verb")]
+        below.set_defaults(module=verb)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, run the verb and print what it gives; returns the exit status."""
+    given = vars(parser(sys.argv[1:] if argv is None else argv).parse_args(argv))
+    verb = given.pop("module")
+    del given["verb"]
     outcome = verb.run(verb.Config(**given))
     sys.stdout.write(outcome.text)
-    return outcome.status
+    return int(outcome.status)
 
 
 if __name__ == "__main__":

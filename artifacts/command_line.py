@@ -1,7 +1,7 @@
-"""What every `python -m ...` command of Headwise shares: one-line errors and exit codes.
+"""What every command of Headwise shares: one-line errors, exit codes, -q, -v and --version.
 
-Exit codes: 0 done, 1 a bug (with traceback), 2 a mistake of the user, 130 interrupted, 141 the reader of the
-output went away.
+Exit codes: 0 good, 1 a bug (with traceback), 2 a mistake of the user, 3 a finding, such as a gate that fails,
+130 interrupted, 141 the reader of the output went away. artifacts.arguments has the arguments that commands share.
 """
 
 from __future__ import annotations
@@ -9,18 +9,25 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn, TextIO
 
-from artifacts.errors import HeadwiseError, one_line, reason
+from artifacts.errors import Finding, HeadwiseError, one_line, reason
 from artifacts.interrupt import INTERRUPTED as INTERRUPTED
 from artifacts.interrupt import listen_as_usual
 
-BAD_USE = 2
+BAD_USE, FOUND = HeadwiseError.status, Finding.status
 # As large as a field of an artifact may be (artifacts.fields, which takes long to import).
 LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
+# -1 with -q, 1 with -v: see set_verbosity.
+verbosity = 0
+# The words after `python -m MODULE` by which a command was called instead, such as {"search.gate": "headwise gate"}.
+called_as: dict[str, str] = {}
 # Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
 leave_at_once = False
 # What serving does without -> the extra that installs it.
@@ -28,17 +35,116 @@ EXTRAS = {"matplotlib": "search", "openvino": "rivals", "openvino_genai": "rival
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors, no abbreviated options, and help texts that keep their line breaks."""
+    """argparse with one-line errors, no abbreviated options, help that keeps its line breaks, and -q, -v, --version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self.prog = in_words_of_the_user(self.prog)
+        self._new_names: dict[str, str] = {}
+        self.add_argument("-q", "--quiet", action=_Verbosity, const=-1, help="no progress and no warnings on stderr")
+        self.add_argument("-v", "--verbose", action=_Verbosity, const=1, help="say more on stderr")
+        self.add_argument("--version", action=_Version, help="print the version and exit")
+
+    def renamed(self, old: str, new: str) -> None:
+        """Take the option `old` for `new`: an option, or the metavar of the first positional argument."""
+        self._new_names[old] = new
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse; what -q or -v of an earlier call set is set back."""
+        set_verbosity(0)
+        return super().parse_args(args, namespace)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse; old spellings are told on stderr and read as the new ones."""
+        return super().parse_known_args(self._in_new_words(sys.argv[1:] if args is None else list(args)), namespace)
+
+    def format_help(self) -> str:
+        """As argparse, in the words that the command was called by."""
+        return in_words_of_the_user(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` with where to find help, and exit with status 2."""
         _complain(f"{message} (see {self.prog} --help)")
         sys.exit(BAD_USE)
+
+    def _in_new_words(self, words: list[str]) -> list[str]:
+        first: list[str] = []
+        rest: list[str] = []
+        while words:
+            word, *words = words
+            if word == "--":
+                return [*first, *rest, word, *words]
+            option, equals, value = word.partition("=")
+            if option == "--json" and not equals and option in self._option_string_actions:
+                # `--json cfg.yaml` is no request to write over an artifact.
+                names_json = bool(words) and words[0].endswith(".json")
+                rest.append(f"--json={words.pop(0) if names_json else '-'}")
+            elif option not in self._new_names:
+                rest.append(word)
+            else:
+                new = self._new_names[option]
+                values = [value] if equals else _values(words)
+                words = words if equals else words[len(values) :]
+                now = new if new.startswith("-") else f"{new} alone, without an option"
+                _say(f"note: {option} is now {now}; the old spelling works for one release")
+                if not new.startswith("-"):
+                    first += values[:1]
+                    rest += values[1:]
+                elif self._option_string_actions[new].nargs is None:
+                    # One option for each value; without any, argparse says what is missing.
+                    rest += [part for one in values for part in (new, one)] or [new]
+                else:
+                    rest += [new, *values]
+        return [*first, *rest]
+
+
+class _Verbosity(argparse.Action):
+    """Has its effect at once, and leaves nothing in the namespace."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: int, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, const=const, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, *args: Any) -> None:
+        set_verbosity(self.const)
+
+
+class _Version(argparse.Action):
+    """Prints and exits; the version is looked up where it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, *args: Any) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"headwise {version('headwise')}")
+        sys.exit(0)
+
+
+def set_verbosity(level: int) -> None:
+    """-1: no progress, no warnings; 0: as usual; 1: what is logged, too, and the traceback of an error."""
+    global verbosity
+    if level != verbosity:
+        import logging
+
+        logging.getLogger("headwise").setLevel({-1: logging.ERROR, 0: logging.NOTSET, 1: logging.INFO}[level])
+        if level > 0:
+            logging.basicConfig(format="%(message)s")
+    verbosity = level
+
+
+def _values(words: Sequence[str]) -> list[str]:
+    """The words up to the next option."""
+    return list(takewhile(lambda word: not word.startswith("-"), words))
+
+
+def in_words_of_the_user(text: str) -> str:
+    """The text with each command named as the user called it."""
+    if not called_as:
+        return text
+    return re.sub(r"python -m (\w+(?:\.\w+)*)", lambda found: called_as.get(found[1], found[0]), text)
 
 
 def natural(text: str) -> int:
@@ -90,9 +196,11 @@ def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[s
             code = done.code
         sys.stdout.flush()
     except HeadwiseError as error:
+        if verbosity > 0:
+            traceback.print_exc()
         _complain(str(error))
         _discard(sys.stdout)
-        code = BAD_USE
+        code = error.status
     except ModuleNotFoundError as error:
         if error.name is None or (package := error.name.partition(".")[0]) not in EXTRAS:
             raise
@@ -127,7 +235,11 @@ def _how_to_install(package: str) -> str:
 
 
 def _complain(message: str) -> None:
-    print(f"error: {one_line(message)}", file=sys.stderr)
+    _say(f"error: {message}")
+
+
+def _say(line: str) -> None:
+    print(one_line(line), file=sys.stderr)
 
 
 def _discard(stream: TextIO | None) -> None:

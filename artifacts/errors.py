@@ -13,9 +13,17 @@ _LONGEST_LINE = 800
 class HeadwiseError(ValueError):
     """A user's mistake. str() is one clear line: what is wrong, the value, and what would be right.
 
-    Commands print it as `error: <line>` and exit with status 2 (see artifacts.command_line); anything else
+    Commands print it as `error: <line>` and exit with `status` (see artifacts.command_line); anything else
     that escapes is a bug.
     """
+
+    status = 2
+
+
+class Finding(HeadwiseError):
+    """Nobody's mistake: what was looked for is not there, such as an artifact that passes its gate."""
+
+    status = 3
 
 
 class ArtifactError(HeadwiseError):

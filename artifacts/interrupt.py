@@ -18,7 +18,9 @@ _OURS = ("artifacts", "profiling", "runtime", "search")
 
 
 def starts_a_command(arguments: list[str]) -> bool:
-    """Whether a process with these arguments was started as python -m ... of ours."""
+    """Whether a process with these arguments was started as headwise, or as python -m ... of ours."""
+    if any(os.path.basename(argument) == "headwise" for argument in arguments[:2]):
+        return True
     modules = [after for before, after in pairwise(arguments) if before == "-m"][:1]
     return any(module.split(".")[0] in _OURS for module in modules)
 

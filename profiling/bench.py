@@ -3,8 +3,8 @@
 attention: prefill by SDPA, by Headwise over every key, by compiled FlexAttention with the equal mask, and by Headwise.
 decode: one token by torch, and by Headwise over all and over chosen keys.
 
-    python -m profiling.bench attention --lengths 4096 8192 --head-dims 64 128 --json out.json
-    python -m profiling.bench decode --lengths 8192 32768 --chosen 2048
+    python -m profiling.bench attention --length 4096 8192 --head-dims 64 128 --json out.json
+    python -m profiling.bench decode --length 8192 32768 --chosen 2048
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim, N key tiles.
 """
@@ -12,9 +12,7 @@ Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim, N key
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -24,9 +22,8 @@ from typing import Any
 import torch
 
 import kernels.dispatch as dispatch
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from profiling.models.loading import check_device
 from profiling.speed.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import COLUMNS
@@ -157,11 +154,12 @@ def head_pair(text: str) -> tuple[int, int]:
     return int(heads), int(kv_heads)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.bench."""
     p = ArgumentParser(prog="python -m profiling.bench", description=__doc__)
     p.add_argument("what", choices=("attention", "decode"))
-    p.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    lengths = (4096, 8192, 16384, 32768)
+    arguments.add_length(p, "tokens (default %(default)s)", several=True, default=lengths, old="--lengths")
     p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     p.add_argument(
         "--heads", type=head_pair, nargs="+", default=[(9, 3)], metavar="H/G", help="query and KV heads (default 9/3)"
@@ -171,12 +169,12 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument(
         "--paper-sizes", dest="density", action="store_const", const=None, help="the sizes that MInference 1.0 names"
     )
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
+    arguments.add_dtype(p)
+    arguments.add_device(p)
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--no-flex", dest="flex", action="store_false", help="leave compiled FlexAttention out")
     p.add_argument("--chosen", type=int, default=Bench.chosen, help="decode: how many keys are chosen (default 2048)")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_json(p)
     return p
 
 
@@ -184,21 +182,22 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options: dict[str, Any] = vars(parser().parse_args(argv))
     to_json, what = options.pop("json"), options.pop("what")
-    if to_json:
-        check_writable(to_json)
+    options["lengths"] = options.pop("length")
     for name in ("lengths", "head_dims", "heads"):
         options[name] = tuple(options[name])
     config = Bench(**options)
     check_device(config.device)
     where = environment(config.device)
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    if to_json != arguments.STDOUT:
+        print(", ".join(f"{name} {value}" for name, value in where.items()))
     header = HEADER if what == "attention" else DECODE_HEADER
     widths = [max(len(name), 7) for name in header]
     if what == "attention":
         widths[header.index("pattern")] = 14
 
     def show(line: list[str]) -> None:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+        if to_json != arguments.STDOUT:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
     show(header)
     lines: list[tuple[Size, Any]] = []
@@ -207,13 +206,12 @@ def main(argv: list[str] | None = None) -> int:
     else:
         lines += run_decode(config, lambda size, speed: show(decode_cells(size, speed)))
     record = {
-        "command": "python -m profiling.bench " + " ".join(sys.argv[1:] if argv is None else argv),
+        "command": arguments.as_typed("profiling.bench", argv),
         "settings": asdict(config),
         "environment": {**where, "backend": backend_of(config.sizes[0])},
         "lines": [asdict(size) | asdict(speed) for size, speed in lines],
     }
-    if to_json:
-        atomic_write(to_json, (json.dumps(record, indent=1) + "\n").encode())
+    arguments.deliver_json(record, to_json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Speed and bytes of decode under cache policies, beside a full cache: the model's own, and one by the same kernel.
 
-python -m profiling.cache_speed --model smollm2 --policy h2o:heavy=0.1,recent=0.1 --contexts 4096 16384 --memory 1GiB
+python -m profiling.cache_speed --model smollm2 --policy h2o:heavy=0.1,recent=0.1 --context 4096 16384 --memory 1GiB
 
 One sequence: time a token and bytes by context. With --memory also the largest batch whose cache fits into it, and what
 it decodes in a second: caches that shrink serve more sequences at once. Contexts may go past the model's positions, for
@@ -10,28 +10,24 @@ only speed is measured.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from tqdm import tqdm
 
-from artifacts import Full, HeadwiseError
+from artifacts import Full, HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from artifacts.kv_cache import POLICY_KINDS, Policy
 from profiling.caches.policies import with_policy
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
+from profiling.progress import bar
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, speedup
 from profiling.speed.latency import interleaved
 from runtime import Headwise, memory_report
@@ -131,7 +127,7 @@ def _filled(config: CacheSpeed, loaded: LoadedModel, headwise: Headwise, context
     ids = torch.randint(0, vocabulary, (1, context), generator=generator).to(loaded.model.device)
     with headwise.apply(loaded.model, check_weights=False) as handle:
         cache = handle.new_cache()
-        for part in tqdm(ids.split(_CHUNK, dim=1), desc=f"prefill {context}", disable=None, leave=False):
+        for part in bar(ids.split(_CHUNK, dim=1), desc=f"prefill {context}"):
             loaded.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return cache
 
@@ -227,24 +223,27 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.cache_speed."""
     p = ArgumentParser(prog="python -m profiling.cache_speed", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    arguments.add_model(p)
     p.add_argument(
         "--policy",
         dest="policies",
         action="append",
         help="KIND or KIND:FIELD=VALUE,..., repeatable (default h2o); kinds: " + ", ".join(POLICY_KINDS),
     )
-    p.add_argument("--contexts", nargs="+", type=int, default=list(CacheSpeed.contexts), help="tokens in the cache")
+    p.add_argument(
+        "--context", metavar="N", nargs="+", type=int, default=CacheSpeed.contexts, help="tokens in the cache"
+    )
+    p.renamed("--contexts", "--context")
     p.add_argument("--memory", help="also the largest batch whose cache fits into so many bytes, such as 1GiB")
     p.add_argument("--steps", type=int, default=CacheSpeed.steps, help="tokens of a timed round")
     p.add_argument("--repeats", type=int, default=CacheSpeed.repeats, help="timed rounds, in turn")
-    p.add_argument("--seed", type=int, default=CacheSpeed.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_seed(p, CacheSpeed.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_json(p)
     return p
 
 
@@ -257,15 +256,15 @@ def config_from(options: argparse.Namespace) -> CacheSpeed:
     for name in ("steps", "repeats"):
         if getattr(options, name) < 1:
             raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if (least := min(options.contexts)) < 1:
-        raise HeadwiseError(f"--contexts must be at least 1, got {least}")
+    if (least := min(options.context)) < 1:
+        raise HeadwiseError(f"--context must be at least 1, got {least}")
     policies = tuple(options.policies or ("h2o",))
     for text in policies:
         parse_policy(text)
     return CacheSpeed(
         model=options.model,
         policies=policies,
-        contexts=tuple(options.contexts),
+        contexts=tuple(options.context),
         memory=None if options.memory is None else bytes_of(options.memory, "--memory"),
         steps=options.steps,
         repeats=options.repeats,
@@ -279,13 +278,9 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
     config = config_from(options)
-    if options.json:
-        check_writable(options.json)
     rows, record = run(config)
-    print(table(rows))
-    if options.json:
-        command = "python -m profiling.cache_speed " + " ".join(sys.argv[1:] if argv is None else argv)
-        atomic_write(options.json, (json.dumps({"command": command, **record}, indent=1) + "\n").encode())
+    record = {"command": arguments.as_typed("profiling.cache_speed", argv), **record}
+    arguments.deliver(table(rows), record, options.json)
     return 0
 
 

@@ -1,14 +1,11 @@
 """Both dense attentions against an artifact on one model: prefill time, density, recall, perplexity and passkeys.
 
-python -m profiling.compare --model smollm2 --config cfg.yaml --length 8192 --text novel.txt --passkeys 20
+python -m profiling.compare cfg.yaml --model smollm2 --length 8192 --text novel.txt --passkeys 20
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -19,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from artifacts import HeadwiseError, load, load_pair
+from artifacts import HeadwiseError, arguments, load, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
@@ -128,7 +124,7 @@ def compare(config: Comparison, loaded: LoadedModel) -> Result:
 
     rows = [row(MODEL, 1.0, 1.0)]
     if seconds:
-        timed_alone = {"perplexity": None, "passkeys_right": None, "answers": ()}
+        timed_alone: dict[str, Any] = {"perplexity": None, "passkeys_right": None, "answers": ()}
         rows.append(replace(rows[0], method=KERNEL, prefill_seconds=times[KERNEL], **timed_alone))
     with headwise.apply(model):
         rows.append(row(HEADWISE, float(np.nanmean(kept.density)), float(np.nanmean(kept.recall))))
@@ -175,21 +171,21 @@ def table(result: Result) -> str:
     )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.compare."""
     p = ArgumentParser(prog="python -m profiling.compare", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
-    p.add_argument("--length", required=True, type=int, help="tokens of the timed prompt and of the long text")
+    arguments.add_model(p)
+    arguments.add_artifact(p, old="--config")
+    arguments.add_length(p, "tokens of the timed prompt and of the long text", required=True)
     p.add_argument("--text", help="long text for perplexity and as the haystack; without it there is no perplexity")
     p.add_argument("--texts", type=int, default=1, help="windows of the text that perplexity is taken over")
     p.add_argument("--passkeys", type=int, default=20, help="seeded passkey trials (0: none)")
     p.add_argument("--passkey-length", type=int, help="tokens of a passkey prompt (default: --length)")
     p.add_argument("--repeats", type=int, default=5, help="timed rounds, all in turn (0: none)")
-    p.add_argument("--seed", type=int, default=Comparison.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_seed(p, Comparison.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_json(p)
     return p
 
 
@@ -197,15 +193,10 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     to_json = options.pop("json")
-    if to_json:
-        check_writable(to_json)
     result = run(Comparison(**options))
-    print(table(result))
-    if to_json:
-        command = "python -m profiling.compare " + " ".join(sys.argv[1:] if argv is None else argv)
-        speedups = {row.method: found.over for row in result.rows if (found := result.speedup(row.method))}
-        record = {"command": command, **asdict(result), "speedups": speedups}
-        atomic_write(to_json, (json.dumps(record, indent=1) + "\n").encode())
+    speedups = {row.method: found.over for row in result.rows if (found := result.speedup(row.method))}
+    record = {"command": arguments.as_typed("profiling.compare", argv), **asdict(result), "speedups": speedups}
+    arguments.deliver(table(result), record, to_json)
     return 0
 
 

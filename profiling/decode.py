@@ -1,6 +1,6 @@
 """Both dense attentions against an artifact's decode section: time a token, perplexity, pass keys, bytes held.
 
-python -m profiling.decode --model smollm2 --config cfg.yaml --context 8192 --text novel.txt --passkeys 20
+python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
 
@@ -10,10 +10,8 @@ Shapes: B batch (1 here), G KV heads, K context, D head dim, T texts, F forced t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -25,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts import HeadwiseError, load
+from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answers, is_right
@@ -260,11 +257,11 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.decode."""
     p = ArgumentParser(prog="python -m profiling.decode", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", required=True, type=Path, help="artifact with a decode section")
+    arguments.add_model(p)
+    arguments.add_artifact(p, "artifact with a decode section", old="--config")
     p.add_argument("--context", type=int, default=8192, help="tokens in the cache when decode is timed")
     p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
     p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")
@@ -272,15 +269,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--texts", type=int, default=Comparison.texts, help="windows of it (default 1)")
     p.add_argument("--text-length", type=int, default=Comparison.text_length, help="tokens of the text's window")
     p.add_argument("--forced", type=int, default=Comparison.forced, help="of these, decoded one by one at the end")
-    p.add_argument("--task", default=Comparison.task, help="what is answered (default passkey)")
+    arguments.add_task(p, "what is answered (default passkey)", several=False, default=Comparison.task)
     p.add_argument("--task-length", type=int, default=Comparison.task_length, help="tokens of its prompts")
     p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
     p.add_argument("--prefill-chunk", type=int, help="prefill them so many tokens at a time (default: at once)")
     p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
-    p.add_argument("--seed", type=int, default=Comparison.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_seed(p, Comparison.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_json(p)
     return p
 
 
@@ -311,13 +308,9 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
     config = config_from(options)
-    if options.json:
-        check_writable(options.json)
     rows, record = run(config)
-    print(table(rows, record["all_seconds"], config.trials))
-    if options.json:
-        command = "python -m profiling.decode " + " ".join(sys.argv[1:] if argv is None else argv)
-        atomic_write(options.json, (json.dumps({"command": command, **record}, indent=1, default=str) + "\n").encode())
+    record = {"command": arguments.as_typed("profiling.decode", argv), **record}
+    arguments.deliver(table(rows, record["all_seconds"], config.trials), record, options.json)
     return 0
 
 

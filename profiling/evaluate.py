@@ -3,20 +3,19 @@
 Every prompt under every method is a file of a ledger in the report's folder: a killed run goes on where it was, and
 methods, tasks, lengths and samples can be added later without running again what is there.
 
-python -m profiling.evaluate --model smollm2 --config cfg.yaml --lengths 4096 8192 --text book.txt --out report/
-python -m profiling.evaluate --model smollm2 --config cfg.yaml --quick --out report/
+python -m profiling.evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
+python -m profiling.evaluate cfg.yaml --model smollm2 --quick --out report/
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts import Artifact, HeadwiseError, Measurement, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
 from profiling.evaluation.measure import (
@@ -135,22 +134,20 @@ def _write_into(job: Job, record: dict[str, Any]) -> None:
     update(job.config, change)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.evaluate."""
     p = ArgumentParser(prog="python -m profiling.evaluate", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
-    p.add_argument(
-        "--out", required=True, type=Path, help="folder of the report: index.html, evaluation.json, the ledger"
-    )
-    p.add_argument("--tasks", nargs="+", help=f"`all` (that need no file), or some of: {TASKS}")
+    arguments.add_model(p)
+    arguments.add_artifact(p, old="--config")
+    arguments.add_out(p, "folder of the report: index.html, evaluation.json, the ledger", metavar="FOLDER")
+    arguments.add_task(p, f"`all` (that need no file), or one of: {TASKS}", old="--tasks")
     p.add_argument("--text", help="long text: adds perplexity by position, and is the haystack of the needle")
-    p.add_argument("--lengths", nargs="+", type=int, help="prompt lengths (default: the model's positions)")
+    arguments.add_length(p, "prompt lengths (default: the model's positions)", several=True, old="--lengths")
     p.add_argument("--methods", nargs="+", help=f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})")
     p.add_argument("--samples", type=int, help="prompts of each task, length and, for the needle, depth (default 10)")
     p.add_argument("--depths", nargs="+", type=float, help="where the needle lies (default: 0 0.25 0.5 0.75 1)")
     p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
-    p.add_argument("--seed", type=int, default=Evaluation.seed)
+    arguments.add_seed(p, Evaluation.seed)
     p.add_argument("--quick", action="store_true", help="few prompts, methods and rounds: a first look")
     p.add_argument("--repeats", type=int, help="timed rounds, all in turn (default 5)")
     p.add_argument("--steps", type=int, default=Speed.steps, help="decoded tokens of a timed round")
@@ -164,9 +161,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--attach", action="store_true", help="write the summary into the artifact's evidence")
     p.add_argument("--set-dense-below", action="store_true", help="write the crossover into the artifact")
     p.add_argument("--fresh", action="store_true", help="discard the ledger")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
     return p
 
 
@@ -180,7 +177,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
     quick = options.quick
     least = max(artifact.prefill.dense_below, 0)
     longest = artifact.model.max_positions
-    lengths = options.lengths or [min(max(_QUICK_LENGTH, least), longest) if quick else longest]
+    lengths = options.length or [min(max(_QUICK_LENGTH, least), longest) if quick else longest]
     names = options.methods or (_QUICK_METHODS if quick else DEFAULT_METHODS)
     known = method_names(artifact)
     chosen = known if "all" in names else [name for name in names if options.methods or name in known]
@@ -218,9 +215,8 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(argv)
-    record = run(job_from(options, "python -m profiling.evaluate " + shlex.join(argv)))
+    record = run(job_from(options, arguments.as_typed("profiling.evaluate", argv)))
     print(table(record))
     print(f"\nwrote {options.out / 'index.html'} and {options.out / 'evaluation.json'}")
     return 0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -15,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, Measurement, ModelInfo, load_pair, update
+from artifacts import Artifact, HeadwiseError, Measurement, ModelInfo, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from profiling.inside.head_fidelity import Fidelity, fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import TASKS, Prompt, make_prompts
@@ -188,28 +183,28 @@ def report(result: Result) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.fidelity."""
     p = ArgumentParser(
         prog="python -m profiling.fidelity",
         description="Measure how near each head's sparse attention comes to dense attention.",
         epilog=_EPILOG,
     )
-    p.add_argument("file", metavar="FILE", type=Path, help="artifact, such as cfg.yaml")
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
+    arguments.add_artifact(p, dest="file")
+    arguments.add_model(p)
     p.add_argument(
         "--against", metavar="FILE", type=Path, help="another artifact of the same model, measured beside it"
     )
-    p.add_argument("--task", default=Measured.task, help=f"of the prompts: {TASKS} (default: %(default)s)")
-    p.add_argument("--length", type=int, help="tokens of a prompt (default: as searched, or dense_below)")
+    arguments.add_task(p, f"of the prompts: {TASKS} (default: %(default)s)", several=False, default=Measured.task)
+    arguments.add_length(p, "tokens of a prompt (default: as searched, or dense_below)")
     p.add_argument("--samples", type=int, default=Measured.samples, help="prompts (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=Measured.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default=Measured.dtype)
-    p.add_argument("--device", default=Measured.device)
+    arguments.add_seed(p, Measured.seed)
+    arguments.add_dtype(p, default=Measured.dtype)
+    arguments.add_device(p, default=Measured.device)
     p.add_argument(
-        "--update", action="store_true", help="write the means into FILE as evidence, and what an import left open"
+        "--update", action="store_true", help="write the means into ARTIFACT as evidence, and what an import left open"
     )
-    p.add_argument("--json", metavar="FILE", type=Path, help="write the figures, each head's among them")
+    arguments.add_json(p)
     return p
 
 
@@ -217,17 +212,11 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     to_json = options.pop("json")
-    if to_json:
-        check_writable(to_json)
-    given = sys.argv[1:] if argv is None else argv
-    command = f"python -m profiling.fidelity {shlex.join(given)}"
+    command = arguments.as_typed("profiling.fidelity", argv)
     result, found = run(Measured(**options, command=command))
-    print(report(result))
-    if to_json:
-        tables = {name: getattr(found, name).tolist() for name in _MEASURES}
-        heads = {name: [[None if v != v else v for v in row] for row in table] for name, table in tables.items()}
-        record = {"command": command, **asdict(result), "heads": heads}
-        atomic_write(to_json, (json.dumps(record) + "\n").encode())
+    tables = {name: getattr(found, name).tolist() for name in _MEASURES}
+    heads = {name: [[None if v != v else v for v in row] for row in table] for name, table in tables.items()}
+    arguments.deliver(report(result), {"command": command, **asdict(result), "heads": heads}, to_json)
     return 0
 
 

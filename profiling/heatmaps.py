@@ -10,18 +10,15 @@ sinks      logits of short sentences (StreamingLLM, Figure 2)
 Each as PNG and SVG with the numbers beside it.
 
 python -m profiling.heatmaps --profile profile/ --out pictures/
-python -m profiling.heatmaps --model smollm2 --config cfg.yaml --out pictures/ --task passkey --length 4096
+python -m profiling.heatmaps cfg.yaml --model smollm2 --out pictures/ --task passkey --length 4096
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import shlex
-import sys
 from pathlib import Path
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import shorten
 from artifacts.files import check_writable, out_folder
@@ -51,15 +48,15 @@ def _heads(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(part[1]), int(part[2])) for part in parts if part)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.heatmaps."""
     p = ArgumentParser(prog="python -m profiling.heatmaps", description=__doc__)
-    p.add_argument("--out", required=True, type=Path, help="folder for the pictures")
-    p.add_argument("--profile", type=Path, help="what python -m profiling.similarity wrote")
-    p.add_argument("--model", help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument(
-        "--config", type=Path, help="artifact: its patterns are drawn over the maps, its filter layers marked"
+    arguments.add_artifact(
+        p, "artifact: its patterns are drawn over the maps, its filter layers marked", nargs="?", old="--config"
     )
+    arguments.add_out(p, "folder for the pictures", metavar="FOLDER")
+    p.add_argument("--profile", type=Path, help="what python -m profiling.similarity wrote")
+    arguments.add_model(p, required=False)
     p.add_argument(
         "--picture",
         dest="pictures",
@@ -67,22 +64,21 @@ def parser() -> argparse.ArgumentParser:
         help=f"one of {', '.join(PICTURES)}; again for each further one (default: all that can be drawn)",
     )
     p.add_argument("--heads", help="heads of the maps as layer.head, such as 3.0,12.5 (default: a few typical ones)")
-    p.add_argument("--task", default=Heatmaps.task, help=f"prompt (default passkey); known: {TASKS}")
-    p.add_argument("--length", type=int, help=f"its length in tokens (default {DEFAULT_LENGTH})")
-    p.add_argument("--seed", type=int, default=Heatmaps.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_task(p, f"prompt (default passkey); known: {TASKS}", several=False, default=Heatmaps.task)
+    arguments.add_length(p, f"its length in tokens (default {DEFAULT_LENGTH})")
+    arguments.add_seed(p, Heatmaps.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
     options = vars(parser().parse_args(argv))
     options["heads"] = None if options["heads"] is None else _heads(options["heads"])
     options["pictures"] = None if options["pictures"] is None else tuple(options["pictures"])
-    for path in run(Heatmaps(**options, command="python -m profiling.heatmaps " + shlex.join(argv))):
+    for path in run(Heatmaps(**options, command=arguments.as_typed("profiling.heatmaps", argv))):
         print(path)
     return 0
 

@@ -19,11 +19,8 @@ python -m profiling.heavy_hitters --model smollm2 --task text:book.txt --length 
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.caches.budget_curves import BudgetCurves, measure
@@ -180,26 +177,25 @@ def report(arrays: Mapping[str, np.ndarray]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.heavy_hitters."""
     p = ArgumentParser(prog="python -m profiling.heavy_hitters", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--out", required=True, type=Path, help=f"folder for {FILE} and the pictures")
-    p.add_argument("--task", default=HeavyHitters.task, help=f"prompts (default passkey); known: {TASKS}")
-    p.add_argument("--length", type=int, default=HeavyHitters.length, help="their length in tokens (default 2048)")
+    arguments.add_model(p)
+    arguments.add_out(p, f"folder for {FILE} and the pictures", metavar="FOLDER")
+    arguments.add_task(p, f"prompts (default passkey); known: {TASKS}", several=False, default=HeavyHitters.task)
+    arguments.add_length(p, "their length in tokens (default 2048)", default=HeavyHitters.length)
     p.add_argument("--samples", type=int, default=HeavyHitters.samples, help="how many (default 2)")
-    p.add_argument("--seed", type=int, default=HeavyHitters.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_seed(p, HeavyHitters.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
     options = vars(parser().parse_args(argv))
-    config = HeavyHitters(**options, command="python -m profiling.heavy_hitters " + shlex.join(argv))
+    config = HeavyHitters(**options, command=arguments.as_typed("profiling.heavy_hitters", argv))
     arrays, _ = run(config)
     print(report(arrays))
     print(f"wrote {config.out / FILE} and the pictures")

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import artifacts
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from kernels.patterns import KINDS
@@ -97,17 +96,17 @@ def _measure(grid: Grid, size: Size) -> list[Speed]:
     return measure(size, ordered, repeats=grid.repeats, flex=False)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.kernels."""
     p = ArgumentParser(prog="python -m profiling.kernels", description=__doc__)
-    p.add_argument("--out", type=Path, help="the table, a .safetensors file")
+    arguments.add_out(p, "the table, a .safetensors file", required=False)
     p.add_argument("--table", type=Path, help="with --attach: a table that was measured before; measures nothing")
     p.add_argument("--attach", type=Path, metavar="CFG", help="put the table into this artifact, beside those it has")
-    p.add_argument("--device", default="cpu", help="cpu (default) or a GPU, as torch names it")
-    p.add_argument("--lengths", type=int, nargs="+", help="in tokens (default: by device)")
+    arguments.add_device(p)
+    arguments.add_length(p, "tokens (default: by device)", several=True, old="--lengths")
     p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     p.add_argument("--heads", type=head_pair, nargs="+", default=[(9, 3), (8, 2)], metavar="H/G")
-    p.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    arguments.add_dtype(p, several=True, old="--dtypes")
     p.add_argument("--densities", type=float, nargs="+", default=[0.03, 0.06, 0.12, 0.25, 0.5])
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--fresh", action="store_true", help="discard an interrupted run instead of going on with it")
@@ -121,7 +120,7 @@ def config_from(options: argparse.Namespace) -> Grid:
         HeadwiseError: a device that is not there, a length or a density that cannot be.
     """
     check_device(options.device)
-    lengths = tuple(options.lengths or DEFAULT_LENGTHS["cuda" if options.device.startswith("cuda") else "cpu"])
+    lengths = tuple(options.length or DEFAULT_LENGTHS["cuda" if options.device.startswith("cuda") else "cpu"])
     if min(lengths) < 256:
         raise HeadwiseError(f"lengths must be at least 256 tokens, got {min(lengths)}")
     for density in options.densities:
@@ -134,7 +133,7 @@ def config_from(options: argparse.Namespace) -> Grid:
         lengths=lengths,
         head_dims=tuple(options.head_dims),
         heads=tuple(options.heads),
-        dtypes=tuple(options.dtypes),
+        dtypes=tuple(options.dtype),
         densities=tuple(options.densities),
         repeats=options.repeats,
     )
@@ -147,8 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.table is not None:
         table = load(options.table)
     else:
-        words = sys.argv[1:] if argv is None else argv
-        command = "python -m profiling.kernels " + " ".join(words)
+        command = arguments.as_typed("profiling.kernels", argv)
         table = run(config_from(options), options.out, command=command, fresh=options.fresh)
         print(f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> {options.out}")
     if options.attach is not None:

@@ -1,6 +1,6 @@
 """Peak memory of a prefill by length: without an artifact, with one, and with low_memory, beside what was predicted.
 
-    python -m profiling.memory --model smollm2 --config cfg.yaml --lengths 8192 16384 32768 --low-memory both
+    python -m profiling.memory cfg.yaml --model smollm2 --length 8192 16384 32768 --low-memory both
 
 Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is there at most
 beside weights and the cache, `predicted` the same by profiling.memory_plan. Prompts are random tokens, so lengths may
@@ -9,8 +9,6 @@ go beyond the model's positions.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -18,14 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from artifacts import HeadwiseError, load
+from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from profiling.memory_plan import aligned, plan, shape_of
 from profiling.memory_use.peak_memory import peak_apart
-from profiling.models.loading import DTYPES, load_config
+from profiling.models.loading import load_config
+from profiling.progress import bar
 from runtime.caches.make import OFFLOADS
 
 METHODS = {"no": ("headwise",), "yes": ("headwise low_memory",), "both": ("headwise", "headwise low_memory")}
@@ -65,15 +62,14 @@ def run(config: Memory) -> list[Row]:
         HeadwiseError: the model or the artifact cannot be loaded, or a process failed.
     """
     load(config.config)
-    dtype = DTYPES.get(config.dtype, config.dtype)
     try:
-        shape = shape_of(load_config(config.model, revision=config.revision), dtype)
+        shape = shape_of(load_config(config.model, revision=config.revision), config.dtype)
     except HeadwiseError as error:
         print(f"no prediction: {error}", file=sys.stderr)
         shape = None
     wanted = [*(("dense",) if config.dense else ()), *METHODS[config.low_memory]]
     rows = []
-    for length, method in tqdm([(n, m) for n in config.lengths for m in wanted], disable=None, file=sys.stderr):
+    for length, method in bar([(n, m) for n in config.lengths for m in wanted], leave=True):
         low = method.endswith("low_memory")
         found = peak_apart(
             f"{method} at {length} tokens",
@@ -82,7 +78,7 @@ def run(config: Memory) -> list[Row]:
             config=None if method == "dense" else config.config,
             low_memory=low,
             offload=config.offload,
-            dtype=dtype,
+            dtype=config.dtype,
             device=config.device,
             revision=config.revision,
         )
@@ -110,46 +106,42 @@ def table(rows: list[Row]) -> str:
     return aligned(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.memory."""
     p = ArgumentParser(prog="python -m profiling.memory", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
-    p.add_argument("--lengths", required=True, nargs="+", type=int, help="tokens of the prompts")
+    arguments.add_model(p)
+    arguments.add_artifact(p, old="--config")
+    arguments.add_length(p, "tokens of the prompts", several=True, required=True, old="--lengths")
     p.add_argument("--low-memory", choices=METHODS, default="both")
     p.add_argument("--dense", action="store_true", help="also the model without an artifact")
     p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
-    p.add_argument("--dtype", choices=(*DTYPES, *DTYPES.values()), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
+    arguments.add_json(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    to_json, options["lengths"] = options.pop("json"), tuple(options["lengths"])
+    to_json, options["lengths"] = options.pop("json"), tuple(options.pop("length"))
     if min(options["lengths"]) < 1:
-        raise HeadwiseError(f"--lengths must be at least 1, got {min(options['lengths'])}")
-    if to_json:
-        check_writable(to_json)
+        raise HeadwiseError(f"--length must be at least 1, got {min(options['lengths'])}")
     config = Memory(**options)
     rows = run(config)
-    print(table(rows))
-    if to_json:
-        record = {
-            "command": "python -m profiling.memory " + " ".join(sys.argv[1:] if argv is None else argv),
-            "rows": [asdict(row) for row in rows],
-            "settings": {**asdict(config), "config": config.config.name},
-            "versions": {
-                **{name: version(name) for name in ("torch", "transformers")},
-                "python": platform.python_version(),
-                "threads": str(torch.get_num_threads()),
-                "capability": torch.backends.cpu.get_cpu_capability(),
-            },
-        }
-        atomic_write(to_json, (json.dumps(record, indent=1) + "\n").encode())
+    record = {
+        "command": arguments.as_typed("profiling.memory", argv),
+        "rows": [asdict(row) for row in rows],
+        "settings": {**asdict(config), "config": config.config.name},
+        "versions": {
+            **{name: version(name) for name in ("torch", "transformers")},
+            "python": platform.python_version(),
+            "threads": str(torch.get_num_threads()),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    }
+    arguments.deliver(table(rows), record, to_json)
     return 0
 
 

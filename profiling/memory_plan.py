@@ -1,6 +1,6 @@
 """python -m profiling.memory_plan: what a prefill will need, from the model's configuration alone.
 
-    python -m profiling.memory_plan --shape llama-8b.json --lengths 131072 524288 1048576 --memory 139GB
+    python -m profiling.memory_plan --shape llama-8b.json --length 131072 524288 1048576 --memory 139GB
 
 A shape is a config.json, the folder of one, or such JSON on the command line; no weights are read. The figures are
 those of batch 1 beside what a driver and a kernel library take, and of blocks as Llama's: two norms, an MLP of three
@@ -9,7 +9,6 @@ matrices, rotary embeddings. `python -m profiling.memory` measures what is predi
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, shorten
 from profiling.memory_use.sizes import bytes_of
-from profiling.models.loading import DTYPES
 from runtime.low_memory import tiles
 
 # What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
@@ -182,32 +180,32 @@ def aligned(table: list[list[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.memory_plan."""
     p = ArgumentParser(prog="python -m profiling.memory_plan", description=__doc__)
     p.add_argument("--shape", required=True, help="config.json, a folder with one, or its JSON")
-    p.add_argument("--lengths", required=True, nargs="+", type=_length, help="tokens of the prompt")
-    p.add_argument("--dtype", choices=(*DTYPES, *DTYPES.values()), default="bfloat16")
-    p.add_argument("--device", default="cuda", help="cuda or cpu: how large tiles are")
+    arguments.add_length(p, "tokens of the prompt", several=True, required=True, old="--lengths")
+    arguments.add_dtype(p)
+    arguments.add_device(p, default="cuda")
     p.add_argument("--banked", type=int, default=0, help="layers whose keys and values are offloaded")
     p.add_argument("--memory", help="bytes of the device, such as 139GB: which rows fit")
-    options = p.parse_args(argv)
-    shape = read_shape(options.shape, DTYPES.get(options.dtype, options.dtype))
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    options = parser().parse_args(argv)
+    if min(options.length) < 1:
+        raise HeadwiseError(f"--length must be at least 1, got {min(options.length)}")
+    shape = read_shape(options.shape, options.dtype)
     if not 0 <= options.banked <= shape.layers - shape.sliding:
         raise HeadwiseError(
             f"--banked must be 0 to {shape.layers - shape.sliding}, the layers that see all: got {options.banked}"
         )
     memory = None if options.memory is None else bytes_of(options.memory, "--memory")
-    print(aligned(rows(shape, options.lengths, memory, options.device, options.banked)))
+    print(aligned(rows(shape, options.length, memory, options.device, options.banked)))
     print("GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory")
     return 0
-
-
-def _length(text: str) -> int:
-    length = int(text)
-    if length < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {length}")
-    return length
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ the attention function is told apart: see profiling.speed.python_time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from artifacts import Artifact, Dense, HeadwiseError, Prefill
+from artifacts import Artifact, Dense, HeadwiseError, Prefill, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.models.loading import LoadedModel, load_model
 from profiling.speed.latency import interleaved, medians, prefill
@@ -75,7 +73,7 @@ def run(config: OverheadConfig) -> Overhead:
     for name, value in (
         ("repeats", config.repeats),
         ("threads", config.threads),
-        *(("lengths", n) for n in config.lengths),
+        *(("length", n) for n in config.lengths),
     ):
         if value < 1:
             raise HeadwiseError(f"--{name} must be at least 1, got {value}")
@@ -152,25 +150,27 @@ def report(config: OverheadConfig, found: Overhead) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     defaults = OverheadConfig()
     made = ArgumentParser(prog="python -m profiling.overhead", description=__doc__)
-    made.add_argument("--model", default=defaults.model, help="as for search.heads; default: %(default)s")
-    made.add_argument("--dtype", default=defaults.dtype, help="default: %(default)s")
-    made.add_argument("--device", default=defaults.device, help="default: %(default)s")
-    made.add_argument("--lengths", type=int, nargs="+", default=defaults.lengths, help="tokens of the prompts")
+    arguments.add_model(made, f"{arguments.MODEL} (default %(default)s)", default=defaults.model)
+    arguments.add_dtype(made, default=defaults.dtype)
+    arguments.add_device(made, default=defaults.device)
+    arguments.add_length(made, "tokens of the prompts", several=True, default=defaults.lengths, old="--lengths")
     made.add_argument("--repeats", type=int, default=defaults.repeats, help="rounds; default: %(default)s")
     made.add_argument("--threads", type=int, default=defaults.threads, help="of the CPU; default: %(default)s")
+    arguments.add_json(made)
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: a table, and one line of JSON."""
+    """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    config = OverheadConfig(**options | {"lengths": tuple(options["lengths"])})
+    to_json, lengths = options.pop("json"), tuple(options.pop("length"))
+    config = OverheadConfig(**options, lengths=lengths)
     found = run(config)
-    print(report(config, found))
-    print(json.dumps({**asdict(config), "processor": platform.processor(), **asdict(found)}))
+    record = {**asdict(config), "processor": platform.processor(), **asdict(found)}
+    arguments.deliver(report(config, found), record, to_json)
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts import Artifact, HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
@@ -162,12 +162,17 @@ def _numbers(artifact: Artifact, arrays: dict[str, np.ndarray]) -> bytes:
     return stream.getvalue().encode()
 
 
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.pattern_map."""
+    p = ArgumentParser(prog="python -m profiling.pattern_map", description=__doc__)
+    arguments.add_artifact(p)
+    arguments.add_out(p, "stem of the .png, .svg and .csv to write", metavar="STEM")
+    return p
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    parser = ArgumentParser(prog="python -m profiling.pattern_map", description=__doc__)
-    parser.add_argument("config", type=Path, help="artifact, such as cfg.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="stem of the .png, .svg and .csv to write")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     for path in draw_pattern_map(options.config, options.out):
         print(one_line(str(path)))
     return 0

@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from artifacts import command_line
+
 # Without a terminal: how often a line says how far the phase is.
 EVERY_SECONDS = 60.0
 
@@ -78,10 +80,10 @@ def phase(
         name: what the phase is called.
         total: how many units it has.
         unit: what they are, in the plural.
-        quiet: show nothing, as ranks after the first do.
+        quiet: show nothing, as ranks after the first do, and every command with -q.
         every: without a terminal, seconds from one line to the next, between those of its start and its end.
     """
-    if quiet:
+    if quiet or command_line.verbosity < 0:
         yield Phase(name, total, unit, None)
     elif sys.stderr.isatty():
         with tqdm(total=total, desc=name, unit=f" {unit}", unit_scale=total > 9999, smoothing=0.05) as bar:
@@ -104,6 +106,11 @@ def phase(
             over.set()
             thread.join()
         _print(shown.end())
+
+
+def bar(*of: Any, leave: bool = False, **how: Any) -> tqdm[Any]:
+    """tqdm of what is short or inside of a phase: on a terminal only, and not with -q."""
+    return tqdm(*of, leave=leave, disable=True if command_line.verbosity < 0 else None, **how)
 
 
 def _print(line: str) -> None:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from artifacts import HeadwiseError, command_line
-from artifacts.command_line import BAD_USE, INTERRUPTED
+from artifacts.command_line import INTERRUPTED
 from profiling.values import from_bytes, to_bytes
 
 # The longest that a rank waits for the others at the end of a phase. One that has died is noticed at once.
@@ -148,7 +148,7 @@ class Ranks:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif isinstance(error, HeadwiseError):
-            code = BAD_USE
+            code = error.status
         else:
             code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         try:

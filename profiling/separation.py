@@ -4,15 +4,13 @@ Dense attention, an artifact, A-shape and vertical-slash for all heads at one de
 oracle top-k: a task earns its place where A-shape is clearly worse than dense and oracle is not. Every context under
 every method is a unit of a ledger beside the output: a killed run goes on where it was.
 
-python -m profiling.separation --model smollm2 --config cfg.yaml --length 4096 --out separation.json
+python -m profiling.separation cfg.yaml --model smollm2 --length 4096 --out separation.json
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -21,9 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from artifacts import HeadwiseError, load_pair
+from artifacts import HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
 from profiling.evaluation.methods import Methods
@@ -32,6 +28,7 @@ from profiling.evaluation.times import machine
 from profiling.inside.oracle import oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
+from profiling.progress import bar
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.speed.baselines import KERNEL
@@ -158,7 +155,7 @@ def _measure(
     """
     groups = [(task, [own[at] for at in group]) for task, own in prompts.items() for group in by_context(own)]
     with applied:
-        for task, group in tqdm(groups, desc=name, disable=None, leave=False):
+        for task, group in bar(groups, desc=name):
             unit = ledger.unit(f"{identity}/{task}/{digest(group)[:16]}")
             found = ledger.once(unit, partial(records_of, loaded.model, loaded.tokenizer, group))
             units[task].setdefault(name, []).extend(Unit(**record) for record in found)
@@ -167,26 +164,25 @@ def _measure(
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.separation."""
     p = ArgumentParser(prog="python -m profiling.separation", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", required=True, type=Path, help="a searched artifact of that model")
-    p.add_argument("--out", required=True, type=Path, help="JSON file; its ledger is kept beside it")
-    p.add_argument("--length", type=int, default=Separation.length, help="tokens of a prompt (default 4096)")
-    p.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"(default: {' '.join(TASKS)})")
+    arguments.add_model(p)
+    arguments.add_artifact(p, "a searched artifact of that model", old="--config")
+    arguments.add_out(p, "JSON file; its ledger is kept beside it")
+    arguments.add_length(p, "tokens of a prompt (default 4096)", default=Separation.length)
+    arguments.add_task(p, f"what is compared (default: {' '.join(TASKS)})", old="--tasks")
     p.add_argument("--density", type=float, default=Separation.density, help="of A-shape and vertical-slash (0.2)")
     p.add_argument("--oracles", nargs="+", type=float, default=list(Separation.oracles), help="(0.1 0.2 0.3)")
     p.add_argument("--contexts", type=int, default=Separation.contexts, help="of tasks with many answers each (3)")
     p.add_argument("--prompts", type=int, default=Separation.prompts, help="of tasks with one answer each (8)")
     p.add_argument("--windows", type=int, default=Separation.windows, help="of a text (6)")
-    p.add_argument("--seed", type=int, default=Separation.seed)
+    arguments.add_seed(p, Separation.seed)
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
+    arguments.add_dtype(p)
+    arguments.add_device(p)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else list(argv)
     given = vars(parser().parse_args(argv))
     for name in ("length", "contexts", "prompts", "windows"):
         if given[name] < 1:
@@ -194,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for density in (given["density"], *given["oracles"]):
         if not 0 < density <= 1:
             raise HeadwiseError(f"--density and --oracles must be above 0 and at most 1, got {density}")
-    lists = {name: tuple(given[name]) for name in ("tasks", "oracles")}
-    command = "python -m profiling.separation " + shlex.join(argv)
+    lists = {"tasks": tuple(given["tasks"] or TASKS), "oracles": tuple(given["oracles"])}
+    command = arguments.as_typed("profiling.separation", argv)
     record = run(Separation(**{**given, **lists}, command=command))
     print(text_table([Row(**row) for row in record["rows"]], record["densities"]))
     print(f"\nearn their place: {', '.join(record['earn_their_place']) or 'none'}\nwrote {given['out']}")

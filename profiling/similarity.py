@@ -10,16 +10,13 @@ python -m profiling.similarity --model smollm2 --out profile/ --task multi_hop:n
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from profiling.models.loading import load_model
@@ -85,18 +82,13 @@ def report(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.similarity."""
     p = ArgumentParser(prog="python -m profiling.similarity", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--out", required=True, type=Path, help=f"folder for {FILE} and a CSV for each array")
-    p.add_argument(
-        "--task",
-        dest="tasks",
-        action="append",
-        help=f"what to decode; again for each further task (default {', '.join(DEFAULT_TASKS)}); known: {TASKS}",
-    )
-    p.add_argument("--length", type=int, help=f"prompt length in tokens (default {DEFAULT_LENGTH})")
+    arguments.add_model(p)
+    arguments.add_out(p, f"folder for {FILE} and a CSV for each array", metavar="FOLDER")
+    arguments.add_task(p, f"what to decode (default {', '.join(DEFAULT_TASKS)}); known: {TASKS}")
+    arguments.add_length(p, f"tokens of a prompt (default {DEFAULT_LENGTH})")
     p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task (default 2)")
     p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt (default 32)")
     p.add_argument(
@@ -104,26 +96,25 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         help=f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
     )
-    p.add_argument("--seed", type=int, default=SimilarityConfig.seed)
+    arguments.add_seed(p, SimilarityConfig.seed)
     p.add_argument(
         "--greedy",
         action="store_true",
         help="follow the model's own tokens from the first, not the expected answer or the text as far as known",
     )
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
     p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
     options = vars(parser().parse_args(argv))
     out, options["tasks"] = options.pop("out"), tuple(options["tasks"] or DEFAULT_TASKS)
     start = time.perf_counter()
-    config = SimilarityConfig(**options, command="python -m profiling.similarity " + shlex.join(argv))
+    config = SimilarityConfig(**options, command=arguments.as_typed("profiling.similarity", argv))
     profile = run(config, out)
     print(report(profile))
     print(f"wrote {out / FILE} and a CSV for each array in {time.perf_counter() - start:.0f} s")

@@ -6,8 +6,6 @@ fresh processes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import subprocess
@@ -20,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import artifacts
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 
 _IMPORTS = """
@@ -141,15 +139,20 @@ def _import_seconds() -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: a table, then one line of JSON."""
-    config = StartupConfig(**vars(_parser().parse_args(argv)))
+    """Command line entry point."""
+    options = vars(parser().parse_args(argv))
+    to_json = options.pop("json")
+    config = StartupConfig(**options)
     found = run(config)
     size = f"{config.layers} layers x {config.heads} heads"
-    print(f"load {size}, {_SHARED} patterns         {found.load_ms:8.1f} ms")
-    print(f"load {size}, a pattern each     {found.load_own_patterns_ms:8.1f} ms")
-    print(f"import torch                              {found.import_torch_s:8.2f} s")
-    print(f"import runtime, after that                {found.import_runtime_s:8.2f} s")
-    print(json.dumps({**asdict(config), **asdict(found), "python": platform.python_version(), **_versions()}))
+    lines = [
+        f"load {size}, {_SHARED} patterns         {found.load_ms:8.1f} ms",
+        f"load {size}, a pattern each     {found.load_own_patterns_ms:8.1f} ms",
+        f"import torch                              {found.import_torch_s:8.2f} s",
+        f"import runtime, after that                {found.import_runtime_s:8.2f} s",
+    ]
+    record = {**asdict(config), **asdict(found), "python": platform.python_version(), **_versions()}
+    arguments.deliver("\n".join(lines), record, to_json)
     return 0
 
 
@@ -159,13 +162,15 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "pydantic", "PyYAML", "safetensors")}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(prog="python -m profiling.startup", description=__doc__)
-    parser.add_argument("--layers", type=int, default=StartupConfig.layers)
-    parser.add_argument("--heads", type=int, default=StartupConfig.heads, help="query heads a layer")
-    parser.add_argument("--repeats", type=int, default=StartupConfig.repeats, help="times to load")
-    parser.add_argument("--processes", type=int, default=StartupConfig.processes, help="times to import")
-    return parser
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.startup."""
+    p = ArgumentParser(prog="python -m profiling.startup", description=__doc__)
+    p.add_argument("--layers", type=int, default=StartupConfig.layers)
+    p.add_argument("--heads", type=int, default=StartupConfig.heads, help="query heads a layer")
+    p.add_argument("--repeats", type=int, default=StartupConfig.repeats, help="times to load")
+    p.add_argument("--processes", type=int, default=StartupConfig.processes, help="times to import")
+    arguments.add_json(p)
+    return p
 
 
 if __name__ == "__main__":

@@ -16,13 +16,11 @@ python -m profiling.stream --model gemma3 --task stream_eval --tokens 20000 --ou
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.streams.methods import METHODS
 from profiling.streams.report import Row, table
@@ -48,14 +46,14 @@ def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> st
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.stream."""
     p = ArgumentParser(prog="python -m profiling.stream", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--out", required=True, type=Path, help="folder for stream.json, .csv, .png and .svg")
+    arguments.add_model(p)
+    arguments.add_out(p, "folder for stream.json, .csv, .png and .svg", metavar="FOLDER")
     p.add_argument("--tokens", required=True, type=int, help="length of the stream")
     p.add_argument("--text", type=Path, help="text file; begun again where it is shorter than the stream")
-    p.add_argument("--task", default=Streamed.task, help=f"one of {', '.join(TASKS)} (default text)")
+    arguments.add_task(p, f"one of {', '.join(TASKS)} (default text)", several=False, default=Streamed.task)
     p.add_argument("--sinks", type=int, default=Streamed.sinks, help="first tokens that are kept (default 4)")
     p.add_argument("--window", type=int, default=Streamed.window, help="last tokens that are kept (default 1020)")
     p.add_argument("--methods", nargs="+", default=METHODS, help=f"any of {', '.join(METHODS)}, streaming:SINKS")
@@ -67,20 +65,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--timed", type=int, default=Streamed.timed, help="tokens of a round timed one by one (default none)"
     )
-    p.add_argument("--seed", type=int, default=Streamed.seed, help="of stream_eval")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_seed(p, Streamed.seed, "of stream_eval")
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
     p.add_argument("--fresh", action="store_true", help="discard what a killed run left")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
     options = vars(parser().parse_args(argv))
     options["methods"] = tuple(options["methods"])
-    config = Streamed(**options, command="python -m profiling.stream " + shlex.join(argv))
+    config = Streamed(**options, command=arguments.as_typed("profiling.stream", argv))
     found, record = run(config)
     print(report(config, found, record))
     print(f"wrote {config.out / 'stream.json'}, .csv, .png and .svg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.prompts.kinds import KINDS, Kind
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task
@@ -44,11 +44,11 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.tasks."""
     p = ArgumentParser(prog="python -m profiling.tasks", description=__doc__)
-    p.add_argument("--show", metavar="TASK", help="make prompts of this task, such as needle@depth=0.5")
-    p.add_argument("--model", default="smollm2", help="whose tokenizer to use (default smollm2)")
-    p.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default 1024)")
+    arguments.add_task(p, "make prompts of this task, such as needle@depth=0.5", several=False, old="--show")
+    arguments.add_model(p, "whose tokenizer to use (default smollm2)", default="smollm2")
+    arguments.add_length(p, "tokens of a prompt (default 1024)", default=1024)
     p.add_argument("--samples", type=int, default=1, help="how many prompts (default 1)")
-    p.add_argument("--seed", type=int, default=0, help="(default 0)")
+    arguments.add_seed(p)
     p.add_argument("--ends", action="store_true", help="show the start and the end of a prompt only")
     return p
 
@@ -56,12 +56,12 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
-    if options.show is None:
+    if options.task is None:
         if argv or (argv is None and sys.argv[1:]):
-            raise HeadwiseError("say which task to show: --show TASK")
+            raise HeadwiseError("say which task to show: --task TASK")
         print(listing())
         return 0
-    task = parse_task(options.show)
+    task = parse_task(options.task)
     from profiling.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(options.model)

@@ -1,12 +1,10 @@
 """Artifacts of one model side by side: what their attention takes, and how far they lead it from dense attention.
 
-python -m profiling.versus a.yaml b.yaml --model smollm2 --length 8192 --tasks passkey text:book.txt --samples 4
+python -m profiling.versus a.yaml b.yaml --model smollm2 --length 8192 --task passkey --task text:book.txt --samples 4
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts import Artifact, HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from kernels.patterns import LayerPlan
 from profiling.bench import environment
 from profiling.inside.head_fidelity import fidelity
@@ -38,8 +35,8 @@ class Versus:
 
     configs: tuple[Path, ...]
     model: str
-    tasks: tuple[str, ...]
     length: int
+    tasks: tuple[str, ...] = ("passkey", "kv_retrieval", "prose")
     samples: int = 2
     seed: int = 2000
     places: int | None = None
@@ -188,20 +185,20 @@ def _speedup(seconds: float, result: Result) -> Speedup:
     return speedup([seconds], {name: [value] for name, value in result.dense_seconds.items()})
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.versus."""
     p = ArgumentParser(prog="python -m profiling.versus", description=__doc__)
-    p.add_argument("configs", nargs="+", type=Path, help="artifacts of the model")
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--length", required=True, type=int, help="tokens of a prompt")
-    p.add_argument("--tasks", nargs="+", default=["passkey", "kv_retrieval", "prose"])
+    arguments.add_artifact(p, "artifacts of the model", dest="configs", nargs="+")
+    arguments.add_model(p)
+    arguments.add_length(p, required=True)
+    arguments.add_task(p, f"what prompts are made of (default {' '.join(Versus.tasks)})", old="--tasks")
     p.add_argument("--samples", type=int, default=Versus.samples, help="prompts of each task (default 2)")
     p.add_argument("--places", type=int, help="tokens of a prompt that are compared (default: up to 512)")
     p.add_argument("--repeats", type=int, default=Versus.repeats, help="timed rounds, in turn (0: none)")
-    p.add_argument("--seed", type=int, default=Versus.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_seed(p, Versus.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_json(p)
     return p
 
 
@@ -209,14 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     to_json = options.pop("json")
-    if to_json:
-        check_writable(to_json)
-    configs, tasks = tuple(options.pop("configs")), tuple(options.pop("tasks"))
+    configs, tasks = tuple(options.pop("configs")), tuple(options.pop("tasks") or Versus.tasks)
     result = run(Versus(configs=configs, tasks=tasks, **options))
-    print(table(result))
-    if to_json:
-        command = "python -m profiling.versus " + " ".join(sys.argv[1:] if argv is None else argv)
-        atomic_write(to_json, (json.dumps({"command": command, **asdict(result)}, indent=1) + "\n").encode())
+    record = {"command": arguments.as_typed("profiling.versus", argv), **asdict(result)}
+    arguments.deliver(table(result), record, to_json)
     return 0
 
 

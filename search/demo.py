@@ -6,13 +6,12 @@ the runtime, and shows dense attention and Headwise side by side.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 
 import torch
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.compare import Comparison, Result, compare
 from profiling.models.loading import load_model
@@ -90,12 +89,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m search.demo."""
     p = ArgumentParser(prog="python -m search.demo", description=__doc__)
-    p.add_argument("--out", type=Path, required=True, help="folder for the artifact and the picture")
-    p.add_argument("--model", default="smollm2", help="as for search.heads (default smollm2)")
-    p.add_argument("--length", type=int, default=8192, help="prompt length in tokens (default 8192)")
+    arguments.add_out(p, "folder for the artifact and the picture", metavar="FOLDER")
+    arguments.add_model(p, "as for search.heads (default smollm2)", default="smollm2")
+    arguments.add_length(p, "tokens of the prompt (default 8192)", default=8192)
     p.add_argument("--budget", default=DEFAULT_BUDGET, help="as for search.heads (default 0.3)")
     p.add_argument("--repeats", type=int, default=3, help="timed runs of each side (default 3)")
     return p

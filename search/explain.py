@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
-import sys
-from pathlib import Path
-
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from search.explaining.answer import report, run
 from search.explaining.question import Question
@@ -24,37 +18,36 @@ examples:
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m search.explain."""
     p = ArgumentParser(
         prog="python -m search.explain", description="Say why heads have the patterns that they have.", epilog=_EPILOG
     )
-    p.add_argument("file", metavar="FILE", type=Path, help="artifact, such as cfg.yaml, with its sidecar")
+    arguments.add_artifact(p, "artifact with its sidecar, such as cfg.yaml", dest="file")
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--head", metavar="LAYER.HEAD", help="one head, or all for a line a layer")
     which.add_argument("--layer", type=int, help="the heads of a layer, a line each")
-    p.add_argument("--model", help="draw the head on a prompt: hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--length", type=int, help="tokens of that prompt (default: as searched)")
-    p.add_argument("--task", help="of that prompt (default: as searched)")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the model (default: as searched)")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--out", metavar="FOLDER", type=Path, help="where the picture goes (default: beside FILE)")
-    p.add_argument("--json", action="store_true", help="print one JSON object in place of the text")
+    arguments.add_model(p, f"draw the head on a prompt: {arguments.MODEL}", required=False)
+    arguments.add_length(p, "tokens of that prompt (default: as searched)")
+    arguments.add_task(p, "of that prompt (default: as searched)", several=False)
+    arguments.add_dtype(p, "of the model (default: as searched)", default=None)
+    arguments.add_device(p)
+    arguments.add_out(p, "where the picture goes (default: beside the artifact)", metavar="FOLDER", required=False)
+    arguments.add_json(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    given = sys.argv[1:] if argv is None else argv
-    options = vars(parser().parse_args(given))
-    as_json, named = options.pop("json"), options.pop("head")
+    options = vars(parser().parse_args(argv))
+    to_json, named = options.pop("json"), options.pop("head")
     if named not in (None, "all"):
         layer, dot, head = named.partition(".")
         if not (dot and layer.isdecimal() and head.isdecimal()):
             raise HeadwiseError(f"--head {named!r} must be LAYER.HEAD such as 3.5, or all")
         options |= {"layer": int(layer), "head": int(head)}
-    answer = run(Question(**options, command=f"python -m search.explain {shlex.join(given)}"))
-    print(json.dumps(answer) if as_json else report(answer))
+    answer = run(Question(**options, command=arguments.as_typed("search.explain", argv)))
+    arguments.deliver(report(answer), answer, to_json)
     return 0
 
 

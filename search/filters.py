@@ -4,31 +4,29 @@ The similarity of layers is measured on a few prompts (or read with --profile), 
 what the sparse layers add to the residual stream least are found exactly, and the choice is compared with evenly spaced
 and with random filter layers on other prompts. The artifact's other sections stay as they are.
 
-python -m search.filters --model smollm2 --config cfg.yaml --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
+python -m search.filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from math import ceil, inf
 from pathlib import Path
 
-from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, natural, run_command
+from artifacts import HeadwiseError, arguments
+from artifacts.command_line import ArgumentParser, run_command
 from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig
 from search.decode.filter_layers import Rules
 from search.decode.filter_search import FilterSearch, report, run
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m search.filters."""
     p = ArgumentParser(prog="python -m search.filters", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", required=True, type=Path, help="artifact to start from, as search.heads writes it")
-    p.add_argument("--out", required=True, type=Path, help="artifact to write; may be the same file")
+    arguments.add_model(p)
+    arguments.add_artifact(p, "artifact to start from, as search.heads writes it", old="--config")
+    arguments.add_out(p, "artifact to write; may be the same file")
     p.add_argument("--profile", type=Path, help="folder of python -m profiling.similarity, instead of measuring")
     p.add_argument("--filters", type=int, default=Rules.most, help="at most so many filter layers (default 3)")
     p.add_argument("--sparse", type=float, default=Rules.sparse, help="least share of sparse layers (default 0.6)")
@@ -42,13 +40,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
     p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
     p.add_argument("--prefill-ratio", type=float, help="in chunked prefill, tokens of the past for each of the chunk")
-    p.add_argument("--task", dest="tasks", action="append", help=f"prompts to measure on, repeatable: {TASKS}")
-    p.add_argument("--length", type=int, help="their length in tokens")
+    arguments.add_task(p, f"prompts to measure on: {TASKS}")
+    arguments.add_length(p, "their length in tokens")
     p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
     p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt")
-    p.add_argument("--seed", type=natural, default=SimilarityConfig.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
+    arguments.add_seed(p, SimilarityConfig.seed)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
@@ -132,8 +130,7 @@ def _layers(option: str, text: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
-    config = config_from(parser().parse_args(argv), "python -m search.filters " + shlex.join(argv))
+    config = config_from(parser().parse_args(argv), arguments.as_typed("search.filters", argv))
     _, found = run(config)
     print(report(found))
     print(f"wrote {config.out}")

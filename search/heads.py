@@ -8,15 +8,13 @@ to end. --allocation heads is the published search, a budget for each head (MInf
 
 from __future__ import annotations
 
-import argparse
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, natural, run_command
+from artifacts import HeadwiseError, arguments
+from artifacts.command_line import ArgumentParser, run_command
 from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from search.common.limits import add_limits, limits_of
 from search.common.report import report
@@ -40,31 +38,28 @@ _OF_MODEL = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m search.heads."""
-    p = ArgumentParser(
-        prog="python -m search.heads", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--out", required=True, type=Path, help="artifact to write, such as cfg.yaml")
+    p = ArgumentParser(prog="python -m search.heads", description=__doc__)
+    arguments.add_model(p)
+    arguments.add_out(p, "artifact to write, such as cfg.yaml")
     p.add_argument(
         "--allocation",
         choices=("model", "heads"),
         help="one budget for the model (default), or one for each head as published (default with --preset paper)",
     )
-    p.add_argument(
-        "--calibration",
-        nargs="+",
-        metavar="TASK",
-        help=f"tasks of the prompts (default {' '.join(DEFAULT_TASKS)}; with --allocation heads passkey, with --preset "
+    arguments.add_task(
+        p,
+        f"what prompts are made of (default {' '.join(DEFAULT_TASKS)}; with --allocation heads passkey, with --preset "
         f"paper kv_retrieval); add text:FILE for text like yours; known: {TASKS}",
+        dest="calibration",
+        old="--calibration",
     )
-    p.add_argument(
-        "--length",
-        type=int,
-        nargs="+",
-        help="prompt lengths in tokens: patterns are for the longest, the others tell how sizes go with the length "
+    arguments.add_length(
+        p,
+        "prompt lengths in tokens: patterns are for the longest, the others tell how sizes go with the length "
         "(default: the model's positions, at most 8192; with --allocation heads 30000)",
+        several=True,
     )
     p.add_argument("--samples", type=int, default=1, help="prompts of each task and length (default 1)")
     p.add_argument(
@@ -95,11 +90,11 @@ def parser() -> argparse.ArgumentParser:
         default="scaled",
         help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
     )
-    p.add_argument("--seed", type=natural, default=0)
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    p.add_argument("--device", default="cpu")
+    arguments.add_seed(p)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_revision(p)
     p.add_argument(
         "--dense-below", type=int, help="prompts shorter than this stay dense (default: measured, or half the length)"
     )
@@ -118,14 +113,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser()
-    options = vars(arguments.parse_args(argv))
-    command = "python -m search.heads " + shlex.join(_without_passwords(argv))
+    p = parser()
+    options = vars(p.parse_args(argv))
+    command = arguments.as_typed("search.heads", _without_passwords(argv))
     model, out = options["model"], options["out"]
     allocation = options.pop("allocation") or ("heads" if options["preset"] == "paper" else "model")
     if allocation == "heads":
         for name in _OF_MODEL:
-            if options.pop(name) != arguments.get_default(name):
+            if options.pop(name) != p.get_default(name):
                 raise HeadwiseError(f"--{name.replace('_', '-')} goes with one budget for the model, not one a head")
         artifact = run_heads(_for_heads(options, command))
     else:
@@ -140,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
 def _for_heads(options: dict[str, Any], command: str) -> HeadSearch:
     for name in ("length", "calibration"):
         if options[name] is not None and len(options[name]) > 1:
-            raise HeadwiseError(f"--{name} takes one value with a budget for each head, got {len(options[name])}")
+            option = "task" if name == "calibration" else name
+            raise HeadwiseError(f"--{option} takes one value with a budget for each head, got {len(options[name])}")
         options[name] = options[name][0] if options[name] else None
     return HeadSearch(**options, command=command)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
 from search.transferring.run import MAX_DRIFT, Transfer, report, run
 
@@ -17,32 +14,30 @@ head's drift is how much its error has grown: 0.5 is half as much again. Heads t
 --max-drift are searched again, with the artifact's own candidates and budget; the others keep their patterns.
 
 examples:
-  python -m search.transfer --from cfg.yaml --model ./finetune --out finetune.yaml
-  python -m search.transfer --from cfg.yaml --model ./finetune --out finetune.yaml --max-drift 0    whatever got worse
+  python -m search.transfer cfg.yaml --model ./finetune --out finetune.yaml
+  python -m search.transfer cfg.yaml --model ./finetune --out finetune.yaml --max-drift 0    whatever got worse
   python -m search.explain finetune.yaml --head 3.5
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m search.transfer."""
     p = ArgumentParser(
         prog="python -m search.transfer",
         description="Take an artifact over to a fine-tune of its model; search again the heads that moved.",
         epilog=_EPILOG,
     )
-    p.add_argument("--from", dest="source", required=True, type=Path, metavar="FILE", help="artifact with its sidecar")
-    p.add_argument("--model", required=True, help="the fine-tune: hub id, local folder or GGUF file")
-    p.add_argument("--out", required=True, type=Path, help="artifact to write")
+    arguments.add_artifact(p, "artifact with its sidecar", dest="source", old="--from")
+    arguments.add_model(p, "the fine-tune: hub id, local folder or GGUF file")
+    arguments.add_out(p, "artifact to write")
     p.add_argument(
         "--max-drift", type=float, default=MAX_DRIFT, help="how much a head's error may grow (default %(default)s)"
     )
-    p.add_argument(
-        "--calibration", action="append", metavar="TASK", help="a task of the search that has a file: text:FILE"
-    )
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as searched")
-    p.add_argument("--device", default="cpu")
+    arguments.add_task(p, "a task of the search that has a file: text:FILE", dest="calibration", old="--calibration")
+    arguments.add_dtype(p, "(default: as searched)", default=None)
+    arguments.add_device(p)
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_revision(p)
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
     return p
@@ -50,10 +45,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry point."""
-    given = sys.argv[1:] if argv is None else list(argv)
-    options = vars(parser().parse_args(given))
+    options = vars(parser().parse_args(argv))
     options["calibration"] = tuple(options["calibration"] or ())
-    config = Transfer(**options, command="python -m search.transfer " + shlex.join(given))
+    config = Transfer(**options, command=arguments.as_typed("search.transfer", argv))
     print(report(*run(config), config))
     return 0
 

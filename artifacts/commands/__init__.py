@@ -1,7 +1,7 @@
 """The verbs of `python -m artifacts`, one module each.
 
 A verb's module has `Config`, a frozen dataclass that declares the verb's arguments; SHORT, what it does in a line;
-EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the exit status: 0 fine, 1 findings or
+EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the exit status: 0 fine, 3 findings or
 differences. Bad input is an error, with status 2.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from artifacts.arguments import JSON, STDOUT, json_file
 from artifacts.errors import HeadwiseError, one_line
-
-FOUND = 1
+from artifacts.files import atomic_write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,18 @@ class Verb(Protocol):
         """Do it. Raises HeadwiseError where the input is bad."""
 
 
-def answer(as_json: bool, facts: Any, lines: Iterable[str], *, status: int = 0) -> Outcome:
-    """The facts as one JSON object for programs, or the lines for people."""
-    if as_json:
-        return Outcome(text=json.dumps(facts) + "\n", status=status)
-    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines), status=status)
+def answer(as_json: Path | None, facts: Any, lines: Iterable[str], *, status: int = 0) -> Outcome:
+    """The lines for people; with --json the facts as one JSON object in their place, or in a file."""
+    return as_asked(as_json, json.dumps(facts), "".join(f"{one_line(line)}\n" for line in lines), status=status)
+
+
+def as_asked(as_json: Path | None, made: str, text: str, *, status: int = 0) -> Outcome:
+    """The same of JSON and of a text that are made."""
+    if as_json == STDOUT:
+        return Outcome(text=f"{made}\n", status=status)
+    if as_json is not None:
+        atomic_write(as_json, f"{made}\n".encode())
+    return Outcome(text=text, status=status)
 
 
 def arg(*flags: str, default: Any = MISSING, group: str | None = None, **how: Any) -> Any:
@@ -62,7 +69,7 @@ def out_arg(help: str, default: Any = MISSING) -> Any:
 
 def json_flag() -> Any:
     """For programs."""
-    return arg("--json", action="store_true", default=False, help="print one JSON object, for programs")
+    return arg("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, default=None, help=JSON)
 
 
 def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:

@@ -6,7 +6,8 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from artifacts.commands import FOUND, Outcome, answer, arg, json_flag, out_arg
+from artifacts.command_line import FOUND
+from artifacts.commands import Outcome, answer, arg, json_flag, out_arg
 from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
@@ -26,7 +27,7 @@ The report says how many heads (or layers) are the same on both sides, and what 
   computes more     nothing is lost but time
   keeps less, chooses otherwise, not carried over, filled in
                     it can cost recall; the report ends with the command that measures how much
-The exit status is 0, or with --strict 1 where anything is lost; then nothing is written.
+The exit status is 0, or with --strict 3 where anything is lost; then nothing is written.
 
 The model's shape comes from the file, its config.json (--config) or flags; what an import cannot know,
 such as the weights, is left open and not compared when the artifact is applied.
@@ -85,9 +86,9 @@ class Config:
         "--sparsity", metavar="X", type=float, default=None, group=_HOW, help="instead, the share of them that stream"
     )
     strict: bool = arg(
-        "--strict", action="store_true", default=False, help="write nothing, exit with 1, if more than time is lost"
+        "--strict", action="store_true", default=False, help="write nothing, exit with 3, if more than time is lost"
     )
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

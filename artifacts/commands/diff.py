@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
+from artifacts.command_line import FOUND
+from artifacts.commands import Outcome, answer, arg, check_length, file_arg, json_flag
 from artifacts.difference import Difference, HeadChange, compare
 from artifacts.errors import shorten
 from artifacts.store import look
 
-SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 1 if anything did"
+SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 3 if anything did"
 EXAMPLES = """\
 Heads are compared by what their pattern is, not by its name. Times, command lines and the sidecar's name
 are left out, as in the content hash. Density is counted from the patterns' sizes at one length; recall is
@@ -36,7 +37,7 @@ class Config:
         "--length", metavar="N", type=int, default=None, help="count density on prompts of N tokens (as searched)"
     )
     heads: bool = arg("--heads", action="store_true", default=False, help="list every head that changed")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

@@ -28,7 +28,7 @@ class Config:
 
     file: Path = file_arg(help="the private key to write; FILE.pub is the public one")
     encrypt: bool = arg("--encrypt", action="store_true", default=False, help="ask for a passphrase")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts.commands import FOUND, Outcome, answer, arg, check_length, file_arg, json_flag
+from artifacts.command_line import FOUND
+from artifacts.commands import Outcome, answer, arg, check_length, file_arg, json_flag
 from artifacts.errors import ArtifactError, plural
 from artifacts.lint import SEVERITIES, Case, Finding, Severity, lint
 from artifacts.lint.fields import broken
@@ -21,7 +22,7 @@ Each finding is one line: severity, code, where; what is odd, why it matters, wh
            low-recall, no-evidence, no-fingerprint, slower, ...
   note     worth knowing: one-prompt, short-search, below-tile, ...
 
-The exit status is 1 if there is a finding of --level or above (warning), 2 if FILE is no artifact at all.
+The exit status is 3 if there is a finding of --level or above (warning), 2 if FILE is no artifact at all.
 Patterns that a prompt chooses are counted from their sizes: columns as if they were the first, diagonals
 as if they were the nearest: an estimate.
 
@@ -39,12 +40,12 @@ class Config:
     """Which file, from which severity on it fails, which codes it leaves out, and a length to look at."""
 
     file: Path = file_arg()
-    level: Severity = arg("--level", choices=SEVERITIES, default="warning", help="exit with 1 from this severity on")
+    level: Severity = arg("--level", choices=SEVERITIES, default="warning", help="exit with 3 from this severity on")
     ignore: tuple[str, ...] = arg("--ignore", metavar="CODE", nargs="+", default=(), help="leave these codes out")
     length: int | None = arg(
         "--length", metavar="N", type=int, default=None, help="look at prompts of this length, too, in tokens"
     )
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

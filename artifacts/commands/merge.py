@@ -47,7 +47,7 @@ class Config:
         "--kv-cache", metavar="FILE", default=None, help="the kv_cache section of this artifact, or none"
     )
     out: Path = out_arg("the artifact to write; may be one of those read")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

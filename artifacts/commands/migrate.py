@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts import strict_yaml
-from artifacts.commands import FOUND, Outcome, answer, file_arg, json_flag, out_arg
+from artifacts.command_line import FOUND
+from artifacts.commands import Outcome, answer, file_arg, json_flag, out_arg
 from artifacts.files import check_writable
 from artifacts.migrations import version_of
 from artifacts.schema import SCHEMA_VERSION
@@ -15,7 +16,7 @@ from artifacts.store import read_pair, update
 SHORT = "write an artifact of an older schema version again in the current one"
 EXAMPLES = """\
 Older files are read as they are; migrate them before an older reader is gone, or to diff two of unlike
-versions line by line. Without --out nothing is written: the exit status is 1 if the file is of an older
+versions line by line. Without --out nothing is written: the exit status is 3 if the file is of an older
 version. The file's time stays, and with it all that was found; its hash is that of the new fields.
 
 examples:
@@ -31,7 +32,7 @@ class Config:
 
     file: Path = file_arg()
     out: Path | None = out_arg("write the artifact here; may be FILE itself", default=None)
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

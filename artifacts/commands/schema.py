@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from artifacts.commands import Outcome, arg, out_arg
+from artifacts.commands import Outcome, arg, as_asked, json_flag, out_arg
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.schema import SCHEMA_VERSION, Artifact
@@ -34,10 +34,10 @@ _TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "objec
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Whether as Markdown, and where to; the schema is JSON with and without as_json."""
+    """Whether as Markdown, and where to; the schema is JSON also without --json, which puts it on one line."""
 
     markdown: bool = arg("--markdown", action="store_true", default=False, help="print tables of the fields")
-    as_json: bool = arg("--json", action="store_true", default=False, help="the schema on one line, for programs")
+    as_json: Path | None = json_flag()
     out: Path | None = out_arg(f"write a file; in a folder it is {SCHEMA_FILE}", default=None)
 
 
@@ -47,9 +47,9 @@ def run(config: Config) -> Outcome:
     Raises:
         HeadwiseError: the file cannot be written.
     """
-    text = tables() if config.markdown else json.dumps(schema(), indent=None if config.as_json else 2) + "\n"
+    text = tables() if config.markdown else json.dumps(schema(), indent=2) + "\n"
     if config.out is None:
-        return Outcome(text=text)
+        return as_asked(config.as_json, json.dumps(schema()), text)
     out = config.out / SCHEMA_FILE if config.out.is_dir() else config.out
     check_writable(out)
     atomic_write(out, text.encode())

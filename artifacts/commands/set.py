@@ -41,7 +41,7 @@ class Config:
     file: Path = file_arg()
     changes: tuple[str, ...] = arg(metavar="FIELD=VALUE", nargs="+", help="a field's path and its new value")
     out: Path = out_arg("the artifact to write; may be FILE itself")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.commands import Outcome, file_arg, json_flag
+from artifacts.commands import Outcome, as_asked, file_arg, json_flag
 from artifacts.page import ARRAYS, render
 from artifacts.store import look
 
@@ -25,7 +25,7 @@ class Config:
     """Which file, and whether as JSON."""
 
     file: Path = file_arg()
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:
@@ -36,8 +36,6 @@ def run(config: Config) -> Outcome:
     """
     pair = look(config.file)
     artifact, entries = pair.artifact, pair.entries
-    if config.as_json:
-        return Outcome(text=artifact.model_dump_json() + "\n")
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     fitting = [name for name in ARRAYS if name in entries and entries[name].shape[-2:] == shape]
     state = f"{artifact.sidecar.file} (arrays: {len(entries)})" if artifact.sidecar else "none"
@@ -45,12 +43,6 @@ def run(config: Config) -> Outcome:
         # The page needs only the YAML, which may well travel without its arrays.
         state = f"PROBLEM: {pair.fault}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
-    return Outcome(
-        text=render(
-            artifact,
-            file=config.file.name,
-            arrays={name: pair.arrays[name] for name in fitting},
-            sidecar=state,
-            width=width,
-        )
-    )
+    arrays = {name: pair.arrays[name] for name in fitting}
+    text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
+    return as_asked(config.as_json, artifact.model_dump_json(), text)

@@ -27,7 +27,7 @@ class Config:
 
     file: Path = file_arg()
     key: Path = arg("--key", metavar="KEY", type=Path, help="your private key, from keygen")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

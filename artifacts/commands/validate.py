@@ -23,7 +23,7 @@ class Config:
     """Which file, and whether as JSON."""
 
     file: Path = file_arg()
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

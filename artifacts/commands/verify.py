@@ -26,7 +26,7 @@ class Config:
 
     file: Path = file_arg()
     key: Path = arg("--key", metavar="PUBKEY", type=Path, help="the signer's public key")
-    as_json: bool = json_flag()
+    as_json: Path | None = json_flag()
 
 
 def run(config: Config) -> Outcome:

@@ -93,12 +93,12 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
     for length in lengths:
         if length < artifact.prefill.dense_below and any(artifact.prefill.layers):
             raise HeadwiseError(
-                f"--lengths {length} is below the artifact's dense_below of {artifact.prefill.dense_below}, so it "
+                f"--length {length} is below the artifact's dense_below of {artifact.prefill.dense_below}, so it "
                 "would be served densely: ask for longer prompts, or for the patterns all the same with --sparse-always"
             )
         if length > artifact.model.max_positions:
             raise HeadwiseError(
-                f"--lengths {length} is more than the {artifact.model.max_positions} positions of {artifact.model.name}"
+                f"--length {length} is more than the {artifact.model.max_positions} positions of {artifact.model.name}"
             )
 
 

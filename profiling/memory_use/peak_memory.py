@@ -1,6 +1,6 @@
 """The most memory that a prefill needs beside the model, in a process of its own: what was freed before is no help.
 
-python -m profiling.memory_use.peak_memory --model smollm2 --config cfg.yaml --length 8192 --low-memory
+python -m profiling.memory_use.peak_memory cfg.yaml --model smollm2 --length 8192 --low-memory
 
 `python -m profiling.memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
 at most. On Linux it is the growth of the resident set's high-water mark, which is set back once model and kernels are
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from artifacts import Artifact, HeadwiseError, save
+from artifacts import Artifact, HeadwiseError, arguments, save
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.evaluation.methods import Method
 from profiling.models.loading import LoadedModel, load_model
@@ -96,7 +96,7 @@ def peak_apart(
     command = [sys.executable, "-m", "profiling.memory_use.peak_memory", "--model", spec, "--length", str(length)]
     command += ["--dtype", dtype, "--device", device, "--offload", offload, "--threads", str(torch.get_num_threads())]
     command += ["--revision", revision] if revision else []
-    command += ["--config", str(config)] if config else []
+    command += [str(config)] if config else []
     command += ["--own-dense"] if own else []
     command += ["--low-memory"] if low_memory else []
     # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the prefill.
@@ -161,12 +161,12 @@ def _mark(device: torch.device, *, reset: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point; the last line is JSON."""
     p = ArgumentParser(prog="python -m profiling.memory_use.peak_memory", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file, smollm2 or gemma3")
-    p.add_argument("--config", type=Path, help="artifact to apply; without it attention is dense")
-    p.add_argument("--length", required=True, type=int, help="tokens of the prompt")
-    p.add_argument("--dtype", default="bfloat16")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--revision", help="revision of a hub model")
+    arguments.add_model(p)
+    arguments.add_artifact(p, "artifact to apply; without it attention is dense", nargs="?")
+    arguments.add_length(p, "tokens of the prompt", required=True)
+    arguments.add_dtype(p)
+    arguments.add_device(p)
+    arguments.add_revision(p)
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--own-dense", action="store_true", help="without an artifact: dense attention by Headwise's kernel")
     p.add_argument("--low-memory", action="store_true", help="apply the artifact with low_memory=True")

@@ -17,12 +17,11 @@ import torch
 from safetensors import SafetensorError
 
 from artifacts import HeadwiseError
+from artifacts.arguments import DTYPES
 from artifacts.errors import one_line, shorten
 from profiling.inside.capture import capture
 from profiling.models.gguf import converted
 from profiling.models.packages import PACKAGES, package_files, package_revision
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, eq=False)

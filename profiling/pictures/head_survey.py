@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from artifacts import Artifact, HeadwiseError
 from kernels.attention import sparse_attention
@@ -24,6 +23,7 @@ from kernels.patterns.dense import dense_index
 from profiling.inside.attention_rows import cover, logits, pooled_map, sparsity_and_totals
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
+from profiling.progress import bar
 from profiling.prompts.filler import sentences
 from profiling.prompts.prompt import Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
@@ -107,7 +107,7 @@ def survey(
             drawn = {} if built is None or row is None else {"pattern": row[head], **_drawn(*built, head, cell)}
             maps[inputs.layer, head] = HeadMap(layer=inputs.layer, head=head, cell=cell, attention=attention, **drawn)
 
-    with tqdm(total=len(layers), desc="surveying", unit="layer", disable=None, leave=False) as progress:
+    with bar(total=len(layers), desc="surveying", unit="layer") as progress:
         capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
     if not sparsity:
         raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
@@ -163,7 +163,7 @@ def sentence_logits(loaded: LoadedModel, file: Path | None, seed: int) -> dict[i
         sums[inputs.layer] = sums[inputs.layer] + mean if inputs.layer in sums else mean
 
     made = _sentences(loaded.tokenizer, file, seed)
-    for ids in tqdm(made, desc="sentences", disable=None, leave=False):
+    for ids in bar(made, desc="sentences"):
         capture(loaded.model, torch.tensor([ids], device=loaded.model.device), visit)
     means = {layer: (total / len(made)).cpu().numpy() for layer, total in sums.items()}
     return {layer: np.where(np.isfinite(mean), mean, np.nan) for layer, mean in means.items()}

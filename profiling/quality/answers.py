@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from profiling.progress import bar
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
 from profiling.quality.contexts import prefilled
@@ -68,7 +68,7 @@ def answers(
     turns = [(number, None) for number in range(len(prompts)) if number not in later]
     held = ((list(later)[one.number], one.cache) for one in prefilled(model, before, cache=cache))
     found: dict[int, str] = {}
-    for number, own in tqdm(chain(turns, held), desc=label, total=len(prompts), disable=None, leave=False):
+    for number, own in bar(chain(turns, held), desc=label, total=len(prompts)):
         made = own if own is not None or cache is None else cache()
         found[number] = _generated(model, tokenizer, prompts[number], extra_tokens, made)
     return [found[number] for number in range(len(prompts))]

@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
 
 
@@ -49,7 +49,7 @@ def forced_log_probs(model: Any, cache: Any, prompt: Prompt, forced: int) -> Ten
     ids = torch.tensor([prompt.input_ids], device=model.device)
     start = ids.shape[1] - forced
     rows = [model(ids[:, :start], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]]
-    for at in tqdm(range(start, ids.shape[1] - 1), desc="forced decode", disable=None, leave=False):
+    for at in bar(range(start, ids.shape[1] - 1), desc="forced decode"):
         rows.append(model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits[0, -1])
     return torch.stack(rows).float().log_softmax(-1)
 

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from tqdm import tqdm
+
+from profiling.progress import bar
 
 
 def interleaved(
@@ -21,7 +22,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering one is not timed."""
     seconds: dict[str, list[float]] = {name: [] for name in contexts}
-    for turn in tqdm(range(repeats + 1), desc="timing", disable=None, leave=False):
+    for turn in bar(range(repeats + 1), desc="timing"):
         for name, context in contexts.items():
             with context():
                 _synchronize(device)

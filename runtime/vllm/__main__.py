@@ -10,8 +10,9 @@ from artifacts.command_line import ArgumentParser, run_command
 _EPILOG = """\
 exit status:
   0  it would serve; it was measured
-  1  it would not serve, with every reason (with a traceback: a bug)
+  1  a bug of ours, with a traceback
   2  bad input, said in one line
+  3  it would not serve, with every reason
 
 examples:
   python -m runtime.vllm check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
@@ -26,17 +27,25 @@ _VERBS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the verb and print what it gives; returns the exit status."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """The command line of python -m runtime.vllm."""
+    p = ArgumentParser(
         prog="python -m runtime.vllm", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    modules = {verb: import_module(f"runtime.vllm.{module}") for verb, (module, _) in _VERBS.items()}
-    for verb, (_, what) in _VERBS.items():
-        modules[verb].add_arguments(verbs.add_parser(verb, help=what, description=what.capitalize()))
-    given = vars(parser.parse_args(argv))
-    module = modules[given.pop("verb")]
+    verbs = p.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb, (name, what) in _VERBS.items():
+        module = import_module(f"runtime.vllm.{name}")
+        below = verbs.add_parser(verb, help=what, description=f"{what[0].upper()}{what[1:]}")
+        module.add_arguments(below)
+        below.set_defaults(module=module)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, run the verb and print what it gives; returns the exit status."""
+    given = vars(parser().parse_args(argv))
+    module = given.pop("module")
+    del given["verb"]
     outcome = module.run(module.Config(**given))
     sys.stdout.write(outcome.text)
     return int(outcome.status)

@@ -11,9 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError
-from artifacts.command_line import ArgumentParser
-from artifacts.commands import FOUND, Outcome
+from artifacts import Artifact, HeadwiseError, arguments
+from artifacts.command_line import FOUND, ArgumentParser
+from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
 from runtime.vllm.fit import misfits
 from runtime.vllm.options import KEY, Options
@@ -37,8 +37,8 @@ class Config:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of the command, by the names of Config."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
-    parser.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
+    arguments.add_artifact(parser, dest="file")
+    arguments.add_model(parser, "the model as vLLM is given it: a folder or a name")
     parser.add_argument(
         "--tensor-parallel-size", type=count, default=1, metavar="N", help="over how many processes heads are sharded"
     )
@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(config: Config) -> Outcome:
-    """What serves and how to start it, or every reason why not, with status 1.
+    """What serves and how to start it, or every reason why not, with status 3.
 
     Raises:
         HeadwiseError: the artifact or the model's configuration cannot be read.

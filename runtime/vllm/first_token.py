@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser
 from artifacts.commands import Outcome
 from runtime.vllm.check import count
@@ -38,11 +38,11 @@ class Config:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of the command, by the names of Config."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="the artifact, FILE.yaml")
-    parser.add_argument("--model", required=True, metavar="M", help="the model as vLLM is given it: a folder or a name")
+    arguments.add_artifact(parser, dest="file")
+    arguments.add_model(parser, "the model as vLLM is given it: a folder or a name")
     parser.add_argument("--length", type=count, default=8191, metavar="N", help="tokens of a prompt (default 8191)")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)")
+    arguments.add_seed(parser, help="of the prompts, which are random tokens (default 0)")
     parser.add_argument(
         "--engine",
         type=_settings,

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, ModelInfo
+from artifacts import Artifact, Finding, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
 from kernels.patterns import Pattern
 from profiling.ledger import Ledger, Unit
@@ -325,7 +325,7 @@ class _Search:
                 times, fault = worst
                 said = said or fault
                 if rounds == _ROUNDS or spent >= heads.total(1.0):
-                    raise HeadwiseError(
+                    raise Finding(
                         f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
                         "ask for a larger --budget or allow more"
                     )
@@ -397,7 +397,7 @@ def _calibration(config: ModelSearch, loaded: LoadedModel, length: int) -> list[
     for task in dict.fromkeys(config.tasks):
         name = parse_task(task).name
         if name in names:
-            raise HeadwiseError(f"--calibration has two tasks {name}: give their files different names")
+            raise HeadwiseError(f"--task has two tasks {name}: give their files different names")
         names.add(name)
         # Whole contexts, with all questions that share one.
         count = config.samples * per_context(task)

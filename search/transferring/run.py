@@ -120,11 +120,11 @@ def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[
     given = {parse_task(task).name: task for task in config.calibration}
     for name in given:
         if name not in calibration.tasks:
-            raise HeadwiseError(f"--calibration {name}: the search looked at {', '.join(calibration.tasks)}")
+            raise HeadwiseError(f"--task {name}: the search looked at {', '.join(calibration.tasks)}")
     tasks = [given.get(name, name) for name in calibration.tasks]
     for task in tasks:
         if ":" in task and task not in given.values():
-            raise HeadwiseError(f"the search looked at {task}, whose file is not in the artifact: give --calibration")
+            raise HeadwiseError(f"the search looked at {task}, whose file is not in the artifact: give --task")
     by_length = {length: _made(search, tasks, length, loaded) for length in calibration.lengths}
     prompts = [prompt for made in by_length.values() for prompt in made]
     if digest(prompts) != calibration.sha256:

@@ -257,16 +257,16 @@ def test_a_terminal_without_the_letters(tmp_path, make):
 
 
 def test_exit_statuses_of_verbs(saved, tmp_path, make):
-    """0 fine, 1 findings or differences, 2 bad input: one line on stderr, nothing on stdout, no file."""
+    """0 good, 2 bad input, 3 findings or differences: one line on stderr, nothing on stdout, no file."""
     save(make(evidence=Evidence()), tmp_path / "other.yaml")
     heads = tmp_path / "heads.json"
     heads.write_text('[{"0": ["stream_llm", 64, 512, 0.5]}]')
     out = tmp_path / "out.yaml"
     shape = ("--heads", 1, "--kv-heads", 1, "--head-dim", 64, "--max-positions", 8192)
     for status, args in (
-        (1, ("lint", tmp_path / "other.yaml")),
+        (3, ("lint", tmp_path / "other.yaml")),
         (0, ("diff", saved, saved)),
-        (1, ("diff", saved, tmp_path / "other.yaml")),
+        (3, ("diff", saved, tmp_path / "other.yaml")),
         (0, ("convert", heads, *shape, "--out", out)),
         (0, ("migrate", saved)),
         (0, ("schema",)),
@@ -279,7 +279,7 @@ def test_exit_statuses_of_verbs(saved, tmp_path, make):
     ):
         done = run(*args)
         assert done.returncode == status, done.stderr
-        assert bool(done.stdout) == (status < 2) and done.stderr.count("\n") == (status == 2)
+        assert bool(done.stdout) == (status != 2) and done.stderr.count("\n") == (status == 2)
     assert not (tmp_path / "x.yaml").exists()
     assert load(out).prefill.imported.file == "heads.json"
     text = run("show", out).stdout

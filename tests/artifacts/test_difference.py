@@ -9,6 +9,7 @@ import pytest
 
 import artifacts
 from artifacts import AShape, BlockSparse, load_pair, save
+from artifacts.arguments import STDOUT
 from artifacts.commands.diff import Config, run
 from artifacts.density import mean_density
 from artifacts.difference import compare
@@ -28,7 +29,7 @@ def pair(tmp_path, make, arrays):
 
 
 def found(files, **options):
-    outcome = run(Config(**files, as_json=True, **options))
+    outcome = run(Config(**files, as_json=STDOUT, **options))
     data = json.loads(outcome.text)
     assert data["differs"] == bool(outcome.status)
     return data

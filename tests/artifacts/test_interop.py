@@ -10,6 +10,7 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, AShape, BlockSparse, HeadwiseError, Streaming, VerticalSlash, load, load_pair
+from artifacts.arguments import STDOUT
 from artifacts.commands.convert import Config, run
 from tests.artifacts.conftest import build
 
@@ -27,7 +28,7 @@ def report(outcome):
 
 def imported(tmp_path, name, **options):
     out = tmp_path / "cfg.yaml"
-    said = report(convert(FILES / name, out, as_json=True, **{"config": MODEL, **options}))
+    said = report(convert(FILES / name, out, as_json=STDOUT, **{"config": MODEL, **options}))
     return *load_pair(out), said
 
 
@@ -35,7 +36,7 @@ def imported(tmp_path, name, **options):
 def test_a_file_comes_back_as_it_was(tmp_path, name):
     imported(tmp_path, name)
     target = "sparse_attention_config" if name == "sparse_attention_config.json" else "minference"
-    said = report(convert(tmp_path / "cfg.yaml", tmp_path / "back.json", target=target, as_json=True))
+    said = report(convert(tmp_path / "cfg.yaml", tmp_path / "back.json", target=target, as_json=STDOUT))
     assert json.loads((tmp_path / "back.json").read_text()) == json.loads((FILES / name).read_text())
     assert (said["heads"], said["exact"], said["lossy"]) == (8, 8, False)
 
@@ -81,7 +82,7 @@ def test_vllm_and_sglang_read_their_own_way(tmp_path):
 def test_what_is_left_out_is_filled_in_as_minference_does(tmp_path):
     file = tmp_path / "short.json"
     file.write_text('[{"0": ["stream_llm", 64, 512, 0.5], "3": ["stream_llm", 64, 512, 0.5]}]')
-    outcome = convert(file, tmp_path / "cfg.yaml", config=MODEL, as_json=True)
+    outcome = convert(file, tmp_path / "cfg.yaml", config=MODEL, as_json=STDOUT)
     artifact = load(tmp_path / "cfg.yaml")
     assert artifact.prefill.layers == (("a_64_512", "vs_1000_6096", "vs_1000_6096", "a_64_512"), ("vs_1000_6096",) * 4)
     (note,) = [note for note in report(outcome)["notes"] if note["effect"] == "filled in"]
@@ -110,7 +111,7 @@ def test_changed_heads_are_written_anew_with_their_recall(tmp_path):
 def test_an_export_says_what_does_not_fit(tmp_path, every_kind):
     artifact, arrays = every_kind
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
-    said = report(convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="minference", as_json=True))
+    said = report(convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="minference", as_json=STDOUT))
     layers = json.loads((tmp_path / "out.json").read_text())
     names = [[layers[layer][str(head)][:3] for head in range(4)] for layer in range(5)]
     assert names[0] == [
@@ -137,7 +138,7 @@ def test_an_export_says_what_does_not_fit(tmp_path, every_kind):
 
 def test_an_export_for_vllm_takes_minferences_own_substitutes(tmp_path, make):
     artifacts.save(make(), tmp_path / "cfg.yaml")
-    outcome = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="sparse_attention_config", as_json=True)
+    outcome = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="sparse_attention_config", as_json=STDOUT)
     first, *_ = json.loads((tmp_path / "out.json").read_text())
     assert [first[str(head)][:3] for head in range(4)] == [
         ["vertical_and_slash", 100, 1800],
@@ -151,7 +152,7 @@ def test_an_export_for_vllm_takes_minferences_own_substitutes(tmp_path, make):
 def test_strict_writes_nothing_that_is_lossy(tmp_path, make):
     artifacts.save(make(), tmp_path / "cfg.yaml")
     outcome = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="minference", strict=True)
-    assert outcome.status == 1 and "wrote nothing" in outcome.text and not (tmp_path / "out.json").exists()
+    assert outcome.status == 3 and "wrote nothing" in outcome.text and not (tmp_path / "out.json").exists()
     imported(tmp_path, "head_patterns.json")
     outcome = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="minference", strict=True)
     assert outcome.status == 0 and (tmp_path / "out.json").exists()
@@ -192,7 +193,7 @@ def test_how_many_kv_heads_stream(tmp_path, options, full):
 def test_other_policies_and_a_models_config_beside(tmp_path, every_kind):
     artifact, arrays = every_kind
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
-    said = report(convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention", as_json=True))
+    said = report(convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention", as_json=STDOUT))
     effects = {note["what"]: note["effect"] for note in said["notes"]}
     assert effects["h2o is written as full"] == effects["snapkv is written as full"] == "computes more"
     assert (tmp_path / "t.tsv").read_text().split()[4:6] == ["0.000000000000000000e+00"] * 2

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from artifacts.__main__ import main
+from artifacts.arguments import STDOUT
 from artifacts.commands.migrate import Config, run
 from artifacts.commands.schema import schema, tables
 from artifacts.schema import SCHEMA_VERSION, Artifact
@@ -65,7 +66,7 @@ def test_markdown(capsys):
 def test_migrate(tmp_path):
     looked = run(Config(file=GOLDEN / "v1.yaml"))
     assert looked.status == 0 and f"version {SCHEMA_VERSION}, the current one" in looked.text
-    outcome = run(Config(file=GOLDEN / "v1.yaml", out=tmp_path / "new.yaml", as_json=True))
+    outcome = run(Config(file=GOLDEN / "v1.yaml", out=tmp_path / "new.yaml", as_json=STDOUT))
     assert outcome.status == 0 and json.loads(outcome.text)["version"] == 1
     assert load(tmp_path / "new.yaml").model_dump(exclude={"sidecar"}) == load(GOLDEN / "v1.yaml").model_dump(
         exclude={"sidecar"}

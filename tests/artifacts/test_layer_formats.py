@@ -15,6 +15,7 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair
 from artifacts.__main__ import main
+from artifacts.arguments import STDOUT
 from artifacts.commands.convert import Config, run
 from artifacts.commands.lint import findings
 from tests.artifacts.conftest import build
@@ -23,7 +24,7 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
 
 
 def convert(file, out, **options):
-    return json.loads(run(Config(file=file, out=out, as_json=True, **options)).text)["report"]
+    return json.loads(run(Config(file=file, out=out, as_json=STDOUT, **options)).text)["report"]
 
 
 def effects(report):

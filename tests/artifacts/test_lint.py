@@ -12,6 +12,7 @@ import pytest
 
 import artifacts
 from artifacts import AShape, BlockSparse, Dense, Dilated, Imported, Streaming, VerticalSlash, pattern_name
+from artifacts.arguments import STDOUT
 from artifacts.commands.lint import Config, findings, run
 from artifacts.lint import RULES, Case, lint
 from tests.artifacts.conftest import build, build_every_kind
@@ -255,13 +256,13 @@ def test_a_length_of_ones_own():
 
 
 def test_the_command(saved, capsys):
-    data = json.loads(run(Config(file=saved, as_json=True)).text)
+    data = json.loads(run(Config(file=saved, as_json=STDOUT)).text)
     assert sum(data["counts"].values()) == len(data["findings"]) > 0
     every = {finding["code"] for finding in data["findings"]}
     assert run(Config(file=saved, ignore=tuple(every))).text == f"{saved}: nothing odd\n"
     errors = [finding for finding in data["findings"] if finding["severity"] == "error"]
-    assert run(Config(file=saved, level="error")).status == bool(errors)
-    assert run(Config(file=saved, level="note")).status == 1
+    assert run(Config(file=saved, level="error")).status == (3 if errors else 0)
+    assert run(Config(file=saved, level="note")).status == 3
 
 
 def test_a_sidecar_that_is_gone(saved):

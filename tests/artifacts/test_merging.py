@@ -9,6 +9,7 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair, save, update
+from artifacts.arguments import STDOUT
 from artifacts.commands import merge as verb
 from artifacts.commands.merge import Config, run
 from tests.artifacts.conftest import build, build_every_kind
@@ -50,7 +51,7 @@ def test_prefill_of_a_decode_of_b(files, arrays):
 
 
 def test_prefill_of_b_decode_left_out_kv_cache_of_c(files):
-    config = Config(file=files["c"], prefill=files["b"], decode="none", out=files["out"], as_json=True)
+    config = Config(file=files["c"], prefill=files["b"], decode="none", out=files["out"], as_json=STDOUT)
     data = json.loads(run(config).text)
     merged, beside = load_pair(files["out"])
     assert data["sections"] == {"prefill": str(files["b"]), "decode": None, "kv_cache": str(files["c"])}

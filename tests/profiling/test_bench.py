@@ -32,7 +32,7 @@ def test_a_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch, capsys: p
         return sparse_attention(*tensors, **options) * 1.1
 
     monkeypatch.setattr(attention_speed, "sparse_attention", slightly_off)
-    options = ["attention", "--lengths", "256", "--head-dims", "64", "--repeats", "1", "--no-flex"]
+    options = ["attention", "--length", "256", "--head-dims", "64", "--repeats", "1", "--no-flex"]
     with pytest.raises(HeadwiseError, match="headwise is wrong: largest error"):
         bench.main([*options, "--dtype", "float32"])
     assert "a_shape" not in capsys.readouterr().out
@@ -42,9 +42,7 @@ def test_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
     out = tmp_path / "bench.json"
-    bench.main(
-        ["attention", "--lengths", "300", "--head-dims", "64", "--repeats", "1", "--no-flex", "--json", str(out)]
-    )
+    bench.main(["attention", "--length", "300", "--head-dims", "64", "--repeats", "1", "--no-flex", "--json", str(out)])
     record = json.loads(out.read_text())
     assert [line["pattern"] for line in record["lines"]] == ["a_shape", "vertical_slash", "block_sparse", "dense"]
     assert record["lines"][3]["density"] == 1.0 and record["environment"]["device"]
@@ -60,7 +58,7 @@ def test_sizes_of_the_paper(tmp_path) -> None:
     import json
 
     out = tmp_path / "bench.json"
-    options = ["attention", "--lengths", "100", "--head-dims", "64", "--repeats", "1", "--no-flex", "--paper-sizes"]
+    options = ["attention", "--length", "100", "--head-dims", "64", "--repeats", "1", "--no-flex", "--paper-sizes"]
     bench.main([*options, "--json", str(out)])
     lines = json.loads(out.read_text())["lines"]
     assert [(line["pattern"], line["sizes"].get("slash")) for line in lines] == [
@@ -74,7 +72,7 @@ def test_decode_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -
     import json
 
     out = tmp_path / "bench.json"
-    options = ["--lengths", "300", "--head-dims", "64", "--repeats", "1", "--chosen", "64", "--json", str(out)]
+    options = ["--length", "300", "--head-dims", "64", "--repeats", "1", "--chosen", "64", "--json", str(out)]
     bench.main(["decode", *options])
     (line,) = json.loads(out.read_text())["lines"]
     assert (line["length"], line["chosen"]) == (300, 64) and line["chosen_seconds"] > 0
@@ -91,7 +89,7 @@ def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths", "300", "0"], "length must be at least 1, got 0"),
+        (["--length", "300", "0"], "length must be at least 1, got 0"),
         (["--head-dims", "0"], "head dim must be at least 1, got 0"),
         (["--density", "3"], "--density must be above 0 and at most 1, got 3.0"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),

@@ -23,7 +23,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_and_batches_are_those_of_the_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.json"
-    argv = ["--model", "tiny", "--policy", "streaming:sinks=4,window=60", "--contexts", "512", "--steps", "2"]
+    argv = ["--model", "tiny", "--policy", "streaming:sinks=4,window=60", "--context", "512", "--steps", "2"]
     cache_speed.main([*argv, "--repeats", "1", "--memory", "1MiB", "--json", str(out)])
     sdpa, full, stream = json.loads(out.read_text())["rows"]
     # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.

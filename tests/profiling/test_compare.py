@@ -89,7 +89,7 @@ def test_the_command_measures_both_sides(searched: tuple[Path, Path], tmp_path: 
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"line {i} of a text about nothing in particular." for i in range(400)))
     out = tmp_path / "compared.json"
-    options = ["--model", str(model), "--config", str(config), "--length", str(LENGTH), "--text", str(text)]
+    options = ["--model", str(model), str(config), "--length", str(LENGTH), "--text", str(text)]
     main([*options, "--passkeys", "2", "--repeats", "2", "--dtype", "float32", "--json", str(out)])
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["prefill", "dense", "dense_kernel", "headwise"]

@@ -71,7 +71,7 @@ def test_the_change_is_that_of_the_same_tokens(
     options += ["--text-length", "200", "--forced", "20", "--trials", "2", "--task", "passkey", "--task-length", "400"]
     options += ["--prefill-chunk", "150", "--json", str(out)]
     for budget in (0.999, 0.05):
-        decode.main([*options, "--config", str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
+        decode.main([*options, str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
         dense, headwise = json.loads(out.read_text())["rows"]
         assert dense["loss_change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
         change = math.log(headwise["perplexity"] / dense["perplexity"])
@@ -107,4 +107,4 @@ def test_time_stands_beside_both_dense_attentions(
 )
 def test_bad_sizes(options: list[str], message: str) -> None:
     with pytest.raises(HeadwiseError, match=message):
-        decode.main(["--model", "nowhere", "--config", "nowhere.yaml", *options])
+        decode.main(["--model", "nowhere", "nowhere.yaml", *options])

@@ -50,8 +50,8 @@ def command(searched: Path, tmp_path: Path) -> Command:
         shutil.copy(file, tmp_path / file.name)
 
     def call(*more: str, out: str = "report") -> dict[str, Any]:
-        base = ["--model", str(searched / "tiny"), "--config", str(tmp_path / "cfg.yaml"), "--out", str(tmp_path / out)]
-        main([*base, "--lengths", str(LENGTH), "--dtype", "float32", "--no-memory", *more])
+        base = ["--model", str(searched / "tiny"), str(tmp_path / "cfg.yaml"), "--out", str(tmp_path / out)]
+        main([*base, "--length", str(LENGTH), "--dtype", "float32", "--no-memory", *more])
         found: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
         return found
 
@@ -76,7 +76,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     command: Command, tmp_path: Path, searched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = command(
-        *("--tasks", "needle", "passkey", "--depths", "0", "1", "--samples", "2"),
+        *("--task", "needle", "--task", "passkey", "--depths", "0", "1", "--samples", "2"),
         *("--text", str(searched / "text.txt"), "--methods", *METHODS, "--repeats", "2", "--steps", "2", "--attach"),
     )
     methods = ("dense", *METHODS)
@@ -126,7 +126,7 @@ def test_quick_is_a_first_look(command: Command) -> None:
 
 
 def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> None:
-    asked = ("--tasks", "passkey", "--no-speed", "--samples")
+    asked = ("--task", "passkey", "--no-speed", "--samples")
     first = command(*asked, "2", "--methods", "headwise")
     assert trials == ["dense"] * 2 + ["headwise"] * 2
     trials.clear()
@@ -135,14 +135,14 @@ def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> 
     command(*asked, "2", "--methods", "headwise", "a_shape", "headwise_static")
     assert trials == ["a_shape"] * 2 + ["headwise_static"] * 2
     trials.clear()
-    command("--tasks", "passkey", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
+    command("--task", "passkey", "--task", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
     assert trials.count("dense") <= 2 and "a_shape" not in trials
 
 
 def test_a_killed_run_goes_on_where_it_was(
     command: Command, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("--tasks", "passkey", "--no-speed", "--samples", "3", "--methods", "headwise")
+    asked = ("--task", "passkey", "--no-speed", "--samples", "3", "--methods", "headwise")
     counted = evaluation.trials
 
     def killed(*given: Any) -> Any:
@@ -176,7 +176,7 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
         monkeypatch.setattr(f"{place}.prefill_times", pretended)
     monkeypatch.setattr("profiling.evaluation.times.decode_times", lambda *_, **__: {})
     monkeypatch.setattr("profiling.evaluation.times._PLAIN", ())
-    asked = ("--tasks", "passkey", "--samples", "1", "--methods", "headwise")
+    asked = ("--task", "passkey", "--samples", "1", "--methods", "headwise")
     record = command(*asked)
     assert 600 < record["crossover"]["length"] <= 664
     assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == LENGTH // 2
@@ -190,10 +190,10 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
         (("--samples", "0"), "--samples must be at least 1"),
         (("--share", "0"), "--share must be above 0"),
         (("--depths", "2"), "--depths must be from 0 to 1"),
-        (("--lengths", "256"), "below the artifact's dense_below of 450"),
-        (("--lengths", "5000"), "more than the 1024 positions"),
+        (("--length", "256"), "below the artifact's dense_below of 450"),
+        (("--length", "5000"), "more than the 1024 positions"),
         (("--methods", "a_shap"), "unknown method 'a_shap'"),
-        (("--tasks", "passkeys"), "unknown task"),
+        (("--task", "passkeys"), "unknown task"),
         (("--repeats", "0"), "--repeats must be at least 1"),
         (("--no-speed", "--set-dense-below"), "needs the crossover"),
     ],
@@ -241,13 +241,12 @@ def test_windows_that_the_search_saw_are_told(
             *(
                 "--model",
                 str(searched / "tiny"),
-                "--config",
                 str(tmp_path / "cfg.yaml"),
                 "--out",
                 str(tmp_path / "out"),
             ),
-            *("--lengths", str(LENGTH), "--dtype", "float32", "--no-speed", "--samples", "2"),
-            *("--tasks", "passkey", "--text", str(text), "--methods", "headwise"),
+            *("--length", str(LENGTH), "--dtype", "float32", "--no-speed", "--samples", "2"),
+            *("--task", "passkey", "--text", str(text), "--methods", "headwise"),
         ]
     )
     record = json.loads((tmp_path / "out" / "evaluation.json").read_text())

@@ -98,7 +98,7 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
 
 def test_a_model_becomes_pictures_with_their_numbers(searched: tuple[Path, Path], tmp_path: Path) -> None:
     model, config = searched
-    options = ["--model", str(model), "--config", str(config), "--length", str(LENGTH), "--dtype", "float32"]
+    options = ["--model", str(model), str(config), "--length", str(LENGTH), "--dtype", "float32"]
     main([*options, "--out", str(tmp_path), "--heads", "2.5,0.1", "--picture", "maps", "--picture", "sparsity"])
     names = {"maps.safetensors", *(f"maps.{kind}" for kind in ("png", "svg"))}
     names |= {f"{name}.{kind}" for name in ("sparsity", "kernel_sparsity") for kind in ("png", "svg", "csv")}
@@ -220,7 +220,7 @@ def test_figures_are_saved_without_a_window_system(tmp_path: Path, monkeypatch: 
         (["--model", "{model}", "--heads", "0.6"], "tiny has no head 0.6"),
         (["--model", "{model}", "--task", "pie"], "unknown task 'pie'"),
         (["--model", "{model}", "--length", "3"], "--length must be at least 16, got 3"),
-        (["--profile", "{profile}", "--config", "{config}"], "the profile is of some-model, the artifact of tiny"),
+        (["--profile", "{profile}", "{config}"], "the profile is of some-model, the artifact of tiny"),
     ],
 )
 def test_bad_use(searched: tuple[Path, Path], tmp_path: Path, options: list[str], line: str) -> None:

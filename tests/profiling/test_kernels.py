@@ -13,7 +13,7 @@ from profiling import kernels
 from profiling.speed.cost_table import Cost, CostTable, attach, embed, embedded, load, save
 from tests.artifacts.conftest import build, build_arrays
 
-OPTIONS = ["--lengths", "256", "320", "--head-dims", "64", "--heads", "3/1", "--densities", "0.5", "--repeats", "1"]
+OPTIONS = ["--length", "256", "320", "--head-dims", "64", "--heads", "3/1", "--densities", "0.5", "--repeats", "1"]
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert {c.length for c in table.costs} == {256, 320} and table.backend in ("cpu", "reference")
     assert {c.pattern for c in table.costs} == {"a_shape", "vertical_slash", "block_sparse", "dense"}
     assert all(c.sparse_seconds > 0 and c.build_seconds > 0 and c.dense_seconds > 0 for c in table.costs)
-    assert "--lengths 256 320" in table.command and table.versions["torch"]
+    assert "--length 256 320" in table.command and table.versions["torch"]
 
 
 def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path, monkeypat
     [
         (["--device", "tpu"], "cannot use the device 'tpu'"),
         (["--head-dims", "0"], "head dim must be at least 1, got 0"),
-        (["--lengths", "100"], "lengths must be at least 256 tokens, got 100"),
+        (["--length", "100"], "lengths must be at least 256 tokens, got 100"),
         (["--densities", "0"], "densities must be above 0 and at most 1, got 0.0"),
         (["--repeats", "0"], "repeats must be at least 1, got 0"),
     ],

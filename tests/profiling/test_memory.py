@@ -56,7 +56,7 @@ def test_layers_that_slide_keep_a_window() -> None:
 
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert memory_plan.main(["--shape", str(tmp_path), "--lengths", "524288", "1048576", "--memory", "139GB"]) == 0
+    assert memory_plan.main(["--shape", str(tmp_path), "--length", "524288", "1048576", "--memory", "139GB"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert [(line[0], line[1], line[-1]) for line in lines] == [
         ("524288", "no", "no"),
@@ -79,7 +79,7 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
 )
 def test_what_cannot_be_is_one_line(options: list[str], says: str) -> None:
     with pytest.raises(HeadwiseError, match=says) as error:
-        memory_plan.main([*options, "--lengths", "1024"])
+        memory_plan.main([*options, "--length", "1024"])
     assert "\n" not in str(error.value)
 
 
@@ -87,12 +87,12 @@ def test_what_cannot_be_is_one_line(options: list[str], says: str) -> None:
 def test_memory_by_length_is_measured_beside_what_was_predicted(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny")
     run(HeadSearch(model=str(model), out=tmp_path / "cfg.yaml", length=512, budget="0.8", dtype="float32", command="x"))
-    command = ["--model", str(model), "--config", str(tmp_path / "cfg.yaml"), "--dtype", "float32", "--dense"]
-    memory.main([*command, "--low-memory", "yes", "--lengths", "4096", "--json", str(tmp_path / "out.json")])
+    command = ["--model", str(model), str(tmp_path / "cfg.yaml"), "--dtype", "float32", "--dense"]
+    memory.main([*command, "--low-memory", "yes", "--length", "4096", "--json", str(tmp_path / "out.json")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["length"], row["method"]) for row in rows] == [(4096, "dense"), (4096, "headwise low_memory")]
     assert all(row["predicted"] > 0 and row["peak"] >= row["passing"] >= 0 for row in rows)
     # 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
     assert rows[0]["cache"] == 3 * 2 * 16 * 4 * 2 * 4096 <= rows[1]["cache"]
-    with pytest.raises(HeadwiseError, match="--lengths must be at least 1, got 0"):
-        memory.main([*command, "--lengths", "0"])
+    with pytest.raises(HeadwiseError, match="--length must be at least 1, got 0"):
+        memory.main([*command, "--length", "0"])

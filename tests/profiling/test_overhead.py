@@ -26,11 +26,10 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:
-        assert overhead.main(["--lengths", "20", "300", "--repeats", "2", "--threads", "1"]) == 0
+        assert overhead.main(["--length", "20", "300", "--repeats", "2", "--threads", "1", "--json"]) == 0
     finally:
         torch.set_num_threads(threads)
-    lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
+    found = json.loads(capsys.readouterr().out)
     assert [(row["what"], row["tokens"]) for row in found["rows"]] == [
         (what, tokens) for tokens in (20, 300) for what in ("prefill", "decode")
     ]
@@ -42,7 +41,7 @@ def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(part["microseconds"] > 0 and part["own"] >= 0 for part in found["python"])
 
 
-@pytest.mark.parametrize("name", ["repeats", "threads", "lengths"])
+@pytest.mark.parametrize("name", ["repeats", "threads", "length"])
 def test_sizes_that_are_none(name: str) -> None:
     with pytest.raises(HeadwiseError, match=f"--{name} must be at least 1, got 0"):
         overhead.main([f"--{name}", "0"])

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from profiling.progress import phase
+from artifacts import command_line
+from profiling.progress import bar, phase
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,13 @@ def test_time_left_is_by_the_pace_of_this_run() -> None:
         shown._began -= 50
         shown.update(10)
         assert shown.line() == "p: 910 of 1000 units, 07:30 left"
+
+
+def test_a_command_with_q_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command_line, "verbosity", -1)
+    with phase("p", 2) as shown:
+        shown.update()
+    assert bar([1]).disable and capsys.readouterr().err == ""
 
 
 def test_quiet_says_nothing_and_an_error_passes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,12 @@ from artifacts import HeadwiseError
 from profiling import startup
 
 
-def test_every_figure_is_measured(capsys):
-    assert startup.main(["--layers", "3", "--heads", "4", "--repeats", "2", "--processes", "1"]) == 0
+def test_every_figure_is_measured(capsys, tmp_path):
+    out = tmp_path / "startup.json"
+    words = ["--layers", "3", "--heads", "4", "--repeats", "2", "--processes", "1", "--json", str(out)]
+    assert startup.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
+    found = json.loads(out.read_text())
     assert found["layers"] == 3 and found["heads"] == 4
     for name in ("load_ms", "load_own_patterns_ms", "import_torch_s", "import_runtime_s"):
         assert found[name] > 0

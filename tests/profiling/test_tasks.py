@@ -59,7 +59,7 @@ def test_every_task_has_its_maker(kind: object) -> None:
 
 
 def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--show", "niah_multivalue", "--model", folder, "--length", "1500"]
+    arguments = ["--task", "niah_multivalue", "--model", folder, "--length", "1500"]
     assert main(arguments) == 0
     whole = capsys.readouterr().out
     (prompt,) = make_prompts("niah_multivalue", byte_level(bos=True), length=1500, samples=1, seed=0)
@@ -75,7 +75,7 @@ def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(folder: str, capsys
 def test_a_later_turn_and_answers_inside_are_shown(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     for task in ("line_turns", "line_asked"):
         (prompt,) = make_prompts(task, byte_level(bos=True), length=2000, samples=1, seed=0)
-        assert main(["--show", task, "--model", folder, "--length", "2000"]) == 0
+        assert main(["--task", task, "--model", folder, "--length", "2000"]) == 0
         shown = capsys.readouterr().out
         assert (f"later turn: the last {prompt.turn} tokens\n" in shown) == bool(prompt.turn)
         assert shown.count("answer inside: ") == len(prompt.scored)
@@ -84,21 +84,21 @@ def test_a_later_turn_and_answers_inside_are_shown(folder: str, capsys: pytest.C
 def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "long.txt"
     file.write_text("word " * 500, encoding="utf-8")
-    main(["--show", f"text:{file}", "--model", folder, "--length", "100"])
+    main(["--task", f"text:{file}", "--model", folder, "--length", "100"])
     assert "answer: unknown" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--show", "riddle"], "unknown task 'riddle'; known: kv_retrieval, passkey, number, needle, line_retrieval"),
-        (["--show", "vt", "--length", "0"], "length must be at least 1, got 0"),
-        (["--length", "9"], "say which task to show: --show TASK"),
+        (["--task", "riddle"], "unknown task 'riddle'; known: kv_retrieval, passkey, number, needle, line_retrieval"),
+        (["--task", "vt", "--length", "0"], "length must be at least 1, got 0"),
+        (["--length", "9"], "say which task to show: --task TASK"),
     ],
 )
 def test_bad_use(folder: str, arguments: list[str], line: str) -> None:
     with pytest.raises(HeadwiseError, match=re.escape(line)):
-        main(["--model", folder, *arguments] if "--show" in arguments else arguments)
+        main(["--model", folder, *arguments] if "--task" in arguments else arguments)
 
 
 def test_other_processes_make_the_same_prompts() -> None:

@@ -47,7 +47,7 @@ def test_the_denser_artifact_is_nearer_and_both_are_told(
     tiny: Path, artifacts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "versus.json"
-    words = [*map(str, artifacts), "--model", str(tiny), "--length", str(LENGTH), "--tasks", "passkey", "prose"]
+    words = [*map(str, artifacts), "--model", str(tiny), "--length", str(LENGTH), "--task", "passkey", "--task=prose"]
     assert main([*words, "--samples", "1", "--repeats", "1", "--dtype", "float32", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     sparse, dense = record["rows"]

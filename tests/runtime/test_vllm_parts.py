@@ -391,16 +391,16 @@ def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str])
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
     model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
-    assert main(["check", cfg, "--model", model]) == 1
+    assert main(["check", cfg, "--model", model]) == 3
     assert capsys.readouterr().out == (
         "no: the artifact has a decode section, and vLLM's cache serves no OmniKV's decode: "
         "leave it out (python -m artifacts merge CFG --decode none --out NEW)\n"
     )
     model, cfg = files()
-    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "3"]) == 1
+    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "3"]) == 3
     assert "KV heads do not divide among 3 processes" in capsys.readouterr().out
     build(num_hidden_layers=3).save_pretrained(tmp_path / "other")
-    assert main(["check", cfg, "--model", str(tmp_path / "other")]) == 1
+    assert main(["check", cfg, "--model", str(tmp_path / "other")]) == 3
     assert "no: this artifact is for another model: num_layers is 6" in capsys.readouterr().out
 
 

@@ -25,7 +25,7 @@ def searched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     out = tmp_path_factory.mktemp("searched") / "cfg.yaml"
     options = ["--length", "1000", "--dtype", "float32", "--cost", "flops", "--budget", "0.7", "--n-trials", "2"]
     limits = ["--max-kl", "100", "--max-perplexity", "100", "--max-nll", "100", "--max-lost", "1"]
-    tasks = ["--calibration", *TASKS]
+    tasks = [word for task in TASKS for word in ("--task", task)]
     assert heads(["--model", str(tiny_model), "--out", str(out), *options, *limits, *tasks, "--no-picture"]) == 0
     return out
 
@@ -37,7 +37,7 @@ def test_the_report_says_what_was_found_and_what_to_type_next(searched: Path) ->
     for task in artifact.evidence.tasks:
         assert task.task in said
     assert "answers lost" in said and "counted; not timed here" in said
-    assert said.endswith(f"python -m search.gate {searched} --model tiny --tasks text:FILE")
+    assert said.endswith(f"python -m search.gate {searched} --model tiny --task text:FILE")
 
 
 def test_times_are_quoted_against_the_better_dense(searched: Path) -> None:

@@ -33,7 +33,7 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(tiny_model: Path, found: Path) -> list[str]:
-    return ["--model", str(tiny_model), "--config", str(found), *RULES, *MEASURE]
+    return ["--model", str(tiny_model), str(found), *RULES, *MEASURE]
 
 
 def test_fills_the_decode_section_and_leaves_the_rest(
@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_and_finds_the_same(
 def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], found: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
     artifacts.save(*artifacts.load_pair(found)[:1], out, artifacts.load_arrays(found))
-    at = command.index("--config") + 1
+    at = command.index(str(found))
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out), "--layers", "1"])
     after = artifacts.load(out)
     assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
@@ -125,7 +125,7 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
         return real(*args)
 
     monkeypatch.setattr(filter_search, "compare", meanwhile)
-    at = command.index("--config") + 1
+    at = command.index(str(found))
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
     first = artifacts.load(out)
     assert first.kv_cache == section and first.decode is not None

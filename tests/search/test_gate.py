@@ -47,7 +47,7 @@ def poor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, *more: str) -> list[str]:
-    return ["--model", str(model), "--dtype", "float32", "--length", str(LENGTH), "--tasks", "passkey", *more]
+    return ["--model", str(model), "--dtype", "float32", "--length", str(LENGTH), "--task", "passkey", *more]
 
 
 def test_an_artifact_that_loses_nothing_passes(
@@ -61,10 +61,10 @@ def test_an_artifact_that_loses_nothing_passes(
 def test_one_that_loses_more_than_allowed_fails_and_names_heads(
     poor: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(poor), *options(tiny_model)]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and "fails: passkey: " in said.err
-    assert len([line for line in said.err.splitlines() if line.startswith("  head ")]) == 10
+    assert main([str(poor), *options(tiny_model)]) == 3
+    said = capsys.readouterr().out
+    assert said.startswith("fails: passkey: ")
+    assert len([line for line in said.splitlines() if line.startswith("  head ")]) == 10
     wide = [word for name in ("kl", "perplexity", "nll", "lost") for word in (f"--max-{name}", "1000")]
     assert main([str(poor), *options(tiny_model, *wide)]) == 0
 
@@ -89,7 +89,7 @@ def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model: Path, tmp
     "changes, says",
     [
         (["--length", "100"], r"--length 100 is below the artifact's dense_below of 128"),
-        (["--tasks", "guessing"], "unknown task"),
+        (["--task", "guessing"], "unknown task"),
         (["--max-kl", "0"], r"--max-kl must be above 0, got 0\.0"),
         (["--samples", "0"], "samples must be at least 1"),
         (["--model", "no/such-model-anywhere"], "unknown model"),
@@ -114,7 +114,7 @@ def test_exit_codes(exact: Path, poor: Path, tiny_model: Path) -> None:
     def code(config: Path) -> int:
         return processes.run("search.gate", str(config), *options(tiny_model))[0]
 
-    assert [code(exact), code(poor), code(poor.with_name("missing.yaml"))] == [0, 1, 2]
+    assert [code(exact), code(poor), code(poor.with_name("missing.yaml"))] == [0, 3, 2]
 
 
 def retrieving(loaded: LoadedModel, prompt: Prompt, count: int) -> list[tuple[int, int]]:

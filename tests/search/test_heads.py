@@ -114,7 +114,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
     words = ["--allocation", "heads", "--model", str(tiny_model), "--out", str(out), "--length", str(LENGTH)]
-    words += ["--budget", "0.6", "--dtype", "float32", "--calibration", "passkey", "--samples", "2"]
+    words += ["--budget", "0.6", "--dtype", "float32", "--task", "passkey", "--samples", "2"]
     process = Process("search.heads", *words)
     while len(list(resume.glob("*.unit"))) < 2:
         assert process.code is None, "finished before it could be killed"
@@ -149,7 +149,7 @@ def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
         ({"--budget": "0.001"}, "impossible"),
         ({"--budget": "2"}, "at most 1"),
         ({"--out": "missing/cfg.yaml"}, "missing"),
-        ({"--calibration": "guessing"}, "kv_retrieval"),
+        ({"--task": "guessing"}, "kv_retrieval"),
         ({"--backend": "abacus"}, "abacus"),
         ({"--length": "0"}, "at least 1"),
         ({"--samples": "0"}, "at least 1"),

@@ -31,7 +31,7 @@ def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _command(tiny_model: Path, config: Path, out: Path, *more: str) -> list[str]:
-    return ["--model", str(tiny_model), "--config", str(config), "--out", str(out), *FAST, *more]
+    return ["--model", str(tiny_model), str(config), "--out", str(out), *FAST, *more]
 
 
 def test_writes_budgets_that_the_runtime_keeps(

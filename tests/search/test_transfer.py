@@ -98,7 +98,7 @@ def test_only_the_heads_that_moved_are_searched_again(
     source: Path, finetune: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.yaml"
-    assert main(["--from", str(source), "--model", str(finetune), "--out", str(out), "--no-picture"]) == 0
+    assert main([str(source), "--model", str(finetune), "--out", str(out), "--no-picture"]) == 0
     said = capsys.readouterr().out
     assert "2 of 18 heads drifted by more than 0.25 and were searched again" in said
     assert "layers   0 (1), 2 (1)" in said
@@ -190,7 +190,7 @@ def test_evidence_and_sections_of_the_other_model_stay_behind(
     with_cache = tmp_path / "cache.yaml"
     artifacts.save(artifact.model_copy(update={"kv_cache": cache}), with_cache, {**arrays, "kv.curve": np.zeros(3)})
     out = tmp_path / "new.yaml"
-    main(["--from", str(with_cache), "--model", str(finetune), "--out", str(out), "--no-picture"])
+    main([str(with_cache), "--model", str(finetune), "--out", str(out), "--no-picture"])
     assert "not taken over: kv_cache, which were found on same" in capsys.readouterr().out
     assert artifacts.load(out).kv_cache is None
 
@@ -250,7 +250,7 @@ def test_a_task_with_a_file_is_asked_for_and_the_others_are_known(source: Path, 
     calibration = artifact.search.calibration.model_copy(update=update)
     search = artifact.search.model_copy(update={"calibration": calibration})
     artifacts.save(artifact.model_copy(update={"search": search}), out, arrays)
-    with pytest.raises(HeadwiseError, match=r"text:novel\.txt, whose file is not in the artifact: give --calibration"):
+    with pytest.raises(HeadwiseError, match=r"text:novel\.txt, whose file is not in the artifact: give --task"):
         run(options(out, finetune, tmp_path / "new.yaml"))
     run(options(out, finetune, tmp_path / "new.yaml", calibration=(f"text:{text}",)))
     assert (tmp_path / "new.yaml").exists()
@@ -260,7 +260,7 @@ def test_options_that_cannot_be_right(source: Path, finetune: Path, tmp_path: Pa
     for limit in (-0.1, float("nan")):
         with pytest.raises(HeadwiseError, match="--max-drift must be at least 0"):
             options(source, finetune, tmp_path / "new.yaml", max_drift=limit)
-    with pytest.raises(HeadwiseError, match="--calibration kv_retrieval: the search looked at passkey"):
+    with pytest.raises(HeadwiseError, match="--task kv_retrieval: the search looked at passkey"):
         run(options(source, finetune, tmp_path / "new.yaml", calibration=("kv_retrieval",)))
 
 
@@ -278,7 +278,7 @@ def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> N
     whole, cut = tmp_path / "whole.yaml", tmp_path / "cut.yaml"
     run(options(source, finetune, whole))
     resume = tmp_path / "cut.yaml.transfer.ledger"
-    words = ["--from", str(source), "--model", str(finetune), "--out", str(cut), "--no-picture"]
+    words = [str(source), "--model", str(finetune), "--out", str(cut), "--no-picture"]
     process = Process("search.transfer", *words)
     while len(list(resume.glob("*.unit"))) < 2:
         assert process.code is None, "finished before it could be killed"

@@ -62,8 +62,8 @@ def test_the_command_goes_on_where_it_was(
     search(HeadSearch(model=str(model), out=config, length=1024, budget="0.6", dtype="float32", command="x"))
     monkeypatch.setattr(separation, "METHODS", ("dense", "headwise", "a_shape"))
     monkeypatch.setattr(separation, "earns", lambda *_: True)
-    arguments = ["--model", str(model), "--config", str(config), "--out", str(out), "--length", "2000"]
-    arguments += ["--tasks", "line_turns@questions=3", "repeats", "--contexts", "1", "--oracles", "0.2", "0.5"]
+    arguments = ["--model", str(model), str(config), "--out", str(out), "--length", "2000"]
+    arguments += ["--task", "line_turns@questions=3", "--task", "repeats", "--contexts", "1", "--oracles", "0.2", "0.5"]
     arguments += ["--dtype", "float32", "--density", "0.5"]
     assert separation.main(arguments) == 0
     record = json.loads(out.read_text())
@@ -89,4 +89,4 @@ def test_the_command_goes_on_where_it_was(
 )
 def test_bad_use_is_one_line(option: tuple[str, str], says: str) -> None:
     with pytest.raises(HeadwiseError, match=says):
-        separation.main(["--model", "x", "--config", "cfg.yaml", "--out", "o.json", *option])
+        separation.main(["--model", "x", "cfg.yaml", "--out", "o.json", *option])

@@ -1,0 +1,156 @@
+"""The arguments that the commands of Headwise share, each declared once: the same thing has the same name everywhere.
+
+A command adds those that it takes to its parser: `add_model(p)` is --model. An `old` spelling works for one release,
+with a line on stderr that says the new one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from artifacts.command_line import ArgumentParser, natural
+from artifacts.errors import HeadwiseError
+
+MODEL = "hub id, local folder, GGUF file, smollm2 or gemma3"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+JSON = "print one JSON object in place of the text, or write it to FILE"
+# --json without a file.
+STDOUT = Path("-")
+
+
+def add_artifact(
+    p: ArgumentParser,
+    help: str = "artifact, such as cfg.yaml",
+    *,
+    dest: str = "config",
+    nargs: str | None = None,
+    old: str | None = None,
+) -> None:
+    """The artifact's YAML file, positional; nargs as argparse has it."""
+    p.add_argument(dest, metavar="ARTIFACT", type=Path, nargs=nargs, help=help)
+    if old is not None:
+        p.renamed(old, "ARTIFACT")
+
+
+def add_model(p: ArgumentParser, help: str = MODEL, *, required: bool = True, default: str | None = None) -> None:
+    """--model; a default makes it optional."""
+    p.add_argument("--model", metavar="MODEL", required=required and default is None, default=default, help=help)
+
+
+def add_length(
+    p: ArgumentParser,
+    help: str = "tokens of a prompt",
+    *,
+    several: bool = False,
+    required: bool = False,
+    default: int | Sequence[int] | None = None,
+    old: str | None = None,
+) -> None:
+    """--length in tokens; `several` gives a list."""
+    how: dict[str, Any] = {"nargs": "+"} if several else {}
+    p.add_argument("--length", metavar="N", type=natural, required=required, default=default, help=help, **how)
+    if old is not None:
+        p.renamed(old, "--length")
+
+
+def add_task(
+    p: ArgumentParser,
+    help: str,
+    *,
+    several: bool = True,
+    dest: str = "tasks",
+    default: str | None = None,
+    old: str | None = None,
+) -> None:
+    """--task with its parameters, such as needle@depth=0.5 or text:FILE; `several`: repeatable, a list or None."""
+    if several:
+        p.add_argument("--task", dest=dest, metavar="TASK", action="append", help=f"{help}; repeatable")
+    else:
+        p.add_argument("--task", metavar="TASK", default=default, help=help)
+    if old is not None:
+        p.renamed(old, "--task")
+
+
+def add_out(p: ArgumentParser, help: str, *, metavar: str = "FILE", required: bool = True) -> None:
+    """--out, where to write."""
+    p.add_argument("--out", metavar=metavar, type=Path, required=required, help=help)
+
+
+def add_json(p: ArgumentParser) -> None:
+    """--json [FILE]: None, STDOUT or a file that can be written. One that does not end in .json needs `--json=FILE`."""
+    p.add_argument("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, help=JSON)
+
+
+def add_device(p: ArgumentParser, default: str = "cpu") -> None:
+    """--device as torch names it."""
+    p.add_argument("--device", metavar="DEVICE", default=default, help=f"cpu, cuda, cuda:1, ... (default {default})")
+
+
+def add_dtype(
+    p: ArgumentParser,
+    help: str | None = None,
+    *,
+    several: bool = False,
+    default: str | None = "bfloat16",
+    old: str | None = None,
+) -> None:
+    """--dtype of the model or the tensors, also in short (bf16); `several` gives a list."""
+    how: dict[str, Any] = {"nargs": "+", "default": [default]} if several else {"default": default}
+    how |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
+    p.add_argument("--dtype", help=help or f"(default {default})", **how)
+    if old is not None:
+        p.renamed(old, "--dtype")
+
+
+def add_seed(p: ArgumentParser, default: int = 0, help: str = "of all that is drawn (default %(default)s)") -> None:
+    """--seed, a whole number."""
+    p.add_argument("--seed", metavar="N", type=natural, default=default, help=help)
+
+
+def add_revision(p: ArgumentParser) -> None:
+    """--revision of a model on the hub."""
+    p.add_argument("--revision", metavar="REV", help="revision of a hub model")
+
+
+def json_file(text: str) -> Path:
+    """Where --json writes, as an argument's type: a file that can be written, or STDOUT."""
+    from artifacts.files import check_writable
+
+    path = Path(text)
+    if path != STDOUT:
+        try:
+            check_writable(text)
+        except HeadwiseError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def deliver(text: str, record: Mapping[str, Any], to: Path | None) -> None:
+    """Print what a command found: the text, or with --json the record in its place; --json FILE also writes that."""
+    if to != STDOUT:
+        print(text)
+    deliver_json(record, to)
+
+
+def deliver_json(record: Mapping[str, Any], to: Path | None) -> None:
+    """What --json asks for; nothing without it."""
+    if to is None:
+        return
+    written = json.dumps(record, indent=1, default=str) + "\n"
+    if to == STDOUT:
+        sys.stdout.write(written)
+    else:
+        from artifacts.files import atomic_write
+
+        atomic_write(to, written.encode())
+
+
+def as_typed(module: str, argv: Sequence[str] | None) -> str:
+    """The command line of a command, for records: `python -m MODULE ...`."""
+    return f"python -m {module} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()

