@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,7 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
     """What the artifact records of a model.
 
     Raises:
-        HeadwiseError: a weight is not there to be read (offloaded).
+        HeadwiseError: a weight is nowhere to be read.
     """
     return _info(model, name=name, revision=revision, weights_sha256=weights_sha256(model))
 
@@ -104,19 +105,34 @@ def weights_sha256(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     samples: list[Tensor] = []
     groups: list[Any] = []
+    homes = {
+        id(weight): (module, key) for module in model.modules() for key, weight in module.named_parameters("", False)
+    }
     for name, weight in sorted(_base_weights(model), key=lambda pair: pair[0]):
-        if weight.is_meta:
-            raise HeadwiseError(
-                f"the weights cannot be fingerprinted: {name} is offloaded; "
-                "load the whole model, or apply with check_weights=False"
-            )
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-        if weight.numel():
-            samples.append(_sample(weight.detach()))
+        if not weight.numel():
+            continue
+        home = homes.get(id(weight)) if weight.is_meta else None
+        with brought_in(home[0]) if home else nullcontext():
+            there = getattr(*home) if home else weight
+            if there.is_meta:
+                raise HeadwiseError(
+                    f"the weights cannot be fingerprinted: {name} is nowhere to be read; "
+                    "load the whole model, or apply with check_weights=False"
+                )
+            samples.append(_sample(there.detach()))
             groups.append(getattr(weight, "device_mesh", None) if is_sharded(weight) else None)
     for sample in _gathered(_to_cpu(samples), groups):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
+
+
+def brought_in(module: nn.Module) -> AbstractContextManager[None]:
+    """While it lasts, the module's own weights are there, also where accelerate keeps them in memory or on disk."""
+    from accelerate.utils import align_module_device
+
+    aligned: AbstractContextManager[None] = align_module_device(module)
+    return aligned
 
 
 def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from profiling.memory_use.sizes import bytes_of
 from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from search.common.limits import add_limits, limits_of
 from search.common.report import report
@@ -31,6 +32,7 @@ _OF_MODEL = (
     "n_trials",
     "storage",
     "tensor_parallel",
+    "max_memory",
     "max_kl",
     "max_perplexity",
     "max_nll",
@@ -82,6 +84,11 @@ def parser() -> ArgumentParser:
         default=1,
         metavar="N",
         help="ranks that will serve: the slowest counts",
+    )
+    p.add_argument(
+        "--max-memory",
+        metavar="SIZE",
+        help="weights that stay on the device, such as 16GiB; other layers come in one at a time (default: all stay)",
     )
     add_limits(p)
     p.add_argument(
@@ -153,8 +160,10 @@ def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
             f"--budget {budget!r} must be a share of all of attention such as 0.25; a_shape:SINK,WINDOW goes with "
             "--allocation heads"
         ) from None
+    memory = options.pop("max_memory")
     return ModelSearch(
         **options,
+        max_memory=None if memory is None else bytes_of(memory, "--max-memory"),
         tasks=tuple(tasks or DEFAULT_TASKS),
         lengths=None if lengths is None else tuple(lengths),
         budget=share,

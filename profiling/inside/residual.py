@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from runtime.fingerprint import brought_in
 from runtime.layers import attention_layers
 
 if TYPE_CHECKING:
@@ -116,11 +117,12 @@ def _size(states: Tensor) -> Tensor:
 def _project(module: nn.Module, change: Tensor) -> Tensor:
     """What an attention module makes of a change of its heads' outputs: its last linear map that takes them."""
     for child in reversed(list(module.children())):
-        weight = getattr(child, "weight", None)
-        if weight is None or weight.dim() != 2:
-            continue
-        if isinstance(child, nn.Linear) and weight.shape[1] == change.shape[-1]:
-            return linear(change.to(weight.dtype), weight).float()
-        if type(child).__name__ == "Conv1D" and weight.shape[0] == change.shape[-1]:
-            return (change.to(weight.dtype) @ weight).float()
+        with brought_in(child):
+            weight = getattr(child, "weight", None)
+            if weight is None or weight.dim() != 2:
+                continue
+            if isinstance(child, nn.Linear) and weight.shape[1] == change.shape[-1]:
+                return linear(change.to(weight.dtype), weight).float()
+            if type(child).__name__ == "Conv1D" and weight.shape[0] == change.shape[-1]:
+                return (change.to(weight.dtype) @ weight).float()
     return change

@@ -44,7 +44,14 @@ class _Source:
     on_hub: bool
 
 
-def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revision: str | None = None) -> LoadedModel:
+def load_model(
+    spec: str,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    revision: str | None = None,
+    max_memory: int | None = None,
+) -> LoadedModel:
     """Load a causal language model.
 
     Args:
@@ -53,6 +60,8 @@ def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revis
         dtype: bfloat16, float16 or float32, or bf16, fp16, fp32.
         device: as torch names it: cpu, cuda, cuda:1.
         revision: of a hub id only: branch, tag or commit.
+        max_memory: bytes of weights that stay on the device; the other layers come in one at a time, from the CPU's
+            memory or, on the CPU, from the files (accelerate's offload). None: all stay.
 
     Raises:
         HeadwiseError: one line for all that can be wrong with the above, and for a model that is not causal or has
@@ -64,8 +73,11 @@ def load_model(spec: str, *, dtype: str = "bfloat16", device: str = "cpu", revis
     check_device(device)
     with _quiet():
         source = _find(spec, dtype, revision)
-        model, tokenizer = _load(source, dtype)
-    model = model.to(device).eval()
+        model, tokenizer = _load(source, dtype, _placement(device, max_memory))
+    model = (model if max_memory else model.to(device)).eval()
+    if (embeddings := model.get_input_embeddings().weight).is_meta:
+        least = embeddings.numel() * embeddings.element_size()
+        raise HeadwiseError(f"--max-memory {max_memory} is too little for {source.name}: its embeddings take {least}")
     # Two tokens show what a long prompt would only show after minutes.
     try:
         capture(model, torch.zeros(1, 2, dtype=torch.long, device=model.device), lambda inputs: None)
@@ -128,7 +140,18 @@ def _check_folder(path: Path, spec: str) -> None:
         raise HeadwiseError(f"the folder {shorten(spec)} is no model for transformers: it has no config.json")
 
 
-def _load(source: _Source, dtype: str) -> tuple[Any, Any]:
+def _placement(device: str, max_memory: int | None) -> dict[str, Any]:
+    """What transformers takes to keep so many bytes of weights on a device and the rest elsewhere."""
+    if max_memory is None:
+        return {}
+    at = torch.device(device)
+    where: dict[Any, int] = {"cpu": max_memory}
+    if at.type != "cpu":
+        where = {at.index or 0: max_memory, "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    return {"device_map": "auto", "max_memory": where}
+
+
+def _load(source: _Source, dtype: str, placement: dict[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     options = _options(source)
@@ -138,7 +161,7 @@ def _load(source: _Source, dtype: str) -> tuple[Any, Any]:
         raise HeadwiseError(f"{source.name} ({config.model_type}) is not a causal language model")
     with _one_line_of(source, options):
         tokenizer = AutoTokenizer.from_pretrained(source.place, **options)
-        model = AutoModelForCausalLM.from_pretrained(source.place, dtype=getattr(torch, dtype), **options)
+        model = AutoModelForCausalLM.from_pretrained(source.place, dtype=getattr(torch, dtype), **placement, **options)
     return model, tokenizer
 
 

@@ -33,7 +33,7 @@ def rows_of(layers: Iterable[Sequence[Pattern] | None]) -> tuple[Rows, dict[str,
     patterns: dict[str, ArtifactPattern] = {}
     for layer in layers:
         named = None if layer is None else [as_artifact_pattern(pattern) for pattern in layer]
-        rows.append(named and tuple(map(pattern_name, named)))
+        rows.append(None if named is None else tuple(map(pattern_name, named)))
         patterns |= {pattern_name(pattern): pattern for pattern in named or ()}
     return tuple(rows), patterns
 
@@ -64,11 +64,13 @@ def score_arrays(
         measures: (L, H, C) by name, NaN in layers left alone.
         sizes: for each candidate (L, H) by name, where heads differ in them.
     """
-    arrays = {"chosen.candidate": chosen.astype(np.int32)}
+    arrays: dict[str, np.ndarray] = {"chosen.candidate": chosen.astype(np.int32)}
     for measure, values in measures.items():
         arrays[f"chosen.{measure}"] = picked(values, chosen).astype(np.float32)
     for c, name in enumerate(names):
-        own = {measure: values[..., c].astype(np.float32) for measure, values in measures.items()}
+        own: dict[str, np.ndarray] = {
+            measure: values[..., c].astype(np.float32) for measure, values in measures.items()
+        }
         own |= {size: values.astype(np.int32) for size, values in (sizes[c] if sizes else {}).items()}
         arrays |= {f"candidates.{c}.{name}.{of}": values for of, values in own.items()}
     return arrays

@@ -11,7 +11,7 @@ from search.model.costs import Unit
 from search.model.gate import Limits
 
 DEFAULT_BUDGET = 0.25
-DEFAULT_TRIALS = 4
+DEFAULT_TRIALS = 2
 # Dense tails that are compared where none is asked for, in tokens.
 TAILS = (0, 64, 256)
 
@@ -25,6 +25,7 @@ class ModelSearch:
     samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
     storage: of Optuna's study, any URL that it takes; None keeps it in memory.
     tensor_parallel: ranks that will serve; the slowest one's time is what counts.
+    max_memory: bytes of weights that stay on the device, None all; the other layers come in one at a time.
     """
 
     model: str
@@ -43,6 +44,7 @@ class ModelSearch:
     device: str = "cpu"
     backend: str = "auto"
     revision: str | None = None
+    max_memory: int | None = None
     dense_below: int | None = None
     dense_tail: int | None = None
     tensor_parallel: int = 1

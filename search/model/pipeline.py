@@ -69,7 +69,13 @@ def run(config: ModelSearch) -> Artifact | None:
     with ranks() as launch:
         device = launch.device(config.device)
         with launch.main_process_first():
-            loaded = load_model(config.model, dtype=config.dtype, device=device, revision=config.revision)
+            loaded = load_model(
+                config.model,
+                dtype=config.dtype,
+                device=device,
+                revision=config.revision,
+                max_memory=config.max_memory,
+            )
         model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
         return search_model(config, loaded, model, launch)
 

@@ -47,11 +47,11 @@ def run(config: HeadSearch) -> Artifact:
 
 def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact:
     """The search on a model that is loaded and fingerprinted; `config` has no defaults left open."""
+    backend = serving_backend(config.backend, model, config.dtype, config.device)
+    config = replace(config, backend=backend)
     assert config.length is not None and config.budget is not None and config.calibration is not None
     dense_tail = _dense_tail(config)
     target = target_tiles(config.budget, config.length, dense_tail)
-    backend = serving_backend(config.backend, model, config.dtype, config.device)
-    config = replace(config, backend=backend)
     prompts = make_prompts(
         config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
     )

@@ -36,7 +36,7 @@ def build_artifact(
     searched = [scores for heads in by_head for scores in heads or ()]
     chosen = choose_all(by_head)
     rows, patterns = rows_of(
-        heads and [families[c].sized(one["sizes"][c]) for c, one in zip(row, heads, strict=True)]
+        None if heads is None else [families[c].sized(one["sizes"][c]) for c, one in zip(row, heads, strict=True)]
         for row, heads in zip(chosen, by_head, strict=True)
     )
     arrays = _arrays(families, layers, chosen)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -148,15 +148,15 @@ class ModelPrice:
             if not candidate.tried(layer, head):
                 continue
             before = candidate.trial(layer, head)
-            now: dict[str, float] = {name: float(values[c]) for name, values in means.items()}
+            now: dict[str, Any] = dict.fromkeys(("objective", "change", "seconds", "flops"))
+            now |= {name: float(values[c]) for name, values in means.items()}
             for name in ("seconds", "flops"):
                 if (spent := getattr(before, name)) is not None:
                     now[name] = spent * now["density"] / before.density
             for name in ("change", "objective"):
                 if errors and getattr(before, name) is not None:
                     now[name] = now["error"] ** 2 * sum(getattr(trial, name) for trial in tried) / errors
-            unknown = dict.fromkeys(("objective", "change", "seconds", "flops"))
-            here.append((candidate, replace(before, **unknown | now)))
+            here.append((candidate, replace(before, **now)))
         if not here:
             raise HeadwiseError(f"no candidate was tried for head {layer}.{head}")
         losses = [float(self._found.weight[layer]) * trial.loss for _, trial in here]

@@ -24,7 +24,7 @@ from runtime import load
 from search.common.check import plans_of
 from search.heads import main
 from search.model.allocation import spent_by
-from search.model.gate import by_task
+from search.model.gate import Limits, by_task
 from tests.processes import Process, run
 from tests.search.conftest import save_tiny
 
@@ -47,7 +47,9 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
         **dict.fromkeys(LIMITS, "9"),
         **changes,
     }
+    tasks = (told.pop("calibration") or "").split()
     named = [(f"--{name.replace('_', '-')}", value.split()) for name, value in told.items() if value is not None]
+    named += [("--task", [task]) for task in tasks]
     return [*(word for name, values in named for word in (name, *values)), "--no-picture", *more]
 
 
@@ -151,7 +153,7 @@ def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
     assert far[0] > far[1]
 
 
-def test_more_budget_from_the_gate_is_reported_on_other_prompts(
+def test_calibration_prompts_raise_the_budget_before_held_out_ones_judge(
     found: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evidence = artifacts.load(found).evidence
@@ -162,7 +164,25 @@ def test_more_budget_from_the_gate_is_reported_on_other_prompts(
     assert re.search(r"the gate: .*KL to dense attention is .* times the budget it passes", capsys.readouterr().err)
     (artifact, arrays) = artifacts.load_pair(out)
     raised = artifact.evidence
-    assert raised is not None and raised.chosen_on is not None and max(task.kl for task in raised.tasks) <= limit
+    assert raised is not None and raised.chosen_on is None and max(task.kl for task in raised.tasks) <= limit
+    assert raised.reported_on == evidence.reported_on
+    assert artifact.prefill.front is not None
+    assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
+
+
+def test_held_out_prompts_that_raise_the_budget_do_not_report(
+    found: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = artifacts.load(found).evidence
+    assert evidence is not None
+    # The calibration prompts pass, the first held-out ones fail, and from there on all pass.
+    verdicts = iter([None, (1.5, "prose: too much is lost")])
+    monkeypatch.setattr(Limits, "worst", lambda self, tasks: next(verdicts, None))
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out)) == 0
+    (artifact, arrays) = artifacts.load_pair(out)
+    raised = artifact.evidence
+    assert raised is not None and raised.chosen_on is not None
     assert raised.chosen_on.sha256 == evidence.reported_on.sha256 != raised.reported_on.sha256
     assert artifact.prefill.front is not None
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
@@ -228,7 +248,7 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
     tiny_model: Path, tmp_path: Path, scored: list[int]
 ) -> None:
     out = tmp_path / "cfg.yaml"
-    with pytest.raises(HeadwiseError, match=r"the gate: on held-out prompts .*KL to dense attention is") as error:
+    with pytest.raises(HeadwiseError, match=r"the gate: .*KL to dense attention is") as error:
         main(options(tiny_model, out, max_kl="0.0000001", n_trials="1"))
     assert "\n" not in str(error.value) and len(scored) == 6
     assert [path.name for path in tmp_path.iterdir()] == [ledger_of(out).name]
@@ -238,6 +258,20 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
     with pytest.raises(HeadwiseError, match="its dtype is 'float32', not 'bfloat16'"):
         main(options(tiny_model, out, dtype="bfloat16"))
     assert main(options(tiny_model, out, budget="0.7", n_trials="2")) == 0 and len(scored) == 6
+
+
+def test_layers_that_come_in_one_at_a_time_give_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+    model = load_model(str(tiny_model), dtype="float32").model
+    kept = model.get_input_embeddings().weight.nbytes
+    if not model.config.tie_word_embeddings:
+        kept += model.get_output_embeddings().weight.nbytes
+    some = kept + max(sum(weight.nbytes for weight in layer.parameters()) for layer in model.model.layers) * 3 // 2
+    assert load_model(str(tiny_model), dtype="float32", max_memory=some).model.hf_device_map["model.layers.2"] == "disk"
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, "--max-memory", str(some))) == 0
+    assert content(out) == content(found)
+    with pytest.raises(HeadwiseError, match="its embeddings take"):
+        load_model(str(tiny_model), dtype="float32", max_memory=1000)
 
 
 def test_fresh_discards_what_is_there(
