@@ -38,6 +38,17 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str,
     return {name: backend(name, op).supports(q, k, v) for name in BACKENDS}
 
 
+def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why none but the reference can serve a call of attention, None where one can."""
+    # The one made for the device, as a rule: what the others say costs as much Python.
+    if backend("cpu" if q.device.type == "cpu" else "triton").supports(q, k, v) is None:
+        return None
+    fast = {name: reason for name, reason in why_not(q, k, v).items() if name != "reference"}
+    if None in fast.values():
+        return None
+    return "no fast kernel: " + "; ".join(f"{name}: {reason}" for name, reason in fast.items())
+
+
 def derivative_wanted(*tensors: Tensor) -> str | None:
     """Why native code and Triton cannot serve these tensors if somebody wants a derivative; None if nobody does."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
@@ -47,6 +47,12 @@ class Ragged:
                     f"sequences {before} and {s} overlap: row {q_start} of batch element {row} is a query of both"
                 )
             ends[row] = (q_start + self.q_lens[s], s)
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]]) -> Self:
+        """From row, q_start, q_len, k_start and k_len of one sequence after another, at least one."""
+        rows, q_starts, q_lens, k_starts, k_lens = zip(*sequences, strict=True)
+        return cls(rows=rows, q_starts=q_starts, q_lens=q_lens, k_starts=k_starts, k_lens=k_lens)
 
     @classmethod
     def left_padded(cls, lengths: Sequence[int], q_len: int, k_len: int) -> Self:

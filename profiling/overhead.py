@@ -82,11 +82,12 @@ def run(config: OverheadConfig) -> Overhead:
     headwise = idle(loaded, 1 + max(config.lengths))
     with torch.no_grad():
         rows = [row for tokens in config.lengths for row in _rows(loaded, headwise, tokens, config)]
-        return Overhead(rows=rows, python=python_time(loaded.model, headwise, max(config.lengths)))
+        python = python_time(loaded.model, headwise, idle(loaded, 1), max(64, *config.lengths))
+        return Overhead(rows=rows, python=python)
 
 
 def idle(loaded: LoadedModel, dense_below: int) -> Headwise:
-    """An artifact whose patterns serve no prompt below `dense_below`."""
+    """An artifact whose patterns serve no prompt below `dense_below`, and keep all of a longer one."""
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     modules = attention_layers(loaded.model)
     slides, row = sliding_layers(modules), ("dense",) * heads_of(loaded.model)[0]

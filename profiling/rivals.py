@@ -3,18 +3,14 @@
 OpenVINO GenAI (pip install 'headwise[rivals]') serves the model densely and with XAttention, its sparse prefill. All
 take turns; a prompt is served once by each, for the time to its first token and for its answer.
 
-python -m profiling.rivals --model smollm2 --config cfg.yaml --length 8192 --json rivals.json
+python -m profiling.rivals cfg.yaml --model smollm2 --length 8192 --json rivals.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,9 +22,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from artifacts import HeadwiseError, load_pair
+from artifacts import HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
 from profiling.evaluation.times import machine
 from profiling.models.loading import LoadedModel, load_model
 from profiling.models.openvino import exported
@@ -47,7 +42,7 @@ _DENSE = (MODEL, KERNEL, OPENVINO)
 
 @dataclass(frozen=True, kw_only=True)
 class Rivals:
-    """What to compare. rounds: prompts that are timed, after one that is not.
+    """What to compare. repeats: prompts that are timed, after one that is not.
 
     threshold, block, stride, last: XAttention's share of the scores that is kept, its blocks in tokens, the stride of
         its estimate, and how many of a prompt's last tokens attend to everything.
@@ -57,7 +52,7 @@ class Rivals:
     config: Path
     length: int = 8192
     task: str = "passkey"
-    rounds: int = 3
+    repeats: int = 3
     threshold: float = 0.9
     block: int = 64
     stride: int = 8
@@ -67,7 +62,7 @@ class Rivals:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("length", "rounds", "block", "stride"):
+        for name in ("length", "repeats", "block", "stride"):
             if (value := getattr(self, name)) < 1:
                 raise HeadwiseError(f"--{name} must be at least 1, got {value}")
         if not 0 < self.threshold <= 1:
@@ -112,7 +107,7 @@ def run(config: Rivals) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype)
     check(artifact.model, loaded.model)
-    how = {"length": config.length, "samples": config.rounds + 1, "seed": config.seed}
+    how = {"length": config.length, "samples": config.repeats + 1, "seed": config.seed}
     prompts = make_prompts(config.task, loaded.tokenizer, **how)  # type: ignore[arg-type]
     if any(prompt.answer is None or prompt.turn for prompt in prompts):
         raise HeadwiseError(f"--task {config.task} has no answer at the end of its prompts: take one that retrieves")
@@ -221,8 +216,10 @@ def _pipeline(config: Rivals, loaded: LoadedModel, folder: Path, *, sparse: bool
             xattention_block_size=config.block,
             xattention_stride=config.stride,
         )
-    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    made = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", threads, {})
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    if config.dtype == "float32":
+        options |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    made = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options, {})
 
     def serve(prompt: Prompt) -> Served:
         generation = genai.GenerationConfig(max_new_tokens=_limit(loaded.tokenizer, prompt))
@@ -268,37 +265,34 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*text, f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention"])
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line of python -m profiling.rivals."""
     p = ArgumentParser(prog="python -m profiling.rivals", description=__doc__)
-    p.add_argument("--model", required=True, help="hub id, local folder, GGUF file or smollm2; no layer may slide")
-    p.add_argument("--config", required=True, type=Path, help="artifact, such as cfg.yaml")
-    p.add_argument("--length", type=int, default=Rivals.length, help="tokens of a prompt (default 8192)")
-    p.add_argument("--task", default=Rivals.task, help="what is asked (default passkey)")
-    p.add_argument("--rounds", type=int, default=Rivals.rounds, help="timed prompts, after one that is not (default 3)")
+    arguments.add_model(p, f"{arguments.MODEL}; none whose layers slide")
+    arguments.add_artifact(p)
+    arguments.add_length(p, "tokens of a prompt (default 8192)", default=Rivals.length)
+    arguments.add_task(p, "what is asked (default passkey)", several=False, default=Rivals.task)
+    p.add_argument(
+        "--repeats", type=int, default=Rivals.repeats, help="timed prompts, after one that is not (default 3)"
+    )
     p.add_argument("--threshold", type=float, default=Rivals.threshold, help="XAttention's (default 0.9)")
     p.add_argument("--block", type=int, default=Rivals.block, help="XAttention's, in tokens (default 64)")
     p.add_argument("--stride", type=int, default=Rivals.stride, help="XAttention's (default 8)")
     p.add_argument("--last", type=int, default=Rivals.last, help="last tokens that XAttention serves densely (64)")
     p.add_argument("--threads", type=int, help="of all methods (default: torch's)")
-    p.add_argument("--seed", type=int, default=Rivals.seed)
-    p.add_argument("--dtype", choices=("bfloat16", "float32"), default=Rivals.dtype, help="of the rows but OpenVINO's")
-    p.add_argument("--json", type=Path, help="write the figures and what they were measured with")
+    arguments.add_seed(p, Rivals.seed)
+    arguments.add_dtype(p, "(default bfloat16, where OpenVINO keeps its own defaults)")
+    arguments.add_json(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    argv = sys.argv[1:] if argv is None else argv
     options = vars(parser().parse_args(argv))
     to_json = options.pop("json")
-    if to_json:
-        check_writable(to_json)
-    record = run(Rivals(**options))
-    print(table(record))
-    if to_json:
-        record = {"command": "python -m profiling.rivals " + shlex.join(argv), **record}
-        atomic_write(to_json, (json.dumps(record, indent=1, default=str) + "\n").encode())
+    found = run(Rivals(**options))
+    record = {"command": arguments.as_typed("profiling.rivals", argv), **found}
+    arguments.deliver(table(record), record, to_json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """python -m profiling.separation: which tasks tell sparse patterns apart, by what each method loses on each of them.
 
-Dense attention, an artifact, A-shape and vertical-slash for all heads at one density, all with the same dense tail, and
+Dense attention, an artifact, A-shape and vertical-slash for all heads at one density and with one dense tail, and
 oracle top-k: a task earns its place where A-shape is clearly worse than dense and oracle is not. Every context under
 every method is a unit of a ledger beside the output: a killed run goes on where it was.
 

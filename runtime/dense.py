@@ -5,16 +5,10 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import platform
-import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.attention import sparse_attention
-from kernels.patterns import Dense, LayerPlan
-from kernels.ragged import Ragged
+from kernels.dense import dense_attention as every_key
+from runtime import measured
 
 # With fewer keys attention is a small part of a prefill, and what the model had serves.
 LEAST = 1024
@@ -83,22 +76,6 @@ def dense_attention(
     return _sdpa(q, k, v, scale, window)
 
 
-def every_key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = None,
-    ragged: Ragged | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Headwise's kernel over every key, or a window's: (B, H, Q, E); see kernels.attention.sparse_attention."""
-    index = dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window, ragged=ragged)
-    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, backend=backend)
-
-
 def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
     """ "kernel" or "sdpa": what is faster for causal calls like this one, measured once and kept in the cache folder.
 
@@ -151,9 +128,7 @@ def _look_up(
     device: torch.device, dtype: torch.dtype, group: int, dim: int, v_dim: int, q_len: int, k_len: int
 ) -> Measured:
     """What the cache folder says of this class of calls, measured where it says nothing."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    what = (name, torch.__version__, torch.get_num_threads(), str(dtype), group, dim, v_dim, q_len, k_len, _sources())
-    file = _folder() / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.json"
+    file = measured.file_of(device, dtype, group, dim, v_dim, q_len, k_len)
     if (kept := _read(file)) is not None:
         return kept
     heads = group * max(1, -(-torch.get_num_threads() // group))
@@ -173,23 +148,23 @@ def _look_up(
         "dense attention of %s, head dim %d, %d queries and %d keys: by %s (kernel %.1f ms, sdpa %.1f ms)",
         *(str(dtype).removeprefix("torch."), dim, q_len, k_len, found.by, 1e3 * found.kernel_s, 1e3 * found.sdpa_s),
     )
-    _write(file, found)
+    measured.write(file, asdict(found))
     return found
 
 
 def _measure(q: Tensor, k: Tensor, v: Tensor) -> Measured:
-    if all(reason for name, reason in dispatch.why_not(q, k, v).items() if name != "reference"):
-        raise RuntimeError("no fast kernel")
+    if reason := dispatch.why_slow(q, k, v):
+        raise RuntimeError(reason)
     agrees = all(_agrees(q[:, :, -300:], k[:, :, -320:], v[:, :, -320:], window) for window in (None, 70))
     runs = {"kernel": lambda: every_key(q, k, v), "sdpa": lambda: _sdpa(q, k, v, None, None)}
     seconds = dict.fromkeys(runs, float("inf"))
     # The first turn warms both up.
     for turn in range(_REPEATS + 1):
         for name, run in runs.items():
-            _wait(q.device)
+            measured.wait(q.device)
             start = time.perf_counter()
             run()
-            _wait(q.device)
+            measured.wait(q.device)
             if turn:
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     wins = agrees and seconds["kernel"] < _MARGIN * seconds["sdpa"]
@@ -216,57 +191,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | No
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@lru_cache
-def dense_plan(heads: int, kv_heads: int) -> LayerPlan:
-    """The plan of every key for all query heads."""
-    return LayerPlan([Dense()] * heads, kv_heads)
-
-
-@cache
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    told = dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features")))
-    return "\n".join((platform.machine(), *told))
-
-
-@cache
-def _sources() -> str:
-    """A hash of the kernels' code: another kernel is measured again."""
-    digest = hashlib.sha256()
-    kernels = Path(dispatch.__file__).parent
-    for file in sorted((*kernels.glob("attention/*"), *kernels.glob("native/*.h"))):
-        if file.suffix in (".py", ".cpp", ".h"):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _folder() -> Path:
-    root = os.environ.get("HEADWISE_CACHE")
-    return (Path(root) if root else Path("~/.cache/headwise").expanduser()) / "dense"
-
-
 def _read(file: Path) -> Measured | None:
-    """What a file says; None where there is none that can be understood."""
     try:
-        found = Measured(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        found = Measured(**(measured.read(file) or {}))
+    except TypeError:
         return None
     return found if found.by in ("kernel", "sdpa") and isinstance(found.right, bool) else None
-
-
-def _write(file: Path, found: Measured) -> None:
-    """Keep a measurement, whole or not at all, for this user alone; a folder that takes none costs a measurement."""
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as new:
-            new.write(json.dumps(asdict(found)) + "\n")
-        os.replace(beside, file)
-    except (OSError, RuntimeError) as error:
-        _log.info("the measurement cannot be kept: %s", error)

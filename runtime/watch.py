@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.attention import sparse_attention
 from kernels.attention.recall import dense_where, estimate_recall
 from kernels.patterns.base import on_device
 from kernels.ragged import Ragged
-from runtime.attention.kernel import launch
 from runtime.attention.state import Layer
 
 # Rows of tiles that density is counted in: all of them up to 32K tokens.
@@ -52,12 +52,13 @@ class Watch:
         softcap: float | None,
         sinks: Tensor | None,
         ragged: Ragged | None,
+        backend: str,
     ) -> Tensor:
         """See runtime.attention.kernel.attend_layer."""
         plan = layer.plan
         assert plan is not None
         some, heads = (plan, range(q.shape[1])) if kv_heads is None else (plan.of(kv_heads), plan.query_heads(kv_heads))
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": layer.settings.backend}
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
         clock = self._layer(layer.number).clock
         with clock.timing("build", q.device):
             index = some.build(q, k, scale=scale, ragged=ragged)
@@ -70,7 +71,7 @@ class Watch:
                 index = dense_where(index, low)
             density = index.density(_MOST_ROWS)
         with clock.timing("attention", q.device):
-            out = launch(q, k, v, index, sinks=sinks, **how)
+            out = sparse_attention(q, k, v, index, sinks=sinks, **how)
         with self._lock:
             self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), density, recall, low)
         return out

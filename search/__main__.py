@@ -56,13 +56,14 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "serve": {
         "check": ("runtime.vllm", "whether vLLM would serve an artifact, and if not, why not"),
-        "ttft": ("runtime.vllm", "time to the first token inside vLLM, with and without it"),
+        "ttft": ("profiling.first_token", "time to the first token inside vLLM, with and without it"),
     },
     "this machine": {
         "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),
         "bench": ("profiling.bench", "the kernels against torch's"),
         "costs": ("profiling.kernels", "what attention costs on it, as a table for searches"),
         "overhead": ("profiling.overhead", "what an applied artifact costs where it does nothing"),
+        "turns": ("profiling.turns", "short turns on a long past, by patterns and densely"),
         "startup": ("profiling.startup", "what loading costs before the first token"),
     },
 }

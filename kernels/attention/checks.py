@@ -5,6 +5,8 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,39 +27,45 @@ def check(
     Reads no data but that of an index made by hand, once (SparseIndex.validate).
     """
     check_dense(q=q, k=k, v=v)
-    check_dense(**{name: x for name, x in (("block_table", block_table), ("out", out)) if x is not None})
+    if block_table is not None:
+        check_dense(block_table=block_table)
+    if out is not None:
+        check_dense(out=out)
     if not isinstance(index, SparseIndex):
         raise ValueError(f"index must be a SparseIndex, got {type(index).__name__}")
     check_dense(diagonals=index.diagonals, tiles=index.tiles, columns=index.columns)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
-    if k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    if not q.shape[-1] or not v.shape[-1]:
-        raise ValueError(f"head dims must be positive, got {q.shape[-1]} and {v.shape[-1]}")
+    # Each look at a shape makes it anew.
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if k_shape[:3] != v_shape[:3] or k_shape[3] != q_shape[3]:
+        raise ValueError(f"shapes do not go together: q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}")
+    if not q_shape[3] or not v_shape[3]:
+        raise ValueError(f"head dims must be positive, got {q_shape[3]} and {v_shape[3]}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     tensors = [x for x in (q, k, v, index.diagonals, block_table, out, sinks) if x is not None]
     if len(devices := {x.device for x in tensors}) > 1:
         raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
-    num_kv_heads = k.shape[1 if block_table is None else 2]
-    if not num_kv_heads or q.shape[1] % num_kv_heads:
-        raise ValueError(f"{q.shape[1]} query heads do not divide into {num_kv_heads} KV heads")
-    if index.num_heads != q.shape[1]:
-        raise ValueError(f"index is for {index.num_heads} heads, q has {q.shape[1]}")
-    index.check_shapes()
-    check_sinks(sinks, q.shape[1])
-    _check_lengths(q, k, index, paged=block_table is not None)
+    num_heads, num_kv_heads = q_shape[1], k_shape[1 if block_table is None else 2]
+    if not num_kv_heads or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads do not divide into {num_kv_heads} KV heads")
+    if index.num_heads != num_heads:
+        raise ValueError(f"index is for {index.num_heads} heads, q has {num_heads}")
+    index.validate()
+    check_sinks(sinks, num_heads)
+    _check_lengths(q_shape, k_shape, index, paged=block_table is not None)
     if block_table is not None:
         _check_pages(k, v, index, block_table)
-    shape = (*q.shape[:3], v.shape[-1])
-    if out is not None and (tuple(out.shape) != shape or out.dtype != q.dtype or out.stride(-1) != 1):
+    if out is None:
+        return
+    shape = (*q_shape[:3], v_shape[3])
+    if tuple(out.shape) != shape or out.dtype != q.dtype or out.stride(-1) != 1:
         raise ValueError(
             f"out must be {q.dtype} {shape} with its last dimension contiguous, got {out.dtype} {tuple(out.shape)}"
         )
-    if out is not None and _overlaps(out):
+    if _overlaps(out):
         raise ValueError(f"out must have a place of its own for each element, got strides {out.stride()} for {shape}")
-    index.validate()
 
 
 def check_dense(**given: object) -> None:
@@ -88,17 +96,18 @@ def _overlaps(out: Tensor) -> bool:
     return False
 
 
-def _check_lengths(q: Tensor, k: Tensor, index: SparseIndex, *, paged: bool) -> None:
+def _check_lengths(q: Sequence[int], k: Sequence[int], index: SparseIndex, *, paged: bool) -> None:
+    """q, k: the shapes of both."""
     if index.ragged is not None:
-        if fault := index.ragged.fault(q.shape, None if paged else k.shape):
+        if fault := index.ragged.fault(q, None if paged else k):
             raise ValueError(fault)
         return
-    if not paged and k.shape[0] != q.shape[0]:
-        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}")
-    k_len = index.k_len if paged else k.shape[2]
-    if not 0 < q.shape[2] <= k_len:
-        raise ValueError(f"query length must be between 1 and key length {k_len}, got {q.shape[2]}")
-    expected = (q.shape[0], q.shape[2], k_len)
+    if not paged and k[0] != q[0]:
+        raise ValueError(f"shapes do not go together: q {tuple(q)}, k {tuple(k)}")
+    k_len = index.k_len if paged else k[2]
+    if not 0 < q[2] <= k_len:
+        raise ValueError(f"query length must be between 1 and key length {k_len}, got {q[2]}")
+    expected = (q[0], q[2], k_len)
     if (found := (index.batch, index.q_len, index.k_len)) != expected:
         raise ValueError(f"index is for (B, Q, K) = {found}, the call has {expected}")
 

@@ -54,8 +54,11 @@ class Call(NamedTuple):
     def wants_weights(self) -> bool:
         wanted = self.more.get("output_attentions")
         if wanted is None:
-            config = getattr(self.module, "config", None)
-            wanted = config is not None and getattr(config, "output_attentions", False)
+            try:
+                # Past what transformers' configurations do at each look, which takes as long as all else in here.
+                wanted = object.__getattribute__(self.module.config, "output_attentions")
+            except AttributeError:
+                wanted = False
         return bool(wanted)
 
 
@@ -79,11 +82,7 @@ def special(call: Call) -> str | None:
 
 def no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why no kernel serves the call. The reference always does, slower than dense: only where asked for."""
-    if backend != "auto":
-        reason = dispatch.backend(backend).supports(query, key, value)
-        return reason and f"kernel {backend}: {reason}"
-    reasons = dispatch.why_not(query, key, value)
-    fast = {name: reason for name, reason in reasons.items() if name != "reference"}
-    if None in fast.values():
-        return None
-    return "no fast kernel: " + "; ".join(f"{name}: {reason}" for name, reason in fast.items())
+    if backend == "auto":
+        return dispatch.why_slow(query, key, value)
+    reason = dispatch.backend(backend).supports(query, key, value)
+    return reason and f"kernel {backend}: {reason}"

@@ -88,7 +88,7 @@ def _prefill(
 ) -> Tensor:
     """(B, Q, H, E) of whole sequences without padding: query (B, H, Q, D), key (B, G, Q, D), value (B, G, Q, E).
 
-    sinks (H,): see runtime.attention.kernel.add_sinks.
+    sinks (H,): see kernels.attention.sparse_attention.
     """
     batch, _, length, _ = query.shape
     layout = Layout(0, length, length, ((0, length),) * batch)

@@ -15,11 +15,11 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call, no_kernel, special
 from runtime.attention.kernel import attend, attend_step
-from runtime.attention.layout import Layout
+from runtime.attention.layout import Layout, Part
 from runtime.attention.masks import PrefillMask, headwise_mask, starts_of
 from runtime.attention.own import attend_densely, causal_mask
 from runtime.attention.paged import PAGED_NAME, attend_paged
-from runtime.attention.reasons import fault, message, why_dense
+from runtime.attention.reasons import message, name_of, unserved, why_dense
 from runtime.attention.state import MIN_QUERIES, Layer, layer_of
 from runtime.caches.kept import attend_kept
 from runtime.caches.standin import NewTokens
@@ -72,34 +72,34 @@ def headwise_attention(
         return attend_paged(call, layer), None
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         layer.settings.say("this cache is not one of new_cache(): it keeps every token, whatever kv_cache says")
-    return _step(call, layer) if query.shape[2] <= MAX_QUERIES else _prefill(call, layer)
-
-
-def _step(call: Call, layer: Layer) -> tuple[Tensor, Tensor | None]:
-    """A few queries, as decode has them: chosen tokens, every key by our kernel, or what the model had."""
-    chosen = None if layer.role is None else _attempt(_chosen, call, layer)
-    if isinstance(chosen, Tensor):
-        return chosen.transpose(1, 2), None
+    fault = None
     if layer.role is not None:
-        call = call._replace(key=on_device(call.key), value=on_device(call.value))
+        chosen = _attempt(_chosen, call, layer)
+        if isinstance(chosen, Tensor):
+            return chosen.transpose(1, 2), None
+        fault = chosen
+        call = call._replace(key=on_device(key), value=on_device(value))
+    return (_step if query.shape[2] <= MAX_QUERIES else _prefill)(call, layer, fault)
+
+
+def _step(call: Call, layer: Layer, fault: str | None) -> tuple[Tensor, Tensor | None]:
+    """A few queries, as decode has them: every key by our kernel, or what the model had.
+
+    fault: what went wrong with chosen tokens, None where nothing did.
+    """
     done = _attempt(attend_step, call, layer)
     if isinstance(done, Tensor):
         layer.count("decode by kernel")
         return done, None
-    layer.count(done or chosen or why_dense(call) or "short")
+    layer.count(done or fault or why_dense(call) or "short")
     return attend_densely(call)
 
 
-def _prefill(call: Call, layer: Layer) -> tuple[Tensor, Tensor | None]:
-    """Many queries: chosen tokens of the past, the layer's patterns, every key or a window, or what the model had."""
-    chosen = None if layer.role is None else _attempt(_chosen, call, layer)
-    if isinstance(chosen, Tensor):
-        return chosen.transpose(1, 2), None
-    if layer.role is not None:
-        call = call._replace(key=on_device(call.key), value=on_device(call.value))
-    why = chosen or why_dense(call)
+def _prefill(call: Call, layer: Layer, fault: str | None) -> tuple[Tensor, Tensor | None]:
+    """Many queries: the layer's patterns, every key or a window by our kernel, or what the model had."""
+    why = fault or why_dense(call)
     if why is None:
-        served = _attempt(_sparse, call, layer)
+        served = _attempt(_by_patterns, call, layer)
         if isinstance(served, Tensor):
             layer.count("sparse")
             return served, None
@@ -115,6 +115,28 @@ def _prefill(call: Call, layer: Layer) -> tuple[Tensor, Tensor | None]:
     return attend_densely(call)
 
 
+def _by_patterns(call: Call, layer: Layer) -> Tensor | None:
+    """(B, Q, H, E) by the layer's patterns; None where dense attention is known, or found, to be faster."""
+    assert isinstance(call.mask, PrefillMask)
+    layout = call.mask.tokens
+    long = layout.long(layer.settings.dense_below, layer.fewest)
+    # Turns on a past: not all are worth an index.
+    if layout.q_start and layer.settings.backend != "reference":
+        q, k = call.query, call.key
+        gains = {part: layer.turns.gains(q, k, part.q_len, part.k_len) for part in long}
+        long = tuple(part for part, gained in gains.items() if gained is not False)
+        alike = layout.together is not None and layout.together.ragged is None
+        if alike and None in gains.values() and layer.settings.watch is None:
+            lengths = long[0].q_len, long[0].k_len
+            return layer.turns.measure(q, k, lengths, lambda: _sparse(call, layer, long), lambda: _dense(call, layer))
+    return _sparse(call, layer, long) if long else None
+
+
+def _dense(call: Call, layer: Layer) -> Tensor:
+    out = None if _dense_by_kernel(call, layer) is None else _every_key(call, layer)
+    return attend_densely(call)[0] if out is None else out
+
+
 def _attempt(serve: Callable[[Call, Layer], _Served], call: Call, layer: Layer) -> _Served | str:
     """What a kernel of ours gives, or in words what went wrong inside it; strict applications raise that."""
     try:
@@ -122,7 +144,7 @@ def _attempt(serve: Callable[[Call, Layer], _Served], call: Call, layer: Layer) 
     except HeadwiseError:
         raise
     except Exception as error:
-        why = fault(error)
+        why = name_of(error)
         if why is None:
             raise
         layer.settings.refuse(why, message(error))
@@ -130,11 +152,11 @@ def _attempt(serve: Callable[[Call, Layer], _Served], call: Call, layer: Layer) 
     return why
 
 
-def _sparse(call: Call, layer: Layer) -> Tensor:
-    """(B, Q, H, E): all long sequences in one launch, short ones densely, zeros for padded queries."""
+def _sparse(call: Call, layer: Layer, parts: tuple[Part, ...]) -> Tensor:
+    """(B, Q, H, E): these sequences in one launch, others and spans densely, zeros for padded queries."""
     assert isinstance(call.mask, PrefillMask)
     query, key, value = call.query, call.key, call.value
-    long, short = call.mask.tokens.split(layer.settings.dense_below, layer.fewest)
+    long, short = call.mask.tokens.split(parts)
     if long is not None:
         out = attend(call, long, layer.plan)
     else:
@@ -148,27 +170,40 @@ def _sparse(call: Call, layer: Layer) -> Tensor:
             out[one, queries] = attend(alone, layout.together, None)
         else:
             out[one, queries] = attend_densely(alone._replace(mask=causal_mask(alone.query, alone.key)))[0]
-    return out
+    return _with_spans(call, out)
 
 
 def _every_key(call: Call, layer: Layer) -> Tensor | None:
     """(B, Q, H, E) by our kernel over every key, or those of the layer's window."""
     assert isinstance(call.mask, PrefillMask)
-    together = call.mask.tokens.together
-    return None if together is None else attend(call, together, None, window=call.mask.tokens.window)
+    layout = call.mask.tokens
+    if layout.together is None:
+        return None
+    return _with_spans(call, attend(call, layout.together, None, window=layout.window))
+
+
+def _with_spans(call: Call, out: Tensor) -> Tensor:
+    """Attention (B, Q, H, E) with that of spans put in, whose tokens see each other both ways, under their own mask."""
+    assert isinstance(call.mask, PrefillMask)
+    layout = call.mask.tokens
+    for row, spans in enumerate(layout.spans or ()):
+        for begin, end in spans:
+            least = layout.sequences[row][1] if layout.sequences else 0
+            keys = slice(max(least, 0 if layout.window is None else begin - layout.window + 1), end)
+            one, rows = slice(row, row + 1), slice(begin - layout.q_start, end - layout.q_start)
+            mask = call.mask.of_queries(rows.start, end - begin)[one, ..., keys]
+            alone = call._replace(query=call.query[one, :, rows], key=call.key[one, :, keys], mask=mask)
+            out[one, rows] = attend_densely(alone._replace(value=call.value[one, :, keys]))[0]
+    return out
 
 
 def _dense_by_kernel(call: Call, layer: Layer) -> str | None:
     """What a dense call that our kernel serves is counted as, "" for why it is dense; None where it does not serve."""
-    q, k, mask = call.query, call.key, call.mask
-    if not isinstance(mask, PrefillMask) or mask.tokens.sequences is None:
+    mask = call.mask
+    if not isinstance(mask, PrefillMask) or (call.window is not None and mask.tokens.window is None):
         return None
-    if (q.shape[0], q.shape[2], k.shape[2]) != (mask.shape[0], *mask.shape[2:]):
-        return None
-    how = None if call.window is not None and mask.tokens.window is None else _dense_how(call, layer, mask.tokens)
-    if how is None or special(call) is not None or no_kernel(layer.settings.backend, q, k, call.value) is not None:
-        return None
-    return how
+    how = None if mask.tokens.sequences is None else _dense_how(call, layer, mask.tokens)
+    return None if how is None or unserved(call) is not None else how
 
 
 def _dense_how(call: Call, layer: Layer, layout: Layout) -> str | None:

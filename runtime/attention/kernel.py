@@ -12,14 +12,13 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.decode import cpu as native
-from kernels.index import SparseIndex
+from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call, special
 from runtime.attention.layout import Together
 from runtime.attention.masks import starts_of
 from runtime.attention.state import Layer
-from runtime.dense import dense_plan
 
 # With fewer float32 keys torch's own attention is as fast a step of decode.
 _MIN_KEYS_FLOAT32 = 256
@@ -72,30 +71,14 @@ def attend_layer(
                 kv_heads=(head if kv_heads is None else kv_heads[head],),
             )
         return out
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": settings.backend}
     if plan is None:
-        plan, kv_heads = dense_plan(q.shape[1], k.shape[1]), None
-    elif settings.watch is not None:
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "ragged": ragged}
-        done: Tensor = settings.watch.attend(layer, kv_heads, q, k, v, **how)
+        return dense_attention(q, k, v, window=window, ragged=ragged, **how)
+    if settings.watch is not None:
+        done: Tensor = settings.watch.attend(layer, kv_heads, q, k, v, ragged=ragged, **how)
         return done
     some = plan if kv_heads is None else plan.of(kv_heads)
-    index = some.build(q, k, scale=scale, window=window, ragged=ragged)
-    return launch(q, k, v, index, sinks=sinks, scale=scale, softcap=softcap, backend=settings.backend)
-
-
-def launch(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, *, sinks: Tensor | None, **options: Any) -> Tensor:
-    """Attention over an index with one more logit a head, (H,), in each softmax: (B, H, Q, E); None: without."""
-    if sinks is None:
-        return sparse_attention(q, k, v, index, **options)
-    return add_sinks(*sparse_attention(q, k, v, index, return_lse=True, **options), sinks)
-
-
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention (B, H, Q, E) with log-sum-exp (B, H, Q), as it is with the sinks (H,) in the softmax; changes `out`.
-
-    A sink has the share exp(sink) / (exp(sink) + exp(lse)) of a query's attention, and gives nothing for it.
-    """
-    return out.mul_(torch.sigmoid(lse - sinks.float()[:, None])[..., None])
+    return sparse_attention(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)
 
 
 def attend_step(call: Call, layer: Layer) -> Tensor | None:

@@ -65,6 +65,7 @@ class Layout:
     held: with `fresh`, how many real tokens of each sequence the mask counts before the queries; None for all slots.
     window: how many tokens a query sees, itself included, where the layer slides; None for all.
     packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
+    spans: the slots of each row's spans whose tokens see each other both ways; None where there are none.
     """
 
     q_start: int
@@ -75,7 +76,9 @@ class Layout:
     held: tuple[int, ...] | None = None
     window: int | None = None
     packed: Rows | None = None
-    _splits: dict[tuple[int, int], Split] = field(default_factory=dict, init=False, repr=False, compare=False)
+    spans: Rows | None = None
+    _long: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _splits: dict[tuple[Part, ...], Split] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
@@ -109,15 +112,21 @@ class Layout:
         """Whether causal attention from the first key on is all that the mask says: sdpa does that without one."""
         near = self.window is None or self.k_len <= self.window
         whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
-        return near and whole and self.q_len == self.k_len
+        return near and whole and self.q_len == self.k_len and self.spans is None
 
-    def split(self, dense_below: int, fewest: int) -> Split:
-        """The sequences of at least `fewest` queries and `dense_below` keys, and the others."""
-        if (dense_below, fewest) not in self._splits:
-            long = [part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest]
+    def long(self, dense_below: int, fewest: int) -> tuple[Part, ...]:
+        """The sequences of at least `fewest` queries and `dense_below` keys."""
+        if (found := self._long.get((dense_below, fewest))) is None:
+            found = tuple(part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest)
+            self._long[dense_below, fewest] = found
+        return found
+
+    def split(self, long: tuple[Part, ...]) -> Split:
+        """These of the sequences in one launch, and the others."""
+        if long not in self._splits:
             short = tuple(part for part in self.parts if part not in long)
-            self._splits[dense_below, fewest] = Split(self._together(long), short)
-        return self._splits[dense_below, fewest]
+            self._splits[long] = Split(self._together(long), short)
+        return self._splits[long]
 
     def _together(self, parts: Sequence[Part]) -> Together | None:
         if not parts:
@@ -125,11 +134,4 @@ class Layout:
         first = parts[0]
         if len(parts) == self.batch and all(part[1:] == first[1:] and part.q_len == self.q_len for part in parts):
             return Together(slice(first.k_start, first.end), None)
-        ragged = Ragged(
-            rows=tuple(part.row for part in parts),
-            q_starts=tuple(part.q_start for part in parts),
-            q_lens=tuple(part.q_len for part in parts),
-            k_starts=tuple(part.k_start for part in parts),
-            k_lens=tuple(part.k_len for part in parts),
-        )
-        return Together(None, ragged)
+        return Together(None, Ragged.of((p.row, p.q_start, p.q_len, p.k_start, p.k_len) for p in parts))

@@ -18,7 +18,7 @@ from artifacts import HeadwiseError
 from kernels.decode import decode_attention
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call, no_kernel, special
-from runtime.attention.kernel import add_sinks, attend_layer
+from runtime.attention.kernel import attend_layer
 from runtime.attention.state import Layer
 
 # No 2 or 3 in it: those would have transformers hand out block tables that only flash attention reads.
@@ -83,15 +83,15 @@ def _decode(steps: _Steps, call: Call, k: Tensor, v: Tensor, backend: str) -> Te
     starts = steps.starts
     if call.window is not None:
         starts = torch.maximum(starts, steps.ends - call.window)
-    done = decode_attention(
+    out = decode_attention(
         *(q, k.expand(many, -1, -1, -1), v.expand(many, -1, -1, -1)),
         starts=starts,
         ends=steps.ends,
         scale=call.scale,
         softcap=call.softcap,
+        sinks=call.sinks,
         backend=backend,
-    )
-    out = done.out if call.sinks is None else add_sinks(done.out, done.lse, call.sinks)
+    ).out
     return out[:, :, 0]
 
 
@@ -124,10 +124,7 @@ def _work_out(cu_q: list[int], cu_k: list[int], layer: Layer, device: torch.devi
 
 
 def _ragged(requests: list[tuple[int, int, int, int]]) -> Ragged | None:
-    if not requests:
-        return None
-    q_starts, q_lens, k_starts, k_lens = zip(*requests, strict=True)
-    return Ragged(rows=(0,) * len(requests), q_starts=q_starts, q_lens=q_lens, k_starts=k_starts, k_lens=k_lens)
+    return Ragged.of((0, *request) for request in requests) if requests else None
 
 
 class Batching:

@@ -7,6 +7,7 @@ import subprocess
 import torch
 
 from artifacts.errors import one_line, shorten
+from kernels.patterns import LayerPlan
 from runtime.attention.calls import Call, no_kernel, special
 from runtime.attention.masks import PrefillMask
 
@@ -28,38 +29,41 @@ def why_dense(call: Call) -> str | None:
         return "short"
     if isinstance(mask, PrefillMask) and mask.tokens.longest < settings.dense_below:
         return "short"
-    reason = _unexpected(call)
+    reason = no_pattern(call, layer.plan)
     if reason is not None:
         settings.refuse(reason)
     return reason
 
 
-def _unexpected(call: Call) -> str | None:
-    layer, query, key, mask = call.layer, call.query, call.key, call.mask
-    assert layer is not None and layer.plan is not None
+def no_pattern(call: Call, plan: LayerPlan) -> str | None:
+    """Why no kernel of ours can serve the call by a plan, None where one can."""
+    if call.window is not None or (isinstance(call.mask, PrefillMask) and call.mask.tokens.window is not None):
+        return special(call) or SLIDES
+    if reason := unserved(call):
+        return reason
+    heads = call.query.shape[1], call.key.shape[1]
+    if heads != (planned := (len(plan.patterns), plan.num_kv_heads)):
+        return f"the layer has {heads} query and KV heads, the plan is for {planned}"
+    return None
+
+
+def unserved(call: Call) -> str | None:
+    """Why no kernel of ours can serve the call of a prefill, by patterns or over every key; None where one can."""
+    query, key, mask = call.query, call.key, call.mask
+    assert call.layer is not None
     if reason := special(call):
         return reason
-    if call.window is not None:
-        return SLIDES
     if not isinstance(mask, PrefillMask) or mask.tokens.sequences is None:
         return "the mask is not causal over contiguous tokens (overlaid, with holes, or made by hand)"
-    if mask.tokens.window is not None:
-        return SLIDES
-    lengths = call.more.get("cu_seq_lens_q")
-    if lengths is not None and lengths.numel() > 2 and mask.tokens.packed is None:
+    tokens, lengths = mask.tokens, call.more.get("cu_seq_lens_q")
+    if lengths is not None and lengths.numel() > 2 and tokens.packed is None:
         return "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
-    batch, heads, q_len, _ = query.shape
-    _, kv_heads, k_len, _ = key.shape
-    tokens = mask.tokens
-    if (batch, q_len, k_len) != (tokens.batch, tokens.q_len, tokens.k_len):
+    if (query.shape[0], query.shape[2], key.shape[2]) != (tokens.batch, tokens.q_len, tokens.k_len):
         return "the cache holds other keys than the mask is for"
-    planned = (len(layer.plan.patterns), layer.plan.num_kv_heads)
-    if (heads, kv_heads) != planned:
-        return f"the layer has {(heads, kv_heads)} query and KV heads, the plan is for {planned}"
-    return no_kernel(layer.settings.backend, query, key, call.value)
+    return no_kernel(call.layer.settings.backend, query, key, call.value)
 
 
-def fault(error: Exception) -> str | None:
+def name_of(error: Exception) -> str | None:
     """What to call an error of a kernel or of the memory that it wanted; None where it is somebody's mistake.
 
     The words are few, however much the messages differ: they are what is counted and said once.

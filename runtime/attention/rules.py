@@ -1,18 +1,19 @@
 """What a mask function of transformers says, told by what it is made of: causal, over a window, within sequences.
 
-Not by what it says of some places: an overlay (pictures in the prompt, say) may say otherwise elsewhere.
+Not by what it says of some places: an overlay may say otherwise elsewhere.
 
-Shapes: B batch, Q query length.
+Shapes: B batch, Q query length, K key length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# A row's sequences: [start, end) of each.
+# A row's sequences, or its spans: [start, end) of each.
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -21,10 +22,25 @@ class Rule(NamedTuple):
 
     window: how many tokens a query sees, itself included; None for all. packed: the number of each token's sequence,
     (B, Q), where several lie end to end in a row (position_ids that restart); None where a row is one sequence.
+    blocks: the number of each token's block, (B, K), whose tokens see each other both ways (an image); -1 for none.
     """
 
     window: int | None = None
     packed: Tensor | None = None
+    blocks: Tensor | None = None
+
+    def spans(self, ranges: Sequence[tuple[int, int]]) -> Rows | None:
+        """The blocks among each row's slots [start, end); None where one does not lie in one piece."""
+        rows = []
+        for row, (start, end) in enumerate(ranges):
+            numbers = [] if self.blocks is None else self.blocks[row, start:end].tolist()
+            runs = [(number, len(list(run))) for number, run in groupby(numbers)]
+            ends = list(accumulate((length for _, length in runs), initial=start))
+            found = [number for number, _ in runs if number >= 0]
+            if len(set(found)) < len(found):
+                return None
+            rows.append(tuple(span for span, (number, _) in zip(pairwise(ends), runs, strict=True) if number >= 0))
+        return tuple(rows)
 
     def rows(self, batch: int, length: int) -> Rows | None:
         """The packed sequences of each row; None where they are of a call of another shape."""
@@ -44,29 +60,37 @@ def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
     if parts is None or not any(callable(part) for part in parts):
         return None
     windows = [part for part in parts if isinstance(part, int)]
-    numbers = [part for part in parts if isinstance(part, Tensor)]
-    if len(numbers) > 1:
+    packed = [part for part in parts if isinstance(part, Tensor)]
+    blocks = [part.blocks for part in parts if isinstance(part, _Blocks)]
+    if len(packed) + len(blocks) > 1:
         return None
-    return Rule(min(windows, default=None), numbers[0] if numbers else None)
+    return Rule(min(windows, default=None), next(iter(packed), None), next(iter(blocks), None))
+
+
+class _Blocks(NamedTuple):
+    """What lets tokens see others of their block, (B, K), whether before them or after."""
+
+    blocks: Tensor
 
 
 def _parts(function: Any) -> list[Any] | None:
-    """What transformers joined to this function: causal functions, windows, and for each packing the number of each
-    token's sequence, (B, Q); None where there is anything else in it.
+    """What transformers joined to this function: causal functions, windows, for each packing the number of each token's
+    sequence, (B, Q), and what lets tokens see more than that; None where there is anything else in it.
     """
     from transformers import masking_utils
 
     causal = masking_utils.causal_mask_function
     if function is causal:
         return [causal]
-    code = getattr(function, "__code__", None)
-    if code is None or getattr(function, "__module__", None) != masking_utils.__name__:
-        return None
-    held = dict(zip(code.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()], strict=True))
-    match function.__qualname__.split(".")[0]:
+    maker, held = _made_by(function)
+    match maker:
         case "and_masks":
-            joined = [_parts(part) for part in held["mask_functions"]]
-            return None if None in joined else [part for parts in joined if parts is not None for part in parts]
+            return _joined(held["mask_functions"])
+        case "or_masks":
+            # Outside of blocks such a mask is what the first part is.
+            first, *others = held["mask_functions"]
+            base, blocks = _parts(first), [_blocks(other) for other in others]
+            return None if base is None or None in blocks else [*base, *blocks]
         case "sliding_window_overlay":
             return [int(held["sliding_window"])]
         case "packed_sequence_mask_function":
@@ -76,3 +100,24 @@ def _parts(function: Any) -> list[Any] | None:
             return _parts(held["mask_function"])
         case _:
             return None
+
+
+def _joined(functions: Sequence[Any]) -> list[Any] | None:
+    parts = [_parts(function) for function in functions]
+    return None if None in parts else [part for some in parts if some is not None for part in some]
+
+
+def _blocks(function: Any) -> _Blocks | None:
+    maker, held = _made_by(function)
+    return _Blocks(held["block_sequence_ids"]) if maker == "blockwise_overlay" else None
+
+
+def _made_by(function: Any) -> tuple[str | None, dict[str, Any]]:
+    """Which of transformers' functions made a mask function, and what that holds; None where another did."""
+    from transformers import masking_utils
+
+    code = getattr(function, "__code__", None)
+    if code is None or getattr(function, "__module__", None) != masking_utils.__name__:
+        return None, {}
+    held = zip(code.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()], strict=True)
+    return function.__qualname__.split(".")[0], dict(held)

@@ -15,6 +15,7 @@ from torch import nn
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
+from runtime.attention.turns import Turns
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV, Role
 
@@ -127,6 +128,12 @@ class Layer:
     def fewest(self) -> int:
         """Queries from which on a call is sparse: all of fewer would be in the tail that sees every key in any case."""
         return max(MIN_QUERIES, 0 if self.plan is None else self.plan.dense_tail + 1)
+
+    @cached_property
+    def turns(self) -> Turns:
+        """From how many queries on a past the patterns gain."""
+        assert self.plan is not None
+        return Turns(self.plan)
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from runtime.allocator import in_huge_pages
-
-# Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
-_ROOM = 256
-_SHARE = 8
+from runtime.caches.room import with_room
 
 
 class GrowingLayer(DynamicLayer):
@@ -37,14 +32,11 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
         new = old + key_states.shape[-2]
-        rooms = self._rooms
-        if rooms is None or rooms[0].shape[-2] < new or not _writable(rooms[0]):
-            room = new + max(_ROOM, new // _SHARE)
-            rooms = _moved(self.keys, key_states, old, room), _moved(self.values, value_states, old, room)
-            self._rooms = rooms
-        for room_of, states in zip(rooms, (key_states, value_states), strict=True):
-            room_of[:, :, old:new] = states
-        self.keys, self.values = rooms[0][:, :, :new], rooms[1][:, :, :new]
+        keys, values = self._rooms or (self.keys, self.values)
+        keys, values = with_room(keys, key_states, old, new), with_room(values, value_states, old, new)
+        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
+        self._rooms = keys, values
+        self.keys, self.values = keys[:, :, :new], values[:, :, :new]
         return self.keys, self.values
 
     @property
@@ -68,16 +60,3 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._rooms = None
         super().batch_select_indices(indices.to(self.keys.device) if self.is_initialized else indices)
-
-
-def _moved(former: Tensor, states: Tensor, length: int, room: int) -> Tensor:
-    """New memory (B, G, room, D) with the first `length` tokens of `former`."""
-    moved = in_huge_pages(states.new_empty(*states.shape[:2], room, states.shape[-1]))
-    if length:
-        moved[:, :, :length] = former
-    return moved
-
-
-def _writable(room: Tensor) -> bool:
-    """Whether a new token can be written: memory made in inference mode cannot be outside of it."""
-    return torch.is_inference_mode_enabled() or not room.is_inference()

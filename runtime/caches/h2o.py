@@ -16,6 +16,7 @@ from torch import Tensor
 import artifacts
 from kernels.scored import drop_lowest, ranks, scored_attention
 from runtime.caches.policy import Policy, Step, tokens
+from runtime.caches.room import writable
 
 # Rows beyond those needed: at least so many, and a share of the whole. A cache under shares grows slowly.
 _ROOM = 8
@@ -115,8 +116,7 @@ class H2O(Policy):
             keys, values = call.k[:, :, :0], call.v[:, :, :0]
             scores = torch.empty(batch, heads, 0, dtype=torch.float32, device=call.k.device)
             positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=call.k.device)
-        writable = torch.is_inference_mode_enabled() or not keys.is_inference()
-        if keys.shape[2] < rows or not writable:
+        if keys.shape[2] < rows or not writable(keys):
             room, held = self._room(rows), self._held
             keys, values, scores, positions = (
                 _moved(tensor[:, :, :held], room) for tensor in (keys, values, scores, positions)

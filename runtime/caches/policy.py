@@ -15,14 +15,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
-from kernels.decode import MAX_QUERIES, decode_attention
-from runtime.allocator import in_huge_pages
-from runtime.dense import dense_plan
+from kernels.dense import dense_attention
+from runtime.caches.room import with_room
 
-# Room for new tokens beyond what is needed now: at least so many, and a share of the whole.
-_ROOM = 256
-_SHARE = 8
 # What a share's product may be above a whole number by rounding: 0.1 of 30 tokens are 3.
 _ROUNDING = 1e-6
 
@@ -68,11 +63,7 @@ def attend_all(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E) and lse (B, H, Q)."""
-    if q.shape[2] <= MAX_QUERIES:
-        done = decode_attention(q, k, v, window=window, scale=scale, softcap=softcap, backend=backend)
-        return done.out, done.lse
-    index = dense_plan(q.shape[1], k.shape[1]).build(q, k, scale=scale, window=window)
-    return sparse_attention(q, k, v, index, scale=scale, softcap=softcap, return_lse=True, backend=backend)
+    return dense_attention(q, k, v, window=window, scale=scale, softcap=softcap, return_lse=True, backend=backend)
 
 
 def tokens(budget: int | float, seen: int) -> int:
@@ -130,24 +121,6 @@ class Policy(ABC):
         for name, tensor in self.tensors().items():
             setattr(made, name, tensor.index_select(0, rows.to(tensor.device)))
         return made
-
-
-def with_room(former: Tensor | None, new: Tensor, used: int, needed: int, most: int | None = None) -> Tensor:
-    """Memory (B, G, at least `needed`, D) whose first `used` tokens are those of `former`; the same where it suffices.
-
-    new: (B, G, Q, D), for its sizes and type. most: never more tokens than that.
-    """
-    if (
-        former is not None
-        and former.shape[2] >= needed
-        and (torch.is_inference_mode_enabled() or not former.is_inference())
-    ):
-        return former
-    room = needed + max(_ROOM, needed // _SHARE)
-    made = in_huge_pages(new.new_empty(*new.shape[:2], room if most is None else min(room, most), new.shape[3]))
-    if former is not None:
-        made[:, :, :used] = former[:, :, :used]
-    return made
 
 
 class Full(Policy):

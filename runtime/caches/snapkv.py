@@ -13,7 +13,8 @@ from torch import Tensor
 
 import artifacts
 from kernels.scored import scored_attention
-from runtime.caches.policy import Policy, Step, tokens, with_room
+from runtime.caches.policy import Policy, Step, tokens
+from runtime.caches.room import with_room
 
 
 class SnapKV(Policy):

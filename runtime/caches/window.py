@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.caches.policy import Policy, Step, with_room
+from runtime.caches.policy import Policy, Step
+from runtime.caches.room import with_room
 from runtime.caches.rotation import Rotation
 
 

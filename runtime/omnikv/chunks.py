@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.decode import MAX_QUERIES, decode_attention
-from kernels.index import SparseIndex, cat_sequences
+from kernels.dense import dense_attention
 from kernels.patterns.choose import best_places
-from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from runtime.omnikv.offload import OffloadedTensor
 from runtime.sharding import agreed
@@ -89,7 +87,7 @@ def attend_past(
         k, v = k.offload.chosen(past.tokens)
     else:
         k, v = (_chosen(x, past) for x in (k, v))
-    return sparse_attention(q, k, v, _index(past, q), scale=scale, softcap=softcap, backend=backend)
+    return dense_attention(q, k, v, ragged=_ragged(past), scale=scale, softcap=softcap, backend=backend)
 
 
 def _chosen(x: Tensor, past: Past) -> Tensor:
@@ -97,19 +95,14 @@ def _chosen(x: Tensor, past: Past) -> Tensor:
     return torch.cat([x.gather(2, at), x[:, :, past.k_len - past.q_len :]], dim=2)
 
 
-def _index(past: Past, q: Tensor) -> SparseIndex:
-    """Dense attention over what was chosen and the chunk, sequence by sequence where they are not all as long."""
+def _ragged(past: Past) -> Ragged | None:
+    """Where each sequence's chosen tokens and its part of the chunk lie; None where they all are as long."""
     most, before = past.tokens.shape[1], past.k_len - past.q_len
     if min(past.counts) == most:
-        return dense_index(q.shape[0], q.shape[1], past.q_len, most + past.q_len, q.device)
+        return None
     late = [min(max(first - before, 0), past.q_len) for first in past.firsts]
-    rows = [b for b, skipped in enumerate(late) if skipped < past.q_len]
-    ragged = Ragged(
-        rows=tuple(rows),
-        q_starts=tuple(late[b] for b in rows),
-        q_lens=tuple(past.q_len - late[b] for b in rows),
-        k_starts=tuple(most - past.counts[b] + late[b] for b in rows),
-        k_lens=tuple(past.counts[b] + past.q_len - late[b] for b in rows),
+    return Ragged.of(
+        (b, skipped, past.q_len - skipped, most - count + skipped, count + past.q_len - skipped)
+        for b, (skipped, count) in enumerate(zip(late, past.counts, strict=True))
+        if skipped < past.q_len
     )
-    parts = [dense_index(1, q.shape[1], *lengths, q.device) for lengths in ragged.lengths]
-    return cat_sequences(parts, ragged)

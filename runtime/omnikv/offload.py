@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from runtime.standin import StandIn
 
 
 class Row(NamedTuple):
@@ -70,7 +71,7 @@ class Offload:
         return OffloadedTensor(self, 0), OffloadedTensor(self, 1)
 
 
-class OffloadedTensor(Tensor):
+class OffloadedTensor(StandIn):
     """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.
 
     Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention asks for what it needs.
@@ -84,24 +85,13 @@ class OffloadedTensor(Tensor):
         assert offload.group.row is not None
         row, (new, batch, _) = offload.group.row, offload.rows.shape
         shape = (batch, row.heads, offload.past + new, row[1 + which])
-        rows = offload.rows
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
+        tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
         tensor.offload, tensor._which = offload, which
         return tensor
 
     def read(self) -> Tensor:
         """All of it as a plain tensor."""
         return self.offload.read()[self._which]
-
-    # Only __torch_dispatch__ is wanted: it sees the operations that composite ones come down to.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(OffloadedTensor, OffloadedTensor.read, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def on_device(tensor: Tensor) -> Tensor:

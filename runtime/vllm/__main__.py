@@ -1,15 +1,15 @@
-"""python -m runtime.vllm: would an artifact serve inside vLLM, and what is gained?"""
+"""python -m runtime.vllm check: would an artifact serve inside vLLM, and if not, why not?"""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 from artifacts.command_line import ArgumentParser, run_command
+from runtime.vllm import check
 
 _EPILOG = """\
 exit status:
-  0  it would serve; it was measured
+  0  it would serve
   1  a bug of ours, with a traceback
   2  bad input, said in one line
   3  it would not serve, with every reason
@@ -17,14 +17,8 @@ exit status:
 examples:
   python -m runtime.vllm check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
   python -m runtime.vllm check cfg.yaml --model ./model --tensor-parallel-size 4
-  python -m runtime.vllm ttft cfg.yaml --model ./model --length 8192
-  python -m runtime.vllm ttft cfg.yaml --model ./model --length 32768 --repeats 3 \\
-      --engine '{"hf_overrides": {"max_position_embeddings": 32784}}'
 """
-_VERBS = {
-    "check": ("check", "would this artifact serve that model inside vLLM, and if not, why not?"),
-    "ttft": ("first_token", "time to the first token with the artifact and without, in engines that run in turn"),
-}
+_WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
 
 def parser() -> ArgumentParser:
@@ -33,20 +27,15 @@ def parser() -> ArgumentParser:
         prog="python -m runtime.vllm", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG
     )
     verbs = p.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb, (name, what) in _VERBS.items():
-        module = import_module(f"runtime.vllm.{name}")
-        below = verbs.add_parser(verb, help=what, description=f"{what[0].upper()}{what[1:]}")
-        module.add_arguments(below)
-        below.set_defaults(module=module)
+    check.add_arguments(verbs.add_parser("check", help=_WHAT, description=f"{_WHAT[0].upper()}{_WHAT[1:]}"))
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the verb and print what it gives; returns the exit status."""
+    """Parse the command line, check and print what was found; returns the exit status."""
     given = vars(parser().parse_args(argv))
-    module = given.pop("module")
     del given["verb"]
-    outcome = module.run(module.Config(**given))
+    outcome = check.run(check.Config(**given))
     sys.stdout.write(outcome.text)
     return int(outcome.status)
 

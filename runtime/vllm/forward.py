@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from artifacts import HeadwiseError
+from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
-from runtime.attention.kernel import launch
-from runtime.attention.reasons import fault, message
+from runtime.attention.reasons import message, name_of
 from runtime.vllm.batch import Batch, Piece, is_long, pieces_of, rest_of
 from runtime.vllm.pages import Keys, Reader, given, packed, paged
 from runtime.vllm.served import Served, number_of, served
@@ -65,7 +65,7 @@ class SparseImpl(_Parent):
                 keys = self._keys(layer, batch, piece, key, value, kv_cache)
                 self._attend(layer, plan, query[piece.rows], keys, output[piece.rows])
         except Exception as error:
-            why = str(error) if isinstance(error, HeadwiseError) else fault(error)
+            why = str(error) if isinstance(error, HeadwiseError) else name_of(error)
             if why is None:
                 raise
             self._served.refuse(why if isinstance(error, HeadwiseError) else f"{why}: {message(error)}")
@@ -79,7 +79,7 @@ class SparseImpl(_Parent):
         assert self._served is not None
         q = query.transpose(0, 1)[None]
         index = plan.build(q, keys.dense, scale=self.scale)
-        launch(
+        sparse_attention(
             *(q, keys.k, keys.v, index),
             sinks=getattr(self, "sinks", None),
             scale=self.scale,

@@ -42,12 +42,14 @@ class Limits:
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
         """Why the tasks lose too much, the worst of them; None where none does."""
-        worst = self.worst(tasks)
-        return None if worst is None else worst[1]
+        faults = [fault for task in tasks for fault in self._faults(task)]
+        return max(faults)[1] if faults else None
 
-    def worst(self, tasks: Sequence[TaskLoss]) -> tuple[float, str] | None:
-        """(how many times a limit the worst task loses, why); None where none loses too much."""
-        return max((fault for task in tasks for fault in self._faults(task)), default=None)
+    def strain(self, tasks: Sequence[TaskLoss]) -> float:
+        """How many times its limit of KL or perplexity the worst task has: these two go smoothly with the budget."""
+        kl = [task.kl / self.kl for task in tasks if self.kl is not None]
+        rises = [task.perplexity - 1 for task in tasks if task.perplexity is not None]
+        return max([0.0, *kl, *(rise / self.perplexity for rise in rises if self.perplexity is not None)])
 
     def _faults(self, task: TaskLoss) -> list[tuple[float, str]]:
         """(how many times the limit, why)."""

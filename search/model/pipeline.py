@@ -48,9 +48,10 @@ from search.model.timing import line_through, time_candidates, time_layers
 _LONGEST = 8192
 # Budgets of the front's other points, as shares of what is spent.
 _FRONT = (0.5, 2.0)
-# Where the gate fails: so many times the budget, least and most, so often. Losses go with a higher power of the budget
-# than the third, so that a step seldom goes too far.
+# Where the gate fails: so many times the budget, least and most, so often.
 _STEPS, _ROUNDS = (1.25, 2.0), 8
+# What such a step is to come to, as a share of the limit; losses fall with this power of the budget (SmolLM2: 3.8).
+_AIM, _POWER = 0.8, 4
 # Layers on which allocations are timed to see what mixing kinds of patterns adds.
 _TIMED = 6
 # Raised where the same unit would have another value.
@@ -326,9 +327,8 @@ class _Search:
         chosen, spent, rounds, said, chosen_on = Point(allocation=like, tasks=best.tasks), total, 0, None, None
         reference, reports = calibration, False
         while True:
-            worst = limits.worst(chosen.tasks)
-            if worst is not None:
-                times, fault = worst
+            fault = limits.fault(chosen.tasks)
+            if fault is not None:
                 said = said or fault
                 if rounds == _ROUNDS or spent >= heads.total(1.0):
                     raise Finding(
@@ -337,7 +337,8 @@ class _Search:
                     )
                 rounds += 1
                 # As much as all of attention costs is the last thing to try.
-                spent = min(spent * float(np.clip(times ** (1 / 3), *_STEPS)), heads.total(1.0))
+                step = float(np.clip((limits.strain(chosen.tasks) / _AIM) ** (1 / _POWER), *_STEPS))
+                spent = min(spent * step, heads.total(1.0))
                 more = self._other(heads, like, spent, like.tail)
                 assert more is not None, "it is more than what was spent before"
                 chosen, reports = replace(chosen, allocation=more), False

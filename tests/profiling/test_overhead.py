@@ -37,7 +37,12 @@ def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["plain_s"] > 0
         assert set(row["ratios"]) == ({"applied", "by kernel"} if row["what"] == "decode" else {"applied"})
         assert all(0 < ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in row["ratios"].values())
-    assert [part["what"] for part in found["python"]] == ["sdpa, no artifact", "by kernel", "sdpa"]
+    assert [part["what"] for part in found["python"]] == [
+        "sdpa, no artifact",
+        "by kernel",
+        "sdpa",
+        "sparse prefill",
+    ]
     assert all(part["microseconds"] > 0 and part["own"] >= 0 for part in found["python"])
 
 

@@ -30,13 +30,14 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if _is_plain(leaf):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in given:
-                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self.largest = max(self.largest, storage.nbytes())
-        self.peak = max(self.peak, self.now)
+        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if _is_plain(leaf)]
+        for storage in made:
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
+        # Only what is made can make it more.
+        if any(storage._cdata not in given for storage in made):
+            self.peak = max(self.peak, self.now)
         return result
 
 

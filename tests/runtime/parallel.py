@@ -1,7 +1,7 @@
 """One of the processes of test_parallel.py: serves a tiny model that is sharded over all of them.
 
-torchrun --nproc-per-node 2 parallel.py FOLDER: for each cfg file in FOLDER the greedy tokens, by the first process,
-and the logits of the prompt's last tokens, by each.
+torchrun --nproc-per-node 2 parallel.py 2 FOLDER ...: for each cfg file in a FOLDER the greedy tokens, by the first
+process, and the logits of the prompt's last tokens, by each.
 """
 
 from __future__ import annotations
@@ -25,10 +25,20 @@ from runtime.low_memory import tiles
 def main() -> None:
     # A process that aborts says where.
     faulthandler.enable()
-    folder, size = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     # Of which the prompt has several.
     tiles.TOKENS["cpu"] = 48
+    for folder in sys.argv[2:]:
+        answer(Path(folder), int(sys.argv[1]))
+    # Nobody leaves while another still talks to it, and gloo's threads are not there to see the interpreter go.
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def answer(folder: Path, size: int) -> None:
+    """Serve what is in a folder over so many processes."""
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", distributed_config=DistributedConfig(tp_size=size), dtype=torch.float32
     )
@@ -53,11 +63,6 @@ def main() -> None:
             answers[config.stem] = {"error": str(error)}
     if dist.get_rank() == 0:
         (folder / "answers.json").write_text(json.dumps(answers))
-    # Nobody leaves while another still talks to it, and gloo's threads are not there to see the interpreter go.
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_static_cache_slots_beyond_the_prompt_are_not_seen(chunks, build, apply,
 def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(build, apply, ids, monkeypatch):
     model, prompt = build(), ids(300)
     expected = chunked(model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320))
-    monkeypatch.setattr("kernels.dispatch.why_not", lambda *qkv: {"cpu": "no compiler", "reference": None})
+    monkeypatch.setattr("kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler")
     with apply(model, backend="auto"):
         found = chunked(model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320))
     assert torch.equal(found, expected)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense, dense
+from runtime import Headwise, apply_dense, dense, measured
 from tests.runtime.omnikv import CLOSE
 
 BY_KERNEL = "dense by kernel"
@@ -23,7 +23,7 @@ BY_KERNEL = "dense by kernel"
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing is known yet, and what is found out goes to a folder of the test's own."""
-    monkeypatch.setattr(dense, "_folder", lambda: tmp_path / "cache" / "dense")
+    monkeypatch.setattr(measured, "folder", lambda: tmp_path / "cache" / "dense")
     monkeypatch.setattr(dense, "_known", {})
     yield tmp_path / "cache" / "dense"
 
@@ -97,7 +97,7 @@ def test_a_file_that_says_nothing_is_measured_again(folder: Path, monkeypatch: A
 
 def test_a_folder_that_cannot_be_written_costs_no_more_than_a_measurement(monkeypatch: Any, faster: Any) -> None:
     faster("kernel")
-    monkeypatch.setattr(dense, "_folder", lambda: Path("/proc/nothing"))
+    monkeypatch.setattr(measured, "folder", lambda: Path("/proc/nothing"))
     assert dense.faster(*made(1024, 1024)) == "kernel"
 
 
@@ -135,7 +135,7 @@ def test_prefills_go_through_the_faster(family: str, build: Any, artifact_for: A
     for by, count in (("kernel", full), ("sdpa", 0)):
         faster(by)
         dense._known.clear()
-        for file in dense._folder().glob("*"):
+        for file in measured.folder().glob("*"):
             file.unlink()
         with Headwise(artifact_for(model, rows=rows)).apply(model) as handle:
             torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
@@ -205,7 +205,7 @@ def test_windows_wait_until_a_device_has_passed_its_check(build: Any, artifact_f
     dense._known.clear()
     faster("sdpa", right=True)
     assert dense.right(q, k, v)
-    for file in dense._folder().glob("*"):
+    for file in measured.folder().glob("*"):
         file.unlink()
     dense._known.clear()
     faster("sdpa", right=False)

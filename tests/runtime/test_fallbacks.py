@@ -143,7 +143,7 @@ def test_a_position_bias_is_dense(build, apply, ids, warnings):
 def test_no_fast_kernel_is_dense_and_named(build, apply, ids, warnings, monkeypatch):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
-    monkeypatch.setattr("kernels.dispatch.why_not", lambda *qkv: {"cpu": "no compiler", "reference": None})
+    monkeypatch.setattr("kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler")
     with apply(model, backend="auto") as handle:
         assert torch.equal(model(prompt).logits, expected)
         assert handle.stats()["sparse"] == 0

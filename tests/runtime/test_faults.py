@@ -15,7 +15,7 @@ from artifacts import HeadwiseError
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
 from runtime import Headwise
-from runtime.attention.reasons import fault, message
+from runtime.attention.reasons import message, name_of
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
@@ -105,8 +105,8 @@ def test_words_are_few_and_messages_one_line() -> None:
         pass
 
     OutOfResources.__module__ = "triton.runtime.errors"
-    assert fault(OutOfResources("shared memory")) == "a kernel failed with OutOfResources"
-    assert fault(HeadwiseError("a mistake")) is None and fault(ValueError("a mistake")) is None
+    assert name_of(OutOfResources("shared memory")) == "a kernel failed with OutOfResources"
+    assert name_of(HeadwiseError("a mistake")) is None and name_of(ValueError("a mistake")) is None
     assert message(RuntimeError("one\ntwo")) == "one" and message(RuntimeError()) == "no message"
     assert len(message(RuntimeError("x" * 1000))) <= 200 and "\x1b" not in message(RuntimeError("\x1b[31m"))
 

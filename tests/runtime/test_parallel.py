@@ -19,11 +19,12 @@ from tests.runtime.omnikv import DECODE
 _ROOT = Path(__file__).parents[2]
 
 
-def _run(folder: Path, size: int) -> dict[str, Any]:
+def _run(size: int, *folders: Path) -> list[dict[str, Any]]:
+    """The answers to what is in each folder, by processes that are started once."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
-            *(str(_ROOT / "tests/runtime/parallel.py"), str(folder), str(size)),
+            *(str(_ROOT / "tests/runtime/parallel.py"), str(size), *map(str, folders)),
         ],
         cwd=_ROOT,
         env={**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"},
@@ -32,12 +33,13 @@ def _run(folder: Path, size: int) -> dict[str, Any]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    answers: dict[str, Any] = json.loads((folder / "answers.json").read_text())
-    return answers
+    return [json.loads((folder / "answers.json").read_text()) for folder in folders]
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids: Any, tmp_path: Path) -> None:
+def test_two_processes_give_the_tokens_of_one_and_refuse_heads_that_do_not_divide(
+    build: Any, artifact_for: Any, ids: Any, tmp_path: Path
+) -> None:
     # transformers 5.16 and older shard a vocabulary only if it divides.
     sizes = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 98}
     model, prompt = build("Llama", **sizes), ids(200, batch=2)
@@ -71,7 +73,10 @@ def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids
             with torch.no_grad():
                 logits[name] = model(prompt, past_key_values=handle.new_cache(), logits_to_keep=16).logits
     assert expected["sparse"]["stats"]["sparse"] == 6 and expected["omnikv"]["stats"]["decode"] > 0
-    assert _run(tmp_path, 2) == expected
+    found, refused = _run(2, tmp_path, _indivisible(build, artifact_for, tmp_path / "indivisible"))
+    assert found == expected
+    error = refused["cfg"]["error"]
+    assert "2 query and 1 KV heads do not divide among 2 processes: use a number that divides both" in error
     for name, one in logits.items():
         for rank in range(2):
             several = torch.load(tmp_path / f"{name}.{rank}.pt")
@@ -79,12 +84,11 @@ def test_two_processes_give_the_tokens_of_one(build: Any, artifact_for: Any, ids
             assert (several - one).abs().max() <= 1e-5 * one.abs().max()
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-def test_heads_that_do_not_divide_are_refused(build: Any, artifact_for: Any, tmp_path: Path) -> None:
+def _indivisible(build: Any, artifact_for: Any, folder: Path) -> Path:
+    """A folder with a model whose heads do not divide among two processes, and an artifact for it."""
     # transformers itself shards such projections unevenly and fails in the forward.
     model = build("Llama", num_attention_heads=2, num_key_value_heads=1, vocab_size=98)
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "prompt.json").write_text(json.dumps([[3] * 8]))
-    artifacts.save(artifact_for(model), tmp_path / "cfg.yaml")
-    error = _run(tmp_path, 2)["cfg"]["error"]
-    assert "2 query and 1 KV heads do not divide among 2 processes: use a number that divides both" in error
+    model.save_pretrained(folder / "model")
+    (folder / "prompt.json").write_text(json.dumps([[3] * 8]))
+    artifacts.save(artifact_for(model), folder / "cfg.yaml")
+    return folder

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense, dense, warm_up
+from runtime import Headwise, apply_dense, dense, measured, warm_up
 
 
 def test_dense_attention_is_measured_before_the_first_request(
     build: Any, artifact_for: Any, ids: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(dense, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(measured, "folder", lambda: tmp_path)
     monkeypatch.setattr(dense, "_known", {})
     model, prompt = build(max_position_embeddings=2048), ids(1100)
     with Headwise(artifact_for(model, rows=[None, None])).apply(model, watch=True) as handle:

@@ -195,7 +195,7 @@ def test_what_fails_sparsely_with_low_memory_makes_no_mask(
         raise MemoryError
 
     monkeypatch.setattr(masks, "LARGE", 1)
-    monkeypatch.setattr("runtime.attention.function._sparse", fails)
+    monkeypatch.setattr("runtime.attention.function._by_patterns", fails)
     made: list[bool] = []
     once = PrefillMask._once
     monkeypatch.setattr(PrefillMask, "_once", lambda self, skip: made.append(skip) or once(self, skip))

@@ -1,4 +1,4 @@
-"""python -m runtime.vllm ttft on a tiny model: what it prints, never how fast that was."""
+"""python -m profiling.first_token on a tiny model: what it prints, never how fast that was."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import artifacts
-from runtime.vllm.__main__ import main
+from profiling.first_token import main
 
 _ENGINE = json.dumps({"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True})
 
 
 def test_both_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["ttft", artifact(), "--model", model, "--length", "400", "--repeats", "2", "--engine", _ENGINE]
+    command = [artifact(), "--model", model, "--length", "400", "--repeats", "2", "--engine", _ENGINE]
     assert main(command) == 0
     dense, sparse, ratio, record = capsys.readouterr().out.splitlines()[-4:]
     assert dense.startswith("dense ") and sparse.startswith("artifact ")
@@ -25,6 +25,6 @@ def test_both_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFix
 
 
 def test_no_speed_where_nothing_was_sparse(model: str, artifact: Any) -> None:
-    command = ["ttft", artifact(), "--model", model, "--length", "100", "--repeats", "1", "--engine", _ENGINE]
+    command = [artifact(), "--model", model, "--length", "100", "--repeats", "1", "--engine", _ENGINE]
     with pytest.raises(artifacts.HeadwiseError, match="no prefill of 100 tokens was sparse"):
         main(command)

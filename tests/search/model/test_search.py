@@ -176,8 +176,8 @@ def test_held_out_prompts_that_raise_the_budget_do_not_report(
     evidence = artifacts.load(found).evidence
     assert evidence is not None
     # The calibration prompts pass, the first held-out ones fail, and from there on all pass.
-    verdicts = iter([None, (1.5, "prose: too much is lost")])
-    monkeypatch.setattr(Limits, "worst", lambda self, tasks: next(verdicts, None))
+    verdicts = iter([None, "prose: too much is lost"])
+    monkeypatch.setattr(Limits, "fault", lambda self, tasks: next(verdicts, None))
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out)) == 0
     (artifact, arrays) = artifacts.load_pair(out)

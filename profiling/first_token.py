@@ -1,4 +1,7 @@
-"""python -m runtime.vllm ttft: time to the first token with an artifact and without, in engines that run in turn."""
+"""python -m profiling.first_token: time to the first token in vLLM, with an artifact and without.
+
+Both engines are asked for the first token of the same random prompts; docs/vllm.md has figures.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -17,8 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser
-from artifacts.commands import Outcome
+from artifacts.command_line import ArgumentParser, run_command
 from runtime.vllm.check import count
 from runtime.vllm.options import KEY
 
@@ -36,23 +39,25 @@ class Config:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """The options of the command, by the names of Config."""
-    arguments.add_artifact(parser, dest="file")
-    arguments.add_model(parser, "the model as vLLM is given it: a folder or a name")
-    parser.add_argument("--length", type=count, default=8191, metavar="N", help="tokens of a prompt (default 8191)")
-    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
-    arguments.add_seed(parser, help="of the prompts, which are random tokens (default 0)")
-    parser.add_argument(
+def parser() -> ArgumentParser:
+    """The command line, by the names of Config."""
+    made = ArgumentParser(prog="python -m profiling.first_token", description=__doc__)
+    arguments.add_artifact(made, dest="file")
+    arguments.add_model(made, "the model as vLLM is given it: a folder or a name")
+    arguments.add_length(made, "tokens of a prompt (default %(default)s)", default=Config.length)
+    made.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
+    arguments.add_seed(made, help="of the prompts, which are random tokens (default 0)")
+    made.add_argument(
         "--engine",
         type=_settings,
         default={},
         metavar="JSON",
         help="""settings of both engines: '{"dtype": "float32"}'""",
     )
+    return made
 
 
-def run(config: Config) -> Outcome:
+def run(config: Config) -> str:
     """A line for each engine, the ratio, and one line of JSON.
 
     Raises:
@@ -73,7 +78,7 @@ def run(config: Config) -> Outcome:
         served = sparse.ask(None)
     if not served.get("prefills", {}).get("sparse"):
         raise HeadwiseError(f"no prefill of {config.length} tokens was sparse: {served or 'no artifact was at work'}")
-    return Outcome(text=_told(config, seconds, served))
+    return _told(config, seconds, served)
 
 
 def _told(config: Config, seconds: dict[str, list[float]], served: dict[str, Any]) -> str:
@@ -177,3 +182,13 @@ def _settings(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
     return given
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point: a table, and one line of JSON."""
+    sys.stdout.write(run(Config(**vars(parser().parse_args(argv)))))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
