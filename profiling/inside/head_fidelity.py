@@ -70,8 +70,14 @@ def layer_fidelity(
         dense: what dense_attention returned for the layer, None to compute it.
         backend: as for kernels.attention.sparse_attention.
     """
+    return index_fidelity(inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), dense=dense, backend=backend)
+
+
+def index_fidelity(
+    inputs: LayerInputs, index: SparseIndex, *, dense: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
+) -> Fidelity:
+    """The same of an index that is built."""
     heads = range(inputs.q.shape[1])
-    index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
     expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
     found, lse = attend(inputs, index, backend)
     error = np.empty(len(heads), dtype=np.float32)

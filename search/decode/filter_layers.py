@@ -136,34 +136,24 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
     if np.isnan(cost[places][np.triu_indices(n, 1)]).any():
         raise HeadwiseError("the similarity profile lacks values of full-attention layers: measure it again")
     run = _runs(cost[places], full, rules.adjacent)
-    # best[c][u, b]: the cost of all before place b, which is filter number c + 1, if u of those attend to everything.
-    first = np.full((full, n), np.inf)
-    for place in range(rules.dense_first, full):
-        first[place, place] = 0
-    best = [first]
-    before: list[dict[tuple[int, int], tuple[int, int, int]]] = [{}]
+    # best[a, u]: the cost from a filter at place a on, with u layers behind it that attend to everything: so far with
+    # no further filter, then with one more at most in each turn. after: place of that filter, dense layers up to it.
+    best = run[:, :, n].T
+    after: list[dict[tuple[int, int], tuple[int, int]]] = []
     for _ in range(1, min(rules.most, full)):
-        table, origin = np.full((full, n), np.inf), {}
-        for u, a in np.argwhere(np.isfinite(best[-1])):
-            # One more for the filter at a, and d dense ones up to the next.
-            for d in range(full - u - 1):
-                values = best[-1][u, a] + run[d, a, :n]
-                for b in np.flatnonzero(values < table[u + 1 + d]):
-                    table[u + 1 + d, b] = values[b]
-                    origin[int(u) + 1 + d, int(b)] = int(u), int(a), d
-        best.append(table)
-        before.append(origin)
+        more, origin = run[:, :, n].T.copy(), {}
+        for a, u in np.ndindex(n, full):
+            ways = run[:u, a, :n] + best[:, :u][:, ::-1].T
+            if u and ways.min() < more[a, u]:
+                d, b = divmod(int(ways.argmin()), n)
+                more[a, u], origin[a, u] = ways[d, b], (b, d)
+        best = more
+        after.append(origin)
     choices: list[Choice] = []
-    for count in range(1, full + 1):
-        options = [
-            (table[u, a] + run[count - u - 1, a, n], c, u, int(a))
-            for c, table in enumerate(best)
-            for u in range(count)
-            for a in np.flatnonzero(np.isfinite(table[u]))
-        ]
-        if options and np.isfinite((least := min(options))[0]):
-            _, c, u, a = least
-            choices.append(_traced(cost[places], layers, before, (c, u, a, count - u - 1), rules.adjacent))
+    for count in range(rules.dense_first + 1, full + 1):
+        first = min(range(rules.dense_first, count), key=lambda a: best[a, count - 1 - a])
+        if np.isfinite(best[first, count - 1 - first]):
+            choices.append(_traced(cost[places], layers, after, first, count - 1 - first, rules.adjacent))
     return choices
 
 
@@ -184,23 +174,24 @@ def _runs(cost: np.ndarray, full: int, adjacent: bool) -> np.ndarray:
 def _traced(
     cost: np.ndarray,
     layers: Sequence[int],
-    before: Sequence[dict[tuple[int, int], tuple[int, int, int]]],
-    last: tuple[int, int, int, int],
+    after: Sequence[dict[tuple[int, int], tuple[int, int]]],
+    first: int,
+    behind: int,
     adjacent: bool,
 ) -> Choice:
-    """The choice whose last filter, number c + 1, is at place a behind u layers that see everything and before d."""
-    (c, u, a, d), end = last, len(layers)
-    filters, dense = [a], []
-    while True:
+    """The choice whose first filter is at place `first`, with so many layers behind it that attend to everything."""
+    a, u, filters, dense = first, behind, [first], list(range(first))
+    # Of the turns the last one knows of the most filters.
+    for origin in [*reversed(after), {}]:
+        end, d = origin.get((a, u), (len(layers), u))
         spared = int(adjacent and a + 1 < end)
-        served = sorted(range(a + 1 + spared, end), key=lambda j: -cost[a, j])
+        served = sorted(range(a + 1 + spared, end), key=lambda j: -cost[filters[-1], j])
         dense += [*range(a + 1, a + 1 + spared), *served[: d - spared]]
-        if c == 0:
+        if end == len(layers):
             break
-        end, (u, a, d), c = a, before[c][u, a], c - 1
-        filters.append(a)
-    dense += range(a)
-    return Choice(tuple(layers[p] for p in sorted(filters)), tuple(layers[p] for p in sorted(dense)))
+        filters.append(end)
+        a, u = end, u - 1 - d
+    return Choice(tuple(layers[p] for p in filters), tuple(layers[p] for p in sorted(dense)))
 
 
 def _listed(layers: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays, update
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays
 from artifacts.files import check_writable
-from artifacts.sections import with_seen
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
@@ -21,6 +20,7 @@ from profiling.similarities.layer_similarity import SimilarityConfig, measure, p
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers
+from search.common.amending import amend
 from search.decode.filter_layers import (
     Choice,
     Rules,
@@ -120,7 +120,14 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others))
         for prompt in chain.from_iterable(others.values()):
             seen.add(prompt)
-        written = _write(config, artifact, found, seen)
+        written = amend(
+            config.config,
+            config.out,
+            artifact.model,
+            lambda now: with_filters(now, config, found),
+            _arrays(found),
+            seen,
+        )
         ledger.remove()
     return written, found
 
@@ -157,16 +164,6 @@ def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen) -> dict[st
         task.name: held_out([name], tokenizer, length=prompt_length(measured, task), **how)
         for name, task in tasks.items()
     }
-
-
-def _write(config: FilterSearch, artifact: Artifact, found: Found, seen: Seen) -> Artifact:
-    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
-        # Measuring took a while, and other commands write into the same file.
-        if now.model != artifact.model:
-            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_seen(with_filters(now, config, found), _arrays(arrays, found), seen.digests)
-
-    return update(config.config, change, out=config.out)
 
 
 def choose(config: FilterSearch, profile: Profile) -> Choice:
@@ -234,9 +231,9 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
     return artifact.model_copy(update={"decode": Decode(omnikv=section)})
 
 
-def _arrays(arrays: Mapping[str, Array], found: Found) -> dict[str, Array]:
+def _arrays(found: Found) -> dict[str, Array]:
     measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()}
-    return {**arrays, **{name: array.astype(np.float32) for name, array in measured.items()}}
+    return {name: array.astype(np.float32) for name, array in measured.items()}
 
 
 def report(found: Found) -> str:

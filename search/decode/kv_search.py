@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
-from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, load_arrays, update
+from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, load_arrays
 from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
-from artifacts.sections import with_seen
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_section
 from profiling.ledger import Ledger
@@ -26,6 +25,7 @@ from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.divergence import Divergence, divergence
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, window_of
+from search.common.amending import amend
 from search.model.hulls import spend
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ def run(config: KVSearch) -> tuple[Artifact, Found]:
         # What decided does not report.
         searched, evenly = compare(loaded, [section, even], reporting, config.forced, ledger)
         found = Found(section=section, share=used, better=better, searched=searched, even=evenly, curves=curves)
-        written = _write(config, artifact, found, found.section if better else even, seen)
+        better_one = section if better else even
+        written = amend(
+            config.config, config.out, artifact.model, lambda now: with_cache(now, better_one), _arrays(curves), seen
+        )
         ledger.remove()
     return written, found
 
@@ -104,16 +107,6 @@ def _settings(config: KVSearch, artifact: Artifact) -> dict[str, Any]:
     names = ("length", "seed", "dtype", "device")
     model = {"model": artifact.model.name, "weights": artifact.model.weights_sha256}
     return {**model, **{name: getattr(config, name) for name in names}}
-
-
-def _write(config: KVSearch, artifact: Artifact, found: Found, section: KVCache, seen: Seen) -> Artifact:
-    def change(now: Artifact, arrays: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
-        # Measuring took a while, and other commands write into the same file.
-        if now.model != artifact.model:
-            raise HeadwiseError(f"{config.config}: was replaced meanwhile by an artifact of another model: start again")
-        return with_seen(with_cache(now, section), {**arrays, **_arrays(found.curves)}, seen.digests)
-
-    return update(config.config, change, out=config.out)
 
 
 def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple[KVCache, float]:

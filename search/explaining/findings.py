@@ -49,6 +49,12 @@ class Trial:
     flops: float | None = None
 
     @property
+    def measured(self) -> dict[str, float]:
+        """What is known, by name."""
+        known = {name: getattr(self, name) for name in (*MEASURES, *_OPTIONAL)}
+        return {name: value for name, value in known.items() if value is not None}
+
+    @property
     def loss(self) -> float:
         """The objective, else the change of the residual stream, else the squared error: what adds up over heads."""
         return next(lost for lost in (self.objective, self.change, self.error**2) if lost is not None)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from artifacts import Pattern as ArtifactPattern
-from artifacts import pattern_name
 from kernels.patterns import LayerPlan, Pattern
-from search.common.recording import as_artifact_pattern
+from search.common.scores import Rows, picked, rows_of
 from search.model.curves import Curves
 from search.model.hulls import Spent, spend
 
@@ -44,9 +43,7 @@ class Allocation:
 
     def pick(self, values: np.ndarray) -> np.ndarray:
         """(L, H) of (L, H, C): each head's with what it got, NaN in layers left alone."""
-        taken = np.take_along_axis(values, np.maximum(self.chosen, 0)[..., None], axis=-1)[..., 0]
-        found: np.ndarray = np.where(self.chosen < 0, np.nan, taken)
-        return found
+        return picked(values, self.chosen)
 
     def plans(self, candidates: Sequence[Pattern], num_kv_heads: int) -> dict[int, LayerPlan]:
         """The plan of each layer that has patterns."""
@@ -56,20 +53,9 @@ class Allocation:
             if row[0] >= 0
         }
 
-    def rows(
-        self, candidates: Sequence[Pattern]
-    ) -> tuple[tuple[tuple[str, ...] | None, ...], dict[str, ArtifactPattern]]:
-        """An artifact's rows of pattern names, None for a layer left alone, and the patterns that they name."""
-        rows: list[tuple[str, ...] | None] = []
-        patterns: dict[str, ArtifactPattern] = {}
-        for layer in self.chosen:
-            if layer[0] < 0:
-                rows.append(None)
-                continue
-            named = [as_artifact_pattern(candidates[c]) for c in layer]
-            patterns.update({pattern_name(pattern): pattern for pattern in named})
-            rows.append(tuple(pattern_name(pattern) for pattern in named))
-        return tuple(rows), patterns
+    def rows(self, candidates: Sequence[Pattern]) -> tuple[Rows, dict[str, ArtifactPattern]]:
+        """An artifact's rows of pattern names, and the patterns that they name."""
+        return rows_of(None if row[0] < 0 else [candidates[c] for c in row] for row in self.chosen)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

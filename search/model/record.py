@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,7 @@ from profiling.prompts.held_out import Seen
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from profiling.speed.cost_table import embed
-from search.common.recording import as_artifact_pattern, tool_version
+from search.common.scores import as_artifact_pattern, score_arrays, tool_version, winners
 from search.model.allocation import Allocation, Heads
 from search.model.config import ModelSearch
 from search.model.costs import Costs
@@ -221,8 +220,6 @@ def _front(outcome: Outcome, timings: Timings | None) -> list[tuple[FrontPoint, 
 
 def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
     config, curves = outcome.config, outcome.heads.curves[chosen.tail]
-    served = chosen.chosen >= 0
-    kinds = Counter(outcome.patterns[c].kind for c in chosen.chosen[served])
     return SearchInfo(
         tool_version=tool_version(),
         command=config.command or "search.heads",
@@ -247,7 +244,7 @@ def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
             recall=min(1.0, float(np.nanmean(chosen.pick(curves.recall)))),
             error=float(np.nanmean(chosen.pick(curves.error))),
             density=min(1.0, float(np.nanmean(chosen.pick(outcome.density(chosen.tail))))),
-            winners=dict(kinds.most_common()),
+            winners=winners(*chosen.rows(outcome.patterns)),
         ),
     )
 
@@ -324,13 +321,9 @@ def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
         "density": outcome.density(chosen.tail),
         outcome.costs.unit: outcome.heads.costs[chosen.tail],
     }
-    arrays: dict[str, np.ndarray] = {"chosen.candidate": chosen.chosen.astype(np.int32)}
-    arrays["allocation.weight"] = chosen.weight.astype(np.float64)
-    arrays["allocation.price"] = np.full(len(chosen.weight), chosen.price)
-    for name, values in measures.items():
-        arrays[f"chosen.{name}"] = chosen.pick(values).astype(np.float32)
-    for c, pattern in enumerate(outcome.patterns):
-        label = pattern_name(as_artifact_pattern(pattern))
-        for name, values in measures.items():
-            arrays[f"candidates.{c}.{label}.{name}"] = values[..., c].astype(np.float32)
-    return arrays
+    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.patterns]
+    return {
+        **score_arrays(chosen.chosen, names, measures),
+        "allocation.weight": chosen.weight.astype(np.float64),
+        "allocation.price": np.full(len(chosen.weight), chosen.price),
+    }

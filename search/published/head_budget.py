@@ -7,7 +7,7 @@ run through the kernels that will serve, and the one nearest to dense attention'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.common.serving import serving_backend
-from search.published.choose import mean_scores
 from search.published.config import DEFAULT_BUDGET, DENSE_TAIL, HeadSearch
-from search.published.record import Finding, build_artifact
-from search.published.score import Score, score_layer
+from search.published.record import build_artifact
+from search.published.score import Scores, mean_scores, score_layer
 from search.published.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
 
 
@@ -48,10 +47,11 @@ def run(config: HeadSearch) -> Artifact:
 
 def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> Artifact:
     """The search on a model that is loaded and fingerprinted; `config` has no defaults left open."""
+    backend = serving_backend(config.backend, model, config.dtype, config.device)
+    config = replace(config, backend=backend)
     assert config.length is not None and config.budget is not None and config.calibration is not None
     dense_tail = _dense_tail(config)
     target = target_tiles(config.budget, config.length, dense_tail)
-    backend = serving_backend(config.backend, model, config.dtype, config.device)
     prompts = make_prompts(
         config.calibration, loaded.tokenizer, length=config.length, samples=config.samples, seed=config.seed
     )
@@ -69,15 +69,15 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
         with phase("layers", model.num_layers * len(prompts), "layers") as shown:
             for sample, prompt in enumerate(prompts):
                 _score_prompt(config, loaded, prompt, sample, families, target, ledger, shown)
-        findings = [_finding(ledger, layer, len(prompts)) for layer in range(model.num_layers)]
-        if not any(finding.heads for finding in findings):
+        layers = [_layer(ledger, layer, len(prompts)) for layer in range(model.num_layers)]
+        if all(scores is None for scores in layers):
             raise HeadwiseError(f"every layer of {model.name} slides over a window already: there is nothing to search")
         artifact = build_artifact(
             config,
             model,
             calibration,
             families,
-            findings,
+            layers,
             target_density=target / target_tiles("1", config.length, 0),
             kernel_backend=backend,
             windows=windows,
@@ -166,12 +166,9 @@ def _score_prompt(
             return
         if inputs.sinks is not None:
             raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no kernel serves yet")
-        settled = None
-        if sample:
-            first = ledger.get(ledger.unit(f"layer 0.{inputs.layer}"))["heads"]
-            settled = [[score["sizes"] for score in head] for head in first]
-        scores = score_layer(inputs, families, target, _dense_tail(config), settled, backend=config.backend)
-        ledger.put(unit, {"heads": [[asdict(score) for score in head] for head in scores]})
+        settled = ledger.get(ledger.unit(f"layer 0.{inputs.layer}"))["sizes"] if sample else None
+        tail = _dense_tail(config)
+        ledger.put(unit, score_layer(inputs, families, target, tail, settled, backend=config.backend))
         shown.update()
 
     # No pass over a prompt whose layers are all finished.
@@ -184,10 +181,7 @@ def _score_prompt(
     ledger.put(through, True)
 
 
-def _finding(ledger: Ledger, layer: int, samples: int) -> Finding:
-    """A layer's scores averaged over the prompts; none for a layer that slides or has no attention."""
-    records = [ledger.get(ledger.unit(f"layer {sample}.{layer}")) for sample in range(samples)]
-    if records[0] is None or "slides" in records[0]:
-        return Finding(layer=layer, heads=())
-    parsed = [[[Score(**score) for score in head] for head in record["heads"]] for record in records]
-    return Finding(layer=layer, heads=tuple(mean_scores(s) for s in zip(*parsed, strict=True)))
+def _layer(ledger: Ledger, layer: int, samples: int) -> Scores | None:
+    """A layer's scores averaged over the prompts; None for a layer that slides or has no attention."""
+    found = [ledger.get(ledger.unit(f"layer {sample}.{layer}")) for sample in range(samples)]
+    return None if found[0] is None or "slides" in found[0] else mean_scores(found)

@@ -1,29 +1,18 @@
-"""From findings to the artifact: patterns by name, a row for each layer, every candidate's scores in the sidecar."""
+"""From scores to the artifact: patterns by name, a row for each layer, every candidate's scores in the sidecar."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 
-from artifacts import Artifact, Calibration, ModelInfo, Prefill, SearchInfo, Summary, pattern_name, window_arrays
+from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo, Prefill, SearchInfo, Summary, window_arrays
 from artifacts.sections import save_searched
-from search.common.recording import as_artifact_pattern, tool_version
+from search.common.scores import rows_of, score_arrays, tool_version, winners
 from search.explaining.findings import MEASURES
-from search.published.choose import Choice, best_single_kind, choose_layer, winners
 from search.published.config import HeadSearch
-from search.published.score import Score
+from search.published.score import Scores, best_single_kind, choose
 from search.published.space import Family
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A layer's scores [head][candidate] averaged over the prompts; no heads where the layer is left alone."""
-
-    layer: int
-    heads: tuple[Sequence[Score], ...]
 
 
 def build_artifact(
@@ -31,7 +20,7 @@ def build_artifact(
     model: ModelInfo,
     calibration: Calibration,
     families: Sequence[Family],
-    findings: Sequence[Finding],
+    layers: Sequence[Scores | None],
     *,
     target_density: float,
     kernel_backend: str,
@@ -39,22 +28,18 @@ def build_artifact(
 ) -> Artifact:
     """Choose a pattern for every head and write the artifact with its sidecar to `config.out`.
 
+    layers: scores (H, C) averaged over the prompts, None for a layer left alone.
     windows: digests of what was looked at, as profiling.prompts.held_out.Seen has them.
     """
     assert config.budget is not None and config.dense_below is not None and config.dense_tail is not None
-    rows: list[tuple[str, ...] | None] = []
-    chosen: list[Choice] = []
-    patterns = {}
-    for finding in findings:
-        if not finding.heads:
-            rows.append(None)
-            continue
-        layer = choose_layer(finding.layer, finding.heads, families)
-        chosen += layer
-        named = [as_artifact_pattern(choice.pattern) for choice in layer]
-        patterns.update({pattern_name(pattern): pattern for pattern in named})
-        rows.append(tuple(pattern_name(pattern) for pattern in named))
-    searched = [scores for finding in findings for scores in finding.heads]
+    by_head = [None if scores is None else _by_head(scores) for scores in layers]
+    searched = [scores for heads in by_head for scores in heads or ()]
+    chosen = choose_all(by_head)
+    rows, patterns = rows_of(
+        None if heads is None else [families[c].sized(one["sizes"][c]) for c, one in zip(row, heads, strict=True)]
+        for row, heads in zip(chosen, by_head, strict=True)
+    )
+    arrays = _arrays(families, layers, chosen)
     kind, recall = best_single_kind(searched, families)
     search = SearchInfo(
         tool_version=tool_version(),
@@ -68,10 +53,8 @@ def build_artifact(
         dtype=config.dtype,
         kernel_backend=kernel_backend,
         summary=Summary(
-            recall=fmean(choice.score.recall for choice in chosen),
-            error=fmean(choice.score.error for choice in chosen),
-            density=fmean(choice.score.density for choice in chosen),
-            winners=winners(chosen),
+            **{name: float(np.nanmean(arrays[f"chosen.{name}"])) for name in MEASURES},
+            winners=winners(rows, patterns),
             best_single_kind=kind,
             best_single_kind_recall=recall,
         ),
@@ -80,30 +63,45 @@ def build_artifact(
         model=model,
         search=search,
         patterns=patterns,
-        prefill=Prefill(dense_below=config.dense_below, dense_tail=config.dense_tail, layers=tuple(rows)),
+        prefill=Prefill(dense_below=config.dense_below, dense_tail=config.dense_tail, layers=rows),
     )
-    return save_searched(artifact, config.out, {**_arrays(families, findings, chosen), **window_arrays(windows)})
+    return save_searched(artifact, config.out, {**arrays, **window_arrays(windows)})
 
 
-def _arrays(families: Sequence[Family], findings: Sequence[Finding], chosen: Sequence[Choice]) -> dict[str, np.ndarray]:
-    """What each head got and every candidate's scores, (layers, heads) each; NaN, 0 or -1 in layers left alone."""
-    layers = np.array([finding.layer for finding in findings for _ in finding.heads])
-    heads = np.array([head for finding in findings for head in range(len(finding.heads))])
-    scores = [head for finding in findings for head in finding.heads]
-    shape = (len(findings), int(heads.max()) + 1)
+def choose_all(by_head: Sequence[Sequence[Scores] | None]) -> np.ndarray:
+    """(L, H) the candidate of each head by its scores, -1 in layers left alone.
 
-    def table(values: Sequence[float], missing: float, dtype: type) -> np.ndarray:
-        filled: np.ndarray = np.full(shape, missing, dtype=dtype)
-        filled[layers, heads] = values
-        return filled
+    Raises:
+        HeadwiseError: a head has none within the budget.
+    """
+    chosen = np.full((len(by_head), max(len(heads) for heads in by_head if heads)), -1)
+    for layer, heads in enumerate(by_head):
+        for head, scores in enumerate(heads or ()):
+            best = choose(scores)
+            if best is None:
+                raise HeadwiseError(
+                    f"no candidate keeps to the budget for head {layer}.{head}: the cheapest computes "
+                    f"{scores['density'].min():.3f} of dense attention; ask for a larger --budget"
+                )
+            chosen[layer, head] = best
+    return chosen
 
-    arrays = {"chosen.candidate": table([choice.candidate for choice in chosen], -1, np.int32)}
-    for measure in MEASURES:
-        arrays[f"chosen.{measure}"] = table([getattr(choice.score, measure) for choice in chosen], np.nan, np.float32)
-    for c, family in enumerate(families):
-        prefix = f"candidates.{c}.{family.name}"
-        for measure in MEASURES:
-            arrays[f"{prefix}.{measure}"] = table([getattr(s[c], measure) for s in scores], np.nan, np.float32)
-        for size, _ in family.start:
-            arrays[f"{prefix}.{size}"] = table([s[c].sizes[size] for s in scores], 0, np.int32)
-    return arrays
+
+def _by_head(scores: Scores) -> list[Scores]:
+    return [{name: values[head] for name, values in scores.items()} for head in range(len(scores["error"]))]
+
+
+def _arrays(families: Sequence[Family], layers: Sequence[Scores | None], chosen: np.ndarray) -> dict[str, np.ndarray]:
+    """What each head got and every candidate's scores; NaN, 0 or -1 in layers left alone."""
+    shape = (*chosen.shape, len(families))
+    measures = {name: np.full(shape, np.nan) for name in MEASURES}
+    sizes = np.zeros((*shape, 2), dtype=int)
+    for layer, scores in enumerate(layers):
+        if scores is not None:
+            sizes[layer] = scores["sizes"]
+            for name, values in measures.items():
+                values[layer] = scores[name]
+    by_name = [
+        {name: sizes[..., c, at] for at, (name, _) in enumerate(family.start)} for c, family in enumerate(families)
+    ]
+    return score_arrays(chosen, [family.name for family in families], measures, by_name)

@@ -1,39 +1,22 @@
-"""Scores the candidates of one layer against dense attention, through the kernels that will serve.
+"""Scores the candidates of a layer against dense attention, and chooses (MInference 1.0, Algorithm 1, line 12).
 
 Shapes: H query heads, G KV heads, S prompt length, D head dim, C candidates (families).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from kernels.attention import sparse_attention
-from kernels.index import SparseIndex
-from kernels.patterns import make
-from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs
+from profiling.inside.head_fidelity import dense_attention, index_fidelity
+from search.explaining.findings import MEASURES
 from search.published.space import Family, builders, change_space
 
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """How one candidate does for one head on one prompt.
-
-    error: relative L2 distance of the head's output to dense attention's.
-    recall: mean over the queries of the attention mass on computed keys.
-    density: share of the causal tiles computed.
-    within: whether the pattern keeps to the budget.
-    """
-
-    sizes: dict[str, int]
-    error: float
-    recall: float
-    density: float
-    within: bool
+Scores = Mapping[str, np.ndarray]
+"""Of heads (H, C), or of one (C,): error, recall and density as profiling.inside.head_fidelity has them; within:
+whether the candidate keeps to the budget; sizes, with an axis more: its sizes in its family's order, 0 beyond them."""
 
 
 def score_layer(
@@ -41,50 +24,66 @@ def score_layer(
     families: Sequence[Family],
     target: int,
     dense_tail: int,
-    sizes: Sequence[Sequence[dict[str, int]]] | None,
+    sizes: np.ndarray | None,
     *,
     backend: str,
-) -> list[list[Score]]:
-    """Scores of all heads and candidates of a layer, [H][C].
+) -> Scores:
+    """Scores of all heads and candidates of a layer.
 
     Args:
         inputs: the layer's q (1, H, S, D), k (1, G, S, D) and v.
         families: the C entries of the initial space.
         target: tiles a head may compute.
         dense_tail: last queries that see every key, whatever the candidate.
-        sizes: [H][C] sizes settled on an earlier prompt; None settles them here by ChangeSpace.
+        sizes: (H, C, 2) settled on an earlier prompt; None settles them here by ChangeSpace.
         backend: the attention backend, as for kernels.attention.sparse_attention.
     """
-    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
-    heads = range(q.shape[1])
-
-    def attend(index: SparseIndex) -> tuple[Tensor, Tensor]:
-        return sparse_attention(q, k, v, index, scale=scale, softcap=inputs.softcap, return_lse=True, backend=backend)
-
-    dense, dense_lse = attend(dense_index(1, q.shape[1], q.shape[2], k.shape[2], q.device))
-    norms = [float(dense[0, head].float().norm()) for head in heads]
-    build = builders(families, q, k, scale=scale, dense_tail=dense_tail)
-    by_family = []
+    heads, length = inputs.q.shape[1:3]
+    dense = dense_attention(inputs, backend=backend)
+    build = builders(families, inputs.q, inputs.k, scale=inputs.scale, dense_tail=dense_tail)
+    found = {name: np.empty((heads, len(families))) for name in MEASURES}
+    found |= {"within": np.ones((heads, len(families)), dtype=bool), "sizes": np.zeros((heads, len(families), 2), int)}
     for c, family in enumerate(families):
         if sizes is None:
-            patterns = change_space(family, target, build[family.kind], num_heads=q.shape[1], length=q.shape[2])
+            patterns = change_space(family, target, build[family.kind], num_heads=heads, length=length)
         else:
-            patterns = [make(family.kind, **sizes[head][c]) for head in heads]
+            patterns = [family.sized(own) for own in sizes[:, c]]
         index = build[family.kind](patterns)
-        out, lse = attend(index)
-        recall = torch.exp((lse - dense_lse)[0]).clamp_(max=1.0).mean(-1)
-        tiles = index.computed_tiles()[0]
-        by_family.append(
-            [
-                Score(
-                    sizes={name: asdict(patterns[head])[name] for name, _ in family.start},
-                    # Head by head: the fp32 difference of a whole layer would be the largest tensor of the search.
-                    error=float((out[0, head].float() - dense[0, head].float()).norm()) / max(norms[head], 1e-30),
-                    recall=float(recall[head]),
-                    density=int(tiles[head]) / index.causal_tiles,
-                    within=sizes is not None or int(tiles[head]) <= target,
-                )
-                for head in heads
-            ]
-        )
-    return [[scores[head] for scores in by_family] for head in heads]
+        one = index_fidelity(inputs, index, dense=dense, backend=backend)
+        for name in MEASURES:
+            found[name][:, c] = getattr(one, name)
+        if sizes is None:
+            found["within"][:, c] = index.computed_tiles()[0].cpu().numpy() <= target
+        found["sizes"][:, c, : len(family.start)] = [family.sizes_of(pattern) for pattern in patterns]
+    return found
+
+
+def mean_scores(samples: Sequence[Scores]) -> Scores:
+    """Over the prompts; sizes are settled on the first, and what keeps to the budget does so on all."""
+    means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
+    return means | {"within": np.all([one["within"] for one in samples], axis=0), "sizes": samples[0]["sizes"]}
+
+
+def choose(scores: Scores, allowed: np.ndarray | None = None) -> int | None:
+    """Of one head's candidates within the budget the one with the least error; ties go to the cheaper.
+
+    allowed: (C,) those that may be taken, all if None. None: there is none.
+    """
+    within = scores["within"] if allowed is None else scores["within"] & allowed
+    if not within.any():
+        return None
+    return int(np.lexsort((scores["density"], scores["error"], ~within))[0])
+
+
+def best_single_kind(heads: Sequence[Scores], families: Sequence[Family]) -> tuple[str, float]:
+    """The kind that does best when every head must take it, by mean recall, with that recall.
+
+    A kind that some head cannot take within the budget is out; A-shape shrinks to any budget there is.
+    """
+    recalls = {}
+    for kind in dict.fromkeys(family.kind for family in families):
+        of_kind = np.array([family.kind == kind for family in families])
+        forced = [choose(scores, of_kind) for scores in heads]
+        if None not in forced:
+            recalls[kind] = float(np.mean([one["recall"][at] for one, at in zip(heads, forced, strict=True)]))
+    return max(recalls.items(), key=lambda item: item[1])

@@ -51,6 +51,14 @@ class Family:
         moved = largest + n * self.step
         return make(self.kind, **{name: max(1, round(size * moved / largest)) for name, size in self.start})
 
+    def sized(self, sizes: Sequence[int]) -> Pattern:
+        """The pattern of these sizes, in the order of `start`; what is left over is not read."""
+        return make(self.kind, **{name: int(size) for (name, _), size in zip(self.start, sizes, strict=False)})
+
+    def sizes_of(self, pattern: Pattern) -> list[int]:
+        """The sizes of a pattern of the family, in the order of `start`."""
+        return [getattr(pattern, name) for name, _ in self.start]
+
     def steps(self, length: int) -> tuple[int, int]:
         """The least n whose sizes are positive and the greatest that still changes anything at `length` tokens."""
         largest = max(size for _, size in self.start)

@@ -49,7 +49,7 @@ class Again:
         scores = self._rule.score(of_heads(inputs, missing), inputs.layer, missing, first)
         # As one unit: the last bits of a score depend on which heads were scored together.
         unit = self._ledger.unit(f"{when} {sample}.{inputs.layer}")
-        found = {str(head): score for head, score in zip(missing, scores, strict=True)}
+        found = {str(head): {name: of[at] for name, of in scores.items()} for at, head in enumerate(missing)}
         self._keep(sample, inputs.layer, self._ledger.put(unit, found))
 
     def finish(self, heads: Sequence[Head]) -> dict[Head, Found]:

@@ -14,6 +14,7 @@ import numpy as np
 from artifacts import Artifact, ModelInfo, pattern_name
 from artifacts.merging import section_of
 from artifacts.sections import save_searched
+from search.common.scores import winners
 from search.explaining.findings import MEASURES
 from search.transferring.again import Head
 from search.transferring.drift import Drift
@@ -46,18 +47,13 @@ def write_transferred(
         patterns[row[head]] = found.pattern
     used = {name: patterns[name] for row in rows for name in row or ()}
     kept = _arrays(arrays, drift, again)
-    winners: dict[str, int] = {}
-    for row in rows:
-        for name in row or ():
-            winners[used[name].kind] = winners.get(used[name].kind, 0) + 1
+    layers = tuple(None if row is None else tuple(row) for row in rows)
     means = {name: float(np.nanmean(kept[f"chosen.{name}"])) for name in MEASURES}
-    ordered = dict(sorted(winners.items(), key=lambda item: -item[1]))
-    summary = source.search.summary.model_copy(update={**means, "winners": ordered})
-    heads = sum(winners.values())
+    summary = source.search.summary.model_copy(update={**means, "winners": winners(layers, used)})
+    heads = sum(summary.winners.values())
     taken = f"from {source.model.name} ({source.content_sha256[:8]})"
     said = f"{command}  # {taken}: {len(again)} of {heads} heads searched again"
     search = source.search.model_copy(update={"command": said, "summary": summary})
-    layers = tuple(None if row is None else tuple(row) for row in rows)
     artifact = Artifact(
         model=model,
         search=search,

@@ -1,24 +1,24 @@
 """How a search scores the candidates of a head and chooses among them, for searching heads again under its own rule.
 
-Shapes: H query heads, G KV heads, S prompt length, D head dim.
+Shapes: h heads that are scored, C candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
 
 from artifacts import Artifact, HeadwiseError, Pattern
 from kernels.patterns import LayerPlan, make
 from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity
 from runtime.patterns import kernel_growth
-from search.common.recording import as_artifact_pattern
-from search.explaining.findings import MEASURES, Findings, at_price
-from search.published.choose import choose, mean_scores
-from search.published.score import Score, score_layer
+from search.common.scores import as_artifact_pattern
+from search.explaining.findings import MEASURES, Candidate, Findings, Trial, at_price
+from search.published.score import Scores, choose, mean_scores, score_layer
 from search.published.space import initial_space, target_tiles
 
 if TYPE_CHECKING:
@@ -32,17 +32,25 @@ class Found:
     pattern: Pattern
     values: dict[str, float]
 
+    @classmethod
+    def of(cls, pattern: Pattern, candidate: int, chosen: Mapping[str, float], values: Mapping[str, float]) -> Self:
+        """With the values of what was chosen beside those of all candidates."""
+        own = {f"chosen.{name}": value for name, value in chosen.items()}
+        return cls(pattern=pattern, values={"chosen.candidate": candidate, **own, **values})
+
 
 class Rule(Protocol):
     """A way of scoring and choosing."""
 
-    def score(self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: list[Any] | None) -> list[Any]:
-        """The scores of a layer's heads on one prompt, as plain data, one entry a head.
+    def score(
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Sequence[Scores] | None
+    ) -> Mapping[str, np.ndarray]:
+        """The scores of a layer's heads on one prompt, arrays (h, C, ...) by name.
 
-        inputs: of these heads alone, in this order. first: what it returned for the first prompt, None on that one.
+        inputs: of these heads alone, in this order. first: each one's on the first prompt, None on that one.
         """
 
-    def choose(self, layer: int, head: int, samples: Sequence[Any]) -> Found:
+    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Found:
         """What a head gets by its scores on all prompts.
 
         Raises:
@@ -73,24 +81,26 @@ class HeadBudget:
         self._target = target_tiles(search.budget, length, self._tail)
         self._budget, self._backend = search.budget, backend
 
-    def score(self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: list[Any] | None) -> list[Any]:
+    def score(
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Sequence[Scores] | None
+    ) -> Mapping[str, np.ndarray]:
         """See Rule."""
-        settled = None if first is None else [[score["sizes"] for score in head] for head in first]
-        scores = score_layer(inputs, self._families, self._target, self._tail, settled, backend=self._backend)
-        return [[asdict(score) for score in head] for head in scores]
+        settled = None if first is None else np.stack([scores["sizes"] for scores in first])
+        return score_layer(inputs, self._families, self._target, self._tail, settled, backend=self._backend)
 
-    def choose(self, layer: int, head: int, samples: Sequence[Any]) -> Found:
+    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Found:
         """See Rule."""
-        scores = mean_scores([[Score(**score) for score in sample] for sample in samples])
-        choice = choose(scores, self._families)
-        if choice is None:
+        scores = mean_scores(samples)
+        best = choose(scores)
+        if best is None:
             raise HeadwiseError(f"no candidate keeps to the budget {self._budget} for head {layer}.{head}")
-        values: dict[str, float] = {"chosen.candidate": choice.candidate}
-        values |= {f"chosen.{measure}": getattr(choice.score, measure) for measure in MEASURES}
-        for number, (family, score) in enumerate(zip(self._families, scores, strict=True)):
-            found = {measure: getattr(score, measure) for measure in MEASURES} | score.sizes
+        values: dict[str, float] = {}
+        for number, family in enumerate(self._families):
+            sizes = {name: int(size) for (name, _), size in zip(family.start, scores["sizes"][number], strict=False)}
+            found = {name: float(scores[name][number]) for name in MEASURES} | sizes
             values |= {f"candidates.{number}.{family.name}.{name}": value for name, value in found.items()}
-        return Found(pattern=as_artifact_pattern(choice.pattern), values=values)
+        pattern = as_artifact_pattern(self._families[best].sized(scores["sizes"][best]))
+        return Found.of(pattern, best, {name: float(scores[name][best]) for name in MEASURES}, values)
 
 
 class ModelPrice:
@@ -109,11 +119,13 @@ class ModelPrice:
         self._found, self._price, self._backend = found, found.price, backend
         self._growth, self._tail = kernel_growth(found.artifact), found.artifact.prefill.dense_tail
 
-    def score(self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: list[Any] | None) -> list[Any]:
-        """See Rule."""
+    def score(
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Sequence[Scores] | None
+    ) -> Mapping[str, np.ndarray]:
+        """See Rule; NaN where a candidate was not tried for a head."""
         dense = dense_attention(inputs, backend=self._backend)
-        tried: list[dict[str, Any]] = [{} for _ in heads]
-        for candidate in self._found.candidates:
+        found = {name: np.full((len(heads), len(self._found.candidates)), np.nan) for name in MEASURES}
+        for c, candidate in enumerate(self._found.candidates):
             asked = [at for at, head in enumerate(heads) if candidate.tried(layer, head)]
             if not asked:
                 continue
@@ -122,41 +134,36 @@ class ModelPrice:
             kernels = [make(**pattern.model_dump()) for pattern in patterns]
             plan = LayerPlan(kernels, len(heads), dense_tail=self._tail, growth=self._growth)
             one = layer_fidelity(inputs, plan, dense=dense, backend=self._backend)
-            for at in asked:
-                values = {measure: float(getattr(one, measure)[at]) for measure in MEASURES}
-                tried[at][str(candidate.number)] = values
-        return tried
+            for name, values in found.items():
+                values[asked, c] = getattr(one, name)[asked]
+        return found
 
-    def choose(self, layer: int, head: int, samples: Sequence[Any]) -> Found:
+    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Found:
         """See Rule."""
-        values: dict[str, float] = {}
+        means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
+        here: list[tuple[Candidate, Trial]] = []
         tried = self._found.trials(layer, head)
         errors = sum(trial.error**2 for trial in tried)
-        shares = {
-            name: sum(getattr(trial, name) for trial in tried) / errors
-            for name in ("change", "objective")
-            if errors and tried and getattr(tried[0], name) is not None
-        }
-        losses, costs = [], []
-        scores: dict[int, dict[str, float]] = {}
-        for candidate in self._found.candidates:
-            if str(candidate.number) not in samples[0]:
+        for c, candidate in enumerate(self._found.candidates):
+            if not candidate.tried(layer, head):
                 continue
-            own = [sample[str(candidate.number)] for sample in samples]
-            mean = {measure: fmean(one[measure] for one in own) for measure in MEASURES}
             before = candidate.trial(layer, head)
-            for unit in ("seconds", "flops"):
-                if (spent := getattr(before, unit)) is not None:
-                    mean[unit] = spent * mean["density"] / before.density
-            mean |= {name: share * mean["error"] ** 2 for name, share in shares.items()}
-            scores[candidate.number] = mean
-            loss = mean.get("objective", mean.get("change", mean["error"] ** 2))
-            losses.append(float(self._found.weight[layer]) * loss)
-            costs.append(mean.get("seconds", mean.get("flops", mean["density"])))
-            values |= {f"candidates.{candidate.number}.{candidate.name}.{name}": mean[name] for name in mean}
-        if not scores:
+            now: dict[str, Any] = dict.fromkeys(("objective", "change", "seconds", "flops"))
+            now |= {name: float(values[c]) for name, values in means.items()}
+            for name in ("seconds", "flops"):
+                if (spent := getattr(before, name)) is not None:
+                    now[name] = spent * now["density"] / before.density
+            for name in ("change", "objective"):
+                if errors and getattr(before, name) is not None:
+                    now[name] = now["error"] ** 2 * sum(getattr(trial, name) for trial in tried) / errors
+            here.append((candidate, replace(before, **now)))
+        if not here:
             raise HeadwiseError(f"no candidate was tried for head {layer}.{head}")
-        number = list(scores)[at_price(losses, costs, float(self._price[layer]))]
-        values |= {"chosen.candidate": number} | {f"chosen.{name}": value for name, value in scores[number].items()}
-        chosen = next(candidate for candidate in self._found.candidates if candidate.number == number)
-        return Found(pattern=chosen.pattern(layer, head), values=values)
+        losses = [float(self._found.weight[layer]) * trial.loss for _, trial in here]
+        best, trial = here[at_price(losses, [trial.cost for _, trial in here], float(self._price[layer]))]
+        values = {
+            f"candidates.{candidate.number}.{candidate.name}.{name}": value
+            for candidate, trial in here
+            for name, value in trial.measured.items()
+        }
+        return Found.of(best.pattern(layer, head), best.number, trial.measured, values)

@@ -117,10 +117,14 @@ def test_exit_codes(exact: Path, poor: Path, tiny_model: Path) -> None:
     assert [code(exact), code(poor), code(poor.with_name("missing.yaml"))] == [0, 3, 2]
 
 
+# A quarter of the prompt.
+WINDOW = 256
+
+
 def retrieving(loaded: LoadedModel, prompt: Prompt, count: int) -> list[tuple[int, int]]:
-    """The heads without which the prompt's right answers lose most: layers first, then heads of the worst layers."""
+    """The heads without which the prompt's right answers lose most: layers first, then heads of the two worst."""
     reference = Reference(loaded.model, sequences([prompt], loaded.tokenizer))
-    window, dense = make("a_shape", sink=TILE, window=TILE), make("dense")
+    window, dense = make("a_shape", sink=TILE, window=WINDOW), make("dense")
 
     def lost(layer: int, heads: Collection[int]) -> float:
         plan = LayerPlan([window if head in heads else dense for head in range(9)], 3)
@@ -131,13 +135,12 @@ def retrieving(loaded: LoadedModel, prompt: Prompt, count: int) -> list[tuple[in
     return sorted(heads, key=lambda at: -heads[at])[:count]
 
 
-def windowed(artifact: artifacts.Artifact, heads: Collection[tuple[int, int]], window: int) -> artifacts.Artifact:
-    """The artifact with windows in place of these heads' patterns."""
-    pattern = artifacts.AShape(sink=TILE, window=window)
+def windowed(artifact: artifacts.Artifact, layer: int, head: int) -> artifacts.Artifact:
+    """The artifact with a window in place of this head's pattern."""
+    pattern = artifacts.AShape(sink=TILE, window=WINDOW)
     name = artifacts.pattern_name(pattern)
-    rows = [
-        [name if (at, head) in heads else p for head, p in enumerate(r)] for at, r in enumerate(artifact.prefill.layers)
-    ]
+    rows = [list(row or ()) for row in artifact.prefill.layers]
+    rows[layer][head] = name
     prefill = artifact.prefill.model_copy(update={"layers": tuple(map(tuple, rows))})
     return artifact.model_copy(update={"prefill": prefill, "patterns": {**artifact.patterns, name: pattern}})
 
@@ -146,9 +149,9 @@ def windowed(artifact: artifacts.Artifact, heads: Collection[tuple[int, int]], w
 @pytest.mark.exhaustive
 @pytest.mark.model
 def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(tmp_path: Path) -> None:
-    """SmolLM2: what the search finds passes; with a window in the place of a few heads that retrieve it does not.
+    """SmolLM2: what the search finds passes; with a window for one head of 270 that retrieves it does not.
 
-    Those that lose little else would pass by the mean KL over places spread over all prompts and by perplexity.
+    By the mean KL over tokens spread over all prompts and by perplexity each would pass.
     """
     from search.heads import main as search
 
@@ -161,14 +164,14 @@ def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(tmp_path
     seen = Seen.by([arrays])
     prompts = held_out(DEFAULT_TASKS, loaded.tokenizer, length=1024, samples=2, seed=0, seen=seen, number=SETS)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
-    heads = retrieving(loaded, make_prompts("line_asked", loaded.tokenizer, length=1024, samples=1, seed=7)[0], 4)
-    for chosen, window in [(heads[:1], TILE), (heads[:1], 256), *(([head], TILE) for head in heads[1:])]:
-        plans = plans_of(windowed(artifact, chosen, window), arrays, 1024)
+    prompt = make_prompts("line_asked", loaded.tokenizer, length=1024, samples=1, seed=7)[0]
+    for head in retrieving(loaded, prompt, 3):
+        plans = plans_of(windowed(artifact, *head), arrays, 1024)
         losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
         tasks = by_task(reference.sequences, losses)
         kl = float(np.mean([one.kl.mean() for one in losses]))
         rise = max(task.perplexity - 1 for task in tasks if task.perplexity is not None)
-        answers = ", ".join(f"{task.task} lost {task.lost} of {task.dense_right}" for task in tasks if task.answers)
-        print(f"{chosen} window {window}: mean KL {kl:.4f}, perplexity {rise:+.2%}, {answers}; {Limits().fault(tasks)}")
+        lost = ", ".join(f"{task.task} {task.lost} of {task.dense_right}" for task in tasks if task.answers)
+        print(f"head {head}: mean KL {kl:.4f}, perplexity {rise:+.2%}, answers lost: {lost}")
         assert kl <= MAX_KL and rise <= MAX_PERPLEXITY, "it would not have passed"
-        assert Limits().fault(tasks) is not None
+        assert "answers that dense attention gets right are lost" in (Limits().fault(tasks) or "")
