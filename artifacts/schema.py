@@ -186,6 +186,11 @@ class SearchInfo(Record):
     n_trials: Natural | None = Field(
         default=None, description="Optuna trials behind the result; null: there was no study"
     )
+    gradient_fault: Text | None = Field(
+        default=None,
+        description="why the loss had no gradients, so that heads were weighed by their change of the residual stream "
+        "alone; null: it had, or the search takes none",
+    )
     device: Text = Field(description="where the model ran")
     dtype: Text = Field(description="in which precision it ran")
     kernel_backend: Text = Field(description="the attention kernels that scored the candidates")

@@ -5,7 +5,6 @@ Shapes: L layers, H query heads, C candidates.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,11 +45,6 @@ class Costs:
     def of_machine(self, device: str) -> bool:
         """Whether the table was measured on this machine, so that times here are to be compared with it."""
         return self.table is not None and self.table.device == environment(device)["device"]
-
-    @property
-    def identity(self) -> str:
-        """Tells one table from another."""
-        return "flops" if self.table is None else hashlib.sha256(repr(self.table.costs).encode()).hexdigest()[:16]
 
     def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
         """The cost of each head with each candidate, index build included, from the tiles it computes (..., C)."""

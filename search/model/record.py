@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ from search.model.curves import Curves
 from search.model.gate import TaskLoss, lost_answers, mean_kl
 from search.model.growth import fit
 from search.model.refine import Trial
-from search.model.timing import ANCHOR, SDPA, Timings, time_layers
+from search.model.timing import ANCHOR, MOVED, SDPA, Timings, time_layers
 
 _CHOSEN = "chosen"
 
@@ -237,6 +238,7 @@ def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
         target_density=min(1.0, config.budget),
         cost=SearchCost(unit=outcome.costs.unit, device=outcome.costs.device or config.device),
         n_trials=len(outcome.trials),
+        gradient_fault=outcome.gradient_fault,
         device=config.device,
         dtype=config.dtype,
         kernel_backend=outcome.backend,
@@ -304,8 +306,15 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
         if dense in timings.seconds
     ]
     # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
-    anchor = np.median([cost.dense_seconds for cost in outcome.costs.table.costs]) * len(outcome.searched)
-    predicted = outcome.gated.chosen.allocation.cost * timings.seconds[ANCHOR] / float(anchor)
+    anchor = float(np.median([cost.dense_seconds for cost in outcome.costs.table.costs])) * len(outcome.searched)
+    pace = timings.seconds[ANCHOR] / anchor
+    if abs(pace - 1) > MOVED:
+        print(
+            f"dense attention takes {pace:.2f} times what it took when candidates were timed: other work ran beside "
+            "one of the two; --fresh on a quiet machine measures costs again",
+            file=sys.stderr,
+        )
+    predicted = outcome.gated.chosen.allocation.cost * pace
     measured.append(Measurement(name=name, value=seconds, baseline=predicted, baseline_name="predicted", **shared))
     return tuple(measured)
 

@@ -328,7 +328,10 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out, n_trials="1")) == 0
     assert "no gradients (" in capsys.readouterr().err
-    arrays = artifacts.load_arrays(out)
+    artifact, arrays = artifacts.load_pair(out)
+    assert artifact.search is not None and "makes its logits in a way of its own" in (
+        artifact.search.gradient_fault or ""
+    )
     np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
 
 
