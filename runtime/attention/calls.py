@@ -53,7 +53,9 @@ class Call(NamedTuple):
     @property
     def wants_weights(self) -> bool:
         wanted = self.more.get("output_attentions")
-        if wanted is None:
+        if wanted is None and torch.compiler.is_compiling():
+            wanted = getattr(self.module.config, "output_attentions", False)
+        elif wanted is None:
             try:
                 # Past what transformers' configurations do at each look, which takes as long as all else in here.
                 wanted = object.__getattribute__(self.module.config, "output_attentions")
