@@ -18,7 +18,10 @@ def add_limits(p: argparse.ArgumentParser) -> None:
         "--max-nll", type=float, default=MAX_NLL, help=f"rise of -log p of right answers, nats a token ({MAX_NLL})"
     )
     p.add_argument(
-        "--max-lost", type=float, default=MAX_LOST, help=f"share of dense attention's right answers lost ({MAX_LOST})"
+        "--max-lost",
+        type=float,
+        default=MAX_LOST,
+        help=f"how many right answers fewer than dense attention ({MAX_LOST})",
     )
 
 

@@ -25,8 +25,8 @@ class Limits:
     """What each task may lose at most; None: no limit.
 
     kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll: rise of -log p of
-    the right answer, nats for each of its tokens. lost: share of the answers that dense attention gets right and the
-    patterns do not; one lost answer alone fails nothing.
+    the right answer, nats for each of its tokens. lost: share of the answers that dense attention gets right by which
+    the patterns get fewer right, those that they win counted; one answer alone fails nothing.
     """
 
     kl: float | None = MAX_KL
@@ -68,13 +68,14 @@ class Limits:
                 f"({task.nll_low:.3f} to {task.nll_high:.3f}), the limit (--max-nll) is {self.nll:g}"
             )
             found.append((task.nll / self.nll, said))
-        if self.lost is not None and task.lost > 1 and not task.lost <= self.lost * task.dense_right:
-            share = task.lost / task.dense_right
+        # Near a tie answers turn both ways: those that are won stand against those that are lost.
+        fewer = task.lost - task.won
+        if self.lost is not None and fewer > 1 and not fewer <= self.lost * task.dense_right:
             said = (
-                f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost, "
-                f"the limit (--max-lost) is {self.lost:.0%}"
+                f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of the "
+                f"others won, the limit (--max-lost) is {self.lost:.0%} fewer"
             )
-            found.append((share / self.lost, said))
+            found.append((fewer / task.dense_right / self.lost, said))
         return [(times, f"{task.task}: {said}") for times, said in found]
 
 

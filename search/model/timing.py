@@ -75,8 +75,8 @@ def time_layers(
         plans: of each searched layer.
         searched: the layers that count.
         layers: how many of them are timed, spread evenly; the sum is then scaled to all. All if None.
-        sdpa: whether torch's dense attention is timed, too, where it can serve the layer: on a few layers, for it
-            takes long, and alike in all.
+        sdpa: whether torch's dense attention is timed, too, where it can serve the layer. Dense attention takes long, and
+            alike in all layers: it is timed on a few.
         backend: as for kernels.attention.sparse_attention.
         turns: of each, in turn; their medians count.
     """
@@ -88,11 +88,12 @@ def time_layers(
         if inputs.layer not in chosen:
             return None
         runs = {name: by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
-        runs[ANCHOR] = lambda: dense_attention(inputs, backend=backend)[0]
-        if sdpa and inputs.softcap is None and inputs.layer in few:
-            runs[SDPA] = by_sdpa(inputs)
+        if inputs.layer in few:
+            runs[ANCHOR] = lambda: dense_attention(inputs, backend=backend)[0]
+            if sdpa and inputs.softcap is None:
+                runs[SDPA] = by_sdpa(inputs)
         for name, seconds in in_turn(runs, turns).items():
-            timed = len(few) if name == SDPA else len(chosen)
+            timed = len(chosen) if name in plans else len(few)
             sums[name] = sums.get(name, 0.0) + seconds * len(searched) / timed
         return dense_attention(inputs, backend=backend)[0]
 

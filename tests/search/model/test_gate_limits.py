@@ -16,7 +16,7 @@ GOOD = {"kl": 0.01, "perplexity": None, "nll": 0.01, "nll_low": -0.02, "nll_high
 
 
 def task(name: str = "kv", **changes: Any) -> TaskLoss:
-    counts = {"sequences": 4, "answers": 40, "dense_right": 30, "lost": 1, "won": 2}
+    counts = {"sequences": 4, "answers": 40, "dense_right": 30, "lost": 1, "won": 0}
     return TaskLoss(**{"task": name, **GOOD, **counts, **changes})
 
 
@@ -44,9 +44,10 @@ def test_what_loses_little_passes() -> None:
             "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the limit (--max-nll) is 0.1",
         ),
         (
-            task(lost=6),
+            task(lost=6, won=1),
             "lost",
-            "kv: 6 of 30 answers that dense attention gets right are lost, the limit (--max-lost) is 10%",
+            "kv: 6 of 30 answers that dense attention gets right are lost and 1 of the others won, "
+            "the limit (--max-lost) is 10% fewer",
         ),
     ],
     ids=["kl", "perplexity", "nll", "lost"],
@@ -72,6 +73,12 @@ def test_of_several_faults_the_worst_is_said() -> None:
 def test_one_lost_answer_alone_fails_nothing_and_two_do(dense_right: int) -> None:
     assert Limits().fault([task(dense_right=dense_right, lost=1)]) is None
     assert Limits().fault([task(dense_right=dense_right + 1, lost=2)]) is not None
+
+
+def test_answers_that_are_won_stand_against_those_that_are_lost() -> None:
+    assert Limits().fault([task(dense_right=20, lost=4, won=1)]) is not None
+    assert Limits().fault([task(dense_right=20, lost=4, won=2)]) is None
+    assert Limits().fault([task(dense_right=3, lost=2, won=1)]) is None
 
 
 def test_one_in_five_of_enough_answers_is_seen() -> None:
