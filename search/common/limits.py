@@ -21,7 +21,7 @@ def add_limits(p: argparse.ArgumentParser) -> None:
         "--max-lost",
         type=float,
         default=MAX_LOST,
-        help=f"how many right answers fewer than dense attention ({MAX_LOST})",
+        help=f"share of right answers fewer than dense attention ({MAX_LOST})",
     )
 
 

@@ -72,8 +72,8 @@ class Limits:
         fewer = task.lost - task.won
         if self.lost is not None and fewer > 1 and not fewer <= self.lost * task.dense_right:
             said = (
-                f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of the "
-                f"others won, the limit (--max-lost) is {self.lost:.0%} fewer"
+                f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of "
+                f"the others won, the limit (--max-lost) is {self.lost:.0%} fewer"
             )
             found.append((fewer / task.dense_right / self.lost, said))
         return [(times, f"{task.task}: {said}") for times, said in found]

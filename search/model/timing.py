@@ -75,8 +75,8 @@ def time_layers(
         plans: of each searched layer.
         searched: the layers that count.
         layers: how many of them are timed, spread evenly; the sum is then scaled to all. All if None.
-        sdpa: whether torch's dense attention is timed, too, where it can serve the layer. Dense attention takes long, and
-            alike in all layers: it is timed on a few.
+        sdpa: whether torch's dense attention is timed, too, where it can serve the layer. Both dense ones are timed on
+            a few layers: they take long, and alike in all.
         backend: as for kernels.attention.sparse_attention.
         turns: of each, in turn; their medians count.
     """
