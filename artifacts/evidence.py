@@ -34,6 +34,7 @@ class TaskFigures(Record):
     nll_rise_high: float | None = Field(default=None, description="upper end")
     dense_right: Natural | None = Field(default=None, description="prompts that dense attention answers right")
     lost: Natural | None = Field(default=None, description="of these, answered wrong with the artifact applied")
+    won: Natural | None = Field(default=None, description="of the others, answered right with the artifact applied")
     perplexity_ratio: Positive | None = Field(default=None, description="perplexity over that of dense attention")
 
     @model_validator(mode="after")
@@ -41,6 +42,9 @@ class TaskFigures(Record):
         check_lost(self.lost, self.dense_right)
         if self.dense_right is not None and self.dense_right > self.prompts:
             raise ValueError(f"dense_right is {self.dense_right}, there are {self.prompts} prompts")
+        if self.won is not None and self.won > self.prompts - (self.dense_right or 0):
+            wrong = self.prompts - (self.dense_right or 0)
+            raise ValueError(f"won is {self.won}, dense attention answers {wrong} wrong")
         low, rise, high = self.nll_rise_low, self.nll_rise, self.nll_rise_high
         together(self, "nll_rise_low", "nll_rise_high")
         if low is not None and high is not None and (rise is None or not low <= rise <= high):

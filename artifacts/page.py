@@ -165,6 +165,7 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
         low, high = task.nll_rise_low, task.nll_rise_high
         interval = "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
         lost = "-" if task.lost is None else f"{task.lost:,} of {task.dense_right:,}"
+        lost += "" if task.won is None else f", {task.won:,} won"
         figures = [cell(task.length, ","), str(task.prompts), f"{task.kl:.4g}", cell(task.nll_rise, "+.4f"), interval]
         rows.append([task.task, *figures, lost, cell(task.perplexity_ratio, ".4f", "x")])
     lines += table(rows, left=(0,)) if evidence.tasks else []

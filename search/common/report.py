@@ -62,6 +62,8 @@ def _task(task: TaskFigures) -> str:
         said += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
     if task.dense_right is not None:
         said += f"  answers lost {task.lost} of {task.dense_right}"
+    if task.won is not None:
+        said += f", won {task.won}"
     if task.nll_rise is not None:
         said += f"  -log p {task.nll_rise:+.3f}"
         if task.nll_rise_low is not None:

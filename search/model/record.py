@@ -276,6 +276,7 @@ def figures(task: TaskLoss, length: int) -> TaskFigures:
         nll_rise_high=task.nll_high if asked else None,
         dense_right=task.dense_right if asked else None,
         lost=task.lost if asked else None,
+        won=task.won if asked else None,
         perplexity_ratio=task.perplexity,
     )
 

@@ -78,7 +78,8 @@ def score_prompts(scoring: Scoring, reference: Reference) -> Found:
             layers = {layer for one, layer in mine if one == number}
             shown.note(reference.sequences[number].task)
             held |= _score(scoring, reference, number, layers, units, shown)
-    values = scoring.ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
+        values = scoring.ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
+        shown.reach(len(units))
     by_prompt = [
         _curves(scoring, one, {layer: values[f"{number}/{layer}"] for layer in scoring.layers})
         for number, one in enumerate(reference.sequences)

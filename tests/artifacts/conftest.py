@@ -145,6 +145,7 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
                 nll_rise_high=0.005,
                 dense_right=14,
                 lost=1,
+                won=2,
                 perplexity_ratio=1.01,
             ),
             artifacts.TaskFigures(task="text", prompts=16, kl=0.02),
