@@ -28,8 +28,8 @@ from profiling.speed.attention_time import by_plan, by_sdpa
 from profiling.speed.cost_table import Cost, CostTable
 
 ANCHOR, SDPA = "dense by our kernel", "sdpa"
-# Layers on which candidates and allocations are timed, spread over the model, and turns of each.
-_LAYERS, _TURNS = 6, 3
+# Layers on which candidates and dense attention, which is alike in all, are timed; turns of each allocation.
+_LAYERS, _DENSE_LAYERS, _TURNS = 4, 3, 3
 # Of each kind so many candidates are timed, from the smallest to the largest: a line through them gives the others.
 _OF_A_KIND = 4
 # The anchor may have moved so much before predictions are said to be of another speed of the machine.
@@ -81,7 +81,7 @@ def time_layers(
         turns: of each, in turn; their medians count.
     """
     chosen = _spread(searched, layers)
-    few = _spread(chosen, _LAYERS)
+    few = _spread(chosen, _DENSE_LAYERS)
     sums: dict[str, float] = {}
 
     def visit(inputs: LayerInputs) -> Tensor | None:
