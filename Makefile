@@ -16,7 +16,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
 
-# With every build, variant and notebook of which `make test` runs one, and what a wheel installs.
+# With every build and variant, of which `make test` runs one, the notebooks, and what a wheel installs.
 test-all: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST)
 	$(MAKE) test-wheel

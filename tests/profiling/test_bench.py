@@ -13,6 +13,7 @@ from profiling.speed import attention_speed
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flex_computes_the_same_attention() -> None:
     from profiling.speed.flex import flex_attention
 
