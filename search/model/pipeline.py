@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ def run(config: ModelSearch) -> Artifact | None:
     Raises:
         HeadwiseError: anything the user has to put right, or the gate, that nothing passes; no file is written then.
     """
+    # What is not installed is said before any work.
+    if config.n_trials > 1 or config.storage:
+        import_module("optuna")
+    if config.picture:
+        import_module("matplotlib")
     check_writable(config.out)
     for task in config.tasks:
         parse_task(task)
