@@ -39,8 +39,8 @@ _SIZES = {
     "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
 }
 # A default search of SmolLM2 at 4,096 tokens took 201 s (docs/results.md, "A search by default") on two cores where
-# a dense prefill, reckoned as here, takes 3.1 s.
-_PREFILLS_A_SEARCH = 65
+# a dense prefill, reckoned as here, takes 2.1 s.
+_PREFILLS_A_SEARCH = 96
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def load_model(
         model, tokenizer = _load(source, dtype, _placement(device, max_memory))
     model = (model if max_memory else model.to(device)).eval()
     if (embeddings := model.get_input_embeddings().weight).is_meta:
-        least = embeddings.numel() * embeddings.element_size()
-        raise HeadwiseError(f"--max-memory {max_memory} is too little for {source.name}: its embeddings take {least}")
+        least, given = (f"{size / 2**20:.0f} MiB" for size in (embeddings.nbytes, max_memory or 0))
+        raise HeadwiseError(f"--max-memory of {given} is too little for {source.name}: its embeddings take {least}")
     # Two tokens show what a long prompt would only show after minutes.
     try:
         capture(model, torch.zeros(1, 2, dtype=torch.long, device=model.device), lambda inputs: None)
@@ -224,8 +225,10 @@ def check_device(device: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' progress bars only for a person to see."""
+    """transformers' progress bars only for a person to see; no word of accelerate's on layers that it moves."""
     from transformers.utils import logging
+
+    getLogger("accelerate.big_modeling").setLevel(ERROR)
 
     if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
         yield

@@ -34,7 +34,8 @@ def report(artifact: Artifact, out: Path, model: str) -> str:
         f"recall   {summary.recall:.4f}{beside}",
         f"density  {summary.density:.4f}  (budget {search.budget}: {search.target_density:.4f})",
         f"error    {summary.error:.4f}  (relative L2 of a head's output)",
-        f"dense    the last {prefill.dense_tail} queries, and prompts shorter than {prefill.dense_below:,} tokens",
+        f"dense    {f'the last {prefill.dense_tail} queries, and ' if prefill.dense_tail else ''}"
+        f"prompts shorter than {prefill.dense_below:,} tokens",
         *_quality(artifact),
         *_times(artifact, out),
     ]

@@ -289,9 +289,12 @@ class _Search:
             return refine(asked, lambda some: self._measured(ledger, calibration, some), shown.reach)
 
     def _measured(
-        self, ledger: Ledger, reference: Reference, allocations: Sequence[Allocation], *, show: bool = False
+        self, ledger: Ledger, reference: Reference, allocations: Sequence[Allocation], *, called: str = ""
     ) -> list[list[TaskLoss]]:
-        """What allocations lose on a set of sequences, by task; what was measured before is not measured again."""
+        """What allocations lose on a set of sequences, by task; what was measured before is not measured again.
+
+        called: the phase's name; empty: it is part of another one.
+        """
         wanted: dict[str, tuple[Allocation, int]] = {}
         units: list[Unit] = []
         for allocation in allocations:
@@ -305,7 +308,7 @@ class _Search:
             plans = allocation.plans(self.candidates[self.length], self.model.num_kv_heads)
             return dict(vars(reference.losses(number, plans)))
 
-        with phase("held-out prompts", len(units), "passes", quiet=not (show and self.launch.is_first)) as shown:
+        with phase(called, len(units), "passes", quiet=not (called and self.launch.is_first)) as shown:
             values = ledger.run(
                 units, work, costs=[len(reference.sequences[wanted[u.key][1]].ids) for u in units], done=shown.reach
             )
@@ -353,11 +356,12 @@ class _Search:
                 reference, reports = following, True
             else:
                 break
-            (chosen,) = self._points(ledger, reference, [chosen.allocation])
+            called = "calibration prompts" if reference is calibration else "held-out prompts"
+            (chosen,) = self._points(ledger, reference, [chosen.allocation], called)
         beside = [self._other(heads, like, spent * share, like.tail) for share in _FRONT]
         beside += [self._other(heads, like, spent, tail) for tail in heads.curves if tail != like.tail]
         others = {one.digest: one for one in beside if one is not None and one.digest != chosen.allocation.digest}
-        points = [chosen, *self._points(ledger, reference, list(others.values()))]
+        points = [chosen, *self._points(ledger, reference, list(others.values()), "held-out prompts")]
         if said is not None and self.launch.is_first:
             more_than = chosen.allocation.cost / total
             print(f"the gate: {said}; with {more_than:.2f} times the budget it passes", file=sys.stderr)
@@ -376,8 +380,10 @@ class _Search:
             return None
         return heads.by_model(total, tail, weight=like.weight, kinds=like.kinds or None)
 
-    def _points(self, ledger: Ledger, reference: Reference, allocations: Sequence[Allocation]) -> list[Point]:
-        found = self._measured(ledger, reference, allocations, show=True)
+    def _points(
+        self, ledger: Ledger, reference: Reference, allocations: Sequence[Allocation], called: str
+    ) -> list[Point]:
+        found = self._measured(ledger, reference, allocations, called=called)
         return [Point(allocation=one, tasks=tuple(tasks)) for one, tasks in zip(allocations, found, strict=True)]
 
     def _sets(self, first: list[Prompt]) -> Iterator[Reference]:

@@ -143,6 +143,19 @@ def decoding(artifact_for: Any) -> Callable[..., Any]:
     return decoding
 
 
+@contextmanager
+def served_by(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
+    """The model with another attention function, which gets sdpa's masks."""
+    AttentionInterface.register("masked", attention)
+    AttentionMaskInterface.register("masked", sdpa_mask)
+    former = model.config._attn_implementation
+    model.set_attn_implementation("masked")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(former)
+
+
 @pytest.fixture
 def masked() -> Callable[[Any], Any]:
     """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index comes to."""
@@ -176,14 +189,8 @@ def masked() -> Callable[[Any], Any]:
             weights = logits.softmax(-1)[..., :k_len].to(q.dtype)
             return (weights @ repeat_kv(v, group)).transpose(1, 2).contiguous(), None
 
-        AttentionInterface.register("masked", attention)
-        AttentionMaskInterface.register("masked", sdpa_mask)
-        former = model.config._attn_implementation
-        model.set_attn_implementation("masked")
-        try:
+        with served_by(model, attention):
             yield
-        finally:
-            model.set_attn_implementation(former)
 
     return masked
 

@@ -10,14 +10,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
     causal_mask_function,
     or_masks,
-    sdpa_mask,
     sliding_window_overlay,
 )
 
@@ -25,7 +23,7 @@ from kernels.patterns import LayerPlan, make
 from runtime import Headwise, apply_dense
 from runtime.attention.masks import PrefillMask
 from runtime.attention.rules import Rule, rule_of
-from tests.runtime.conftest import SPARSE, sparse_rows
+from tests.runtime.conftest import SPARSE, served_by, sparse_rows
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import FAMILIES, SIZES
 
@@ -76,14 +74,8 @@ def masked(model: Any) -> Iterator[None]:
         )
         return out.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("masked", attention)
-    AttentionMaskInterface.register("masked", sdpa_mask)
-    former = model.config._attn_implementation
-    model.set_attn_implementation("masked")
-    try:
+    with served_by(model, attention):
         yield
-    finally:
-        model.set_attn_implementation(former)
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
