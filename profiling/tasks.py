@@ -7,7 +7,8 @@ from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.prompts.kinds import KINDS, Kind
+from profiling.prompts.kind import Kind
+from profiling.prompts.kinds import KINDS
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"

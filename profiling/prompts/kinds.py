@@ -5,71 +5,7 @@ docs/tasks.md says the same at more length; `python -m profiling.tasks` prints t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
-
-from artifacts import HeadwiseError
-from artifacts.errors import shorten
-
-Family = Literal["retrieval", "chain", "in-context", "copying", "aggregation", "text", "other"]
-FAMILIES: tuple[str, ...] = get_args(Family)
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """What a task can be told after an @, as in `needle@depth=0.5`; `low` and `high` are bounds, both included."""
-
-    name: str
-    type: type[float] | type[int] | type[str]
-    says: str
-    low: float = 0
-    high: float = float("inf")
-
-    def read(self, text: str, kind: str) -> float | int | str:
-        """The value that a user wrote; HeadwiseError where it is none."""
-        if self.type is str:
-            return text
-        try:
-            value = self.type(text)
-        except ValueError:
-            value = None
-        if value is None or not self.low <= float(value) <= self.high:
-            what = "a whole number" if self.type is int else "a number"
-            bounds = f"from {self.low:g} to {self.high:g}" if self.high < float("inf") else f"of at least {self.low:g}"
-            raise HeadwiseError(f"{self.name} of the task {kind!r} must be {what} {bounds}, got {shorten(text)}")
-        return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of task.
-
-    maker: `module:function`; imported when prompts are made. It is called with an Encoder, the file or None, length,
-        samples and seed, then by name with `fixed` and the parameters that were given.
-    asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
-    family: what it is about, so that limits can be set and figures read by it.
-    exact: whether prompts always have the length asked for; those of a suite may be shorter, where that is wanted.
-    """
-
-    name: str
-    maker: str
-    asks: str
-    scored: str
-    source: str
-    takes_file: Literal["no", "may", "must"] = "no"
-    parameters: tuple[Parameter, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    family: Family = "retrieval"
-    exact: bool = True
-
-    @property
-    def usage(self) -> str:
-        """How it is written, such as `needle[@depth=D][:FILE]`."""
-        told = ",".join(f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters)
-        file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
-        return self.name + (f"[@{told}]" if told else "") + file
-
+from profiling.prompts.kind import Family, Kind, Parameter
 
 _DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
 _TASK = Parameter("task", str, "which of the suite's tasks it is, where the file does not say")
@@ -122,6 +58,80 @@ def _recalled(form: str, asks: str, family: Family, source: str) -> Kind:
         scored=_INSIDE,
         source=source,
         family=family,
+    )
+
+
+_PARTIAL = Parameter("partial", int, "1 scores the share of the answer before its first mistake (0)", 0, 1)
+_LONGPROC = "LongProc, Ye et al. 2025"
+_STORY = "Sparse Frontier, Nawrot et al. 2025"
+_LINKS = Parameter("steps", int, "how many links follow the first (16)", 1, 10_000)
+_IN_TURN = "the share of the values in turn before the first wrong one"
+
+
+def _graphwalks(operation: str, asks: str, *parameters: Parameter) -> Kind:
+    return Kind(
+        name=f"graphwalks_{operation}",
+        maker="profiling.prompts.graphs:graphwalks",
+        parameters=(*parameters, Parameter("degree", float, "edges that leave a node on average (2)", 0.5, 16)),
+        fixed={"operation": operation},
+        asks=asks,
+        scored="F1 of the set of nodes; both empty is 1",
+        source="GraphWalks, OpenAI 2025",
+        family="chain",
+    )
+
+
+def _procedure(task: str, maker: str, asks: str, scored: str, parameter: Parameter, family: Family = "chain") -> Kind:
+    """One of LongProc's, whose answer is long."""
+    return Kind(
+        name=f"longproc_{task}",
+        maker=f"profiling.prompts.{maker}",
+        parameters=(parameter, _PARTIAL),
+        asks=asks,
+        scored=scored,
+        source=_LONGPROC,
+        family=family,
+    )
+
+
+def _story(form: str, asks: str, scored: str, family: Family, *parameters: Parameter) -> Kind:
+    return Kind(
+        name=f"story_{form}",
+        maker="profiling.prompts.stories:stories",
+        parameters=parameters,
+        fixed={"form": form},
+        asks=asks,
+        scored=scored,
+        source=_STORY,
+        family=family,
+    )
+
+
+def _babilong(number: int, asks: str, family: Family) -> Kind:
+    return Kind(
+        name=f"babilong_qa{number}",
+        maker="profiling.prompts.babi:babilong",
+        takes_file="may",
+        fixed={"number": number},
+        asks=asks,
+        scored=_BEGINS,
+        source="BABILong, Kuratov et al. 2024",
+        family=family,
+    )
+
+
+def _linked(form: str, asks: str, source: str) -> Kind:
+    """A task whose answer has all links of a chain."""
+    return Kind(
+        name=form,
+        maker="profiling.prompts.long_answers:long_answers",
+        takes_file="may",
+        parameters=(_LINKS,),
+        fixed={"form": form},
+        asks=asks,
+        scored=_IN_TURN,
+        source=source,
+        family="chain",
     )
 
 
@@ -202,6 +212,9 @@ _KINDS = (
     _recalled(
         "repeats", "passages of random words that came far before", "copying", "induction heads, Olsson et al. 2022"
     ),
+    _recalled(
+        "dictionary", "entries of a dictionary that came far before", "copying", "induction heads, Olsson et al. 2022"
+    ),
     _needles("niah_single_1", "the number of a word, in a haystack of one line over and over"),
     _needles("niah_single_2", "the number of a word, in a text"),
     _needles("niah_single_3", "the UUID of a word, in a text"),
@@ -263,6 +276,68 @@ _KINDS = (
         asks="a question that takes several documents, among those of other questions (RULER: HotpotQA)",
         scored="any of its answers is named",
         source=_RULER,
+    ),
+    _graphwalks(
+        "bfs",
+        "the nodes of a graph that are so many edges from one",
+        Parameter("depth", int, "how many edges (2)", 1, 16),
+    ),
+    _graphwalks("parents", "the nodes of a graph with an edge to one"),
+    _procedure(
+        "countdown",
+        "countdown:countdown",
+        "the search for a target from four numbers, written down, and its solution",
+        "the solution's equations are true and reach the target",
+        Parameter("lines", int, "lines of the search at most (20)", 4, 10_000),
+        "other",
+    ),
+    _procedure(
+        "path",
+        "routes:paths",
+        "the route between two of many cities, step by step",
+        "every step is right",
+        Parameter("steps", int, "steps of the route (24)", 1, 10_000),
+    ),
+    _procedure(
+        "tom",
+        "minds:tracking",
+        "where a person and an object are after each step, and what the person believes",
+        "every line is right, but for case, punctuation and small words",
+        Parameter("steps", int, "steps of the story (10)", 1, 10_000),
+    ),
+    _story(
+        "retrieval",
+        "places, people and items of chapters of a story",
+        "the share of the numbered answers that are right",
+        "retrieval",
+        Parameter("asked", int, "how many answers (16)", 1, 1000),
+    ),
+    _story("multihop", "the item that was bought just before another", "the item is named", "chain"),
+    _story(
+        "filtering",
+        "the chapters in which nothing is bought",
+        "intersection over union; both empty is 1",
+        "aggregation",
+    ),
+    Kind(
+        name="mrcr",
+        maker="profiling.prompts.repeated_asks:repeated_asks",
+        parameters=(Parameter("needles", int, "how often the same is asked for (2)", 1, 8),),
+        asks="the answer to the n-th of several identical asks in a chat, once more",
+        scored="0 without the random string before it, else the ratio of difflib's SequenceMatcher",
+        source="MRCR, Vodrahalli et al. 2024; OpenAI 2025",
+        family="copying",
+    ),
+    _babilong(1, "where somebody is", "retrieval"),
+    _babilong(2, "where a thing is that somebody carried", "chain"),
+    _babilong(3, "where a thing was before it came to a place", "chain"),
+    _linked(
+        "arithmetic_chain",
+        "values that are sums and differences of one another, all of them",
+        "variable tracking, RULER",
+    ),
+    _linked(
+        "state_tracking", "which cup a ball is under after each of many swaps", "state tracking, Kim & Schuster 2023"
     ),
     Kind(
         name="text",

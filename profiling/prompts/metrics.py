@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from artifacts import HeadwiseError
+from profiling.prompts import list_metrics
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.text_metrics import (
     characters,
@@ -140,6 +141,10 @@ def _best(compare: Callable[[str, str], float]) -> Metric:
     return lambda text, references, choices: max(compare(text, reference) for reference in references)
 
 
+def _whole(compare: Callable[[str, Sequence[str]], float]) -> Metric:
+    return lambda text, references, choices: compare(text, references)
+
+
 METRICS: dict[str, Metric] = {
     "exact": _exact,
     "all": _all,
@@ -158,4 +163,15 @@ METRICS: dict[str, Metric] = {
     "last_integer": _last_integer,
     "integers_in_turn": _integers_in_turn,
     "letter": _letter,
+    "nodes": _whole(list_metrics.nodes),
+    "chapters": _whole(list_metrics.chapters),
+    "numbered": _whole(list_metrics.numbered),
+    "item": _whole(list_metrics.item),
+    "marked": _whole(list_metrics.marked),
+    "countdown": _whole(list_metrics.countdown),
+    "countdown_partial": _whole(list_metrics.lines_in_turn("<Solution>")),
+    "route": _whole(list_metrics.same_lines("</Route>")),
+    "route_partial": _whole(list_metrics.lines_in_turn("</Route>")),
+    "tom": _whole(list_metrics.same_lines(plain=list_metrics.without_small_words)),
+    "tom_partial": _whole(list_metrics.lines_in_turn(plain=list_metrics.without_small_words)),
 }

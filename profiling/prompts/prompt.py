@@ -15,7 +15,8 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kinds import DEFAULT_TASKS, KINDS, TASKS, Kind
+from profiling.prompts.kind import Kind
+from profiling.prompts.kinds import DEFAULT_TASKS, KINDS, TASKS
 from profiling.prompts.tokens import Encoder, Ids
 
 __all__ = ["DEFAULT_TASKS", "SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]

@@ -9,8 +9,10 @@ much is cut from the first items, to which nothing comes back. The last 128 toke
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from artifacts import HeadwiseError
@@ -26,6 +28,8 @@ _TAIL = 128
 _CUT = 8
 _LABELS = "red blue green black white yellow brown pink gold grey"
 _PASSAGE, _CUE = 24, 4
+# Words of an entry in a dictionary.
+_ENTRY = 5
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ def _labelled(rng: random.Random) -> Iterator[Thing]:
     return (Thing(name, f" {rng.choice(labels)}") for name in compounds(rng))
 
 
+def _entries(rng: random.Random) -> Iterator[Thing]:
+    source = plain_words()
+    return (Thing(name, "".join(f" {rng.choice(source)}" for _ in range(_ENTRY))) for name in compounds(rng))
+
+
 def _passages(rng: random.Random) -> Iterator[Thing]:
     source = plain_words()
     while True:
@@ -88,6 +97,12 @@ FORMS = {
         ("{name}:", "\n"),
         ("{name}:", "\n"),
     ),
+    "dictionary": Form(
+        "Below is a dictionary. A word that comes again has the same entry again.\n\n",
+        _entries,
+        ("{name}:", ".\n"),
+        ("{name}:", ".\n"),
+    ),
     "repeats": Form("", _passages, ("\n{name}", ".\n"), ("\n{name}", ".\n")),
 }
 
@@ -108,7 +123,7 @@ def _one(encode: Encoder, name: str, length: int, rng: random.Random) -> Prompt:
     scored: list[tuple[int, int]] = []
     items = 0
     while len(ids) < room:
-        due = [at for at, (start, _) in enumerate(known) if len(ids) - start >= length // FAR]
+        due = range(bisect_right(known, len(ids) - length // FAR, key=itemgetter(0)))
         back = bool(due) and len(ids) >= room // 2 and items % 2 == 0
         if back:
             _, thing = known.pop(rng.choice(due))

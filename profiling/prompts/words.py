@@ -47,6 +47,11 @@ def plain_words() -> list[str]:
     return [*_ADJECTIVES.split(), *_NOUNS.split()]
 
 
+def nouns() -> list[str]:
+    """Those of them that are things."""
+    return _NOUNS.split()
+
+
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
     """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in any case."""
     taken, found = apart_from.lower(), dict[str, None]()

@@ -9,12 +9,13 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.copies import CONTEXT, far_copies
-from profiling.prompts.kinds import FAMILIES, KINDS
+from profiling.prompts.kind import FAMILIES
+from profiling.prompts.kinds import KINDS
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.prompts.texts import pythons_own
 from tests.profiling.tokenizers import MAKERS, byte_level
 
-TURNS, INSIDE = ("line_turns", "kv_turns", "chain_turns"), ("line_asked", "chain", "label_map", "repeats")
+TURNS, INSIDE = ("line_turns", "kv_turns", "chain_turns"), ("line_asked", "chain", "label_map", "dictionary", "repeats")
 LENGTH = 4096
 
 
@@ -85,6 +86,7 @@ def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str
                 "line_asked": r"of ([\w-]+) is$",
                 "chain": r"that of ([\w-]+), which is$",
                 "label_map": r"(\w+):$",
+                "dictionary": r"(\w+):$",
                 "repeats": r"([\w ]+)$",
             }[task]
             thing = re.search(name, cue.strip())

@@ -1,0 +1,174 @@
+"""Sparse Frontier's story tasks (Nawrot et al. 2025): chapters of one traveller's purchases, and questions about them.
+
+A prompt is prefix + padding + instruction + question + chapters + question; as many chapters as fit. Retrieval asks for
+places, people and items of chapters, multihop for the item bought just before another, filtering for the chapters in
+which nothing is bought.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from artifacts import HeadwiseError
+from profiling.prompts.filler import sentences
+from profiling.prompts.filling import flat, laid_out, room_for, whole_items
+from profiling.prompts.prompt import Prompt
+from profiling.prompts.tokens import Encoder
+from profiling.prompts.words import names
+
+_HERO = "Mirabel"
+_HEAD = f"The context holds chapters about {_HERO}'s travels. Answer from it, within <answer> and </answer>.\n\n"
+_OPEN, _CLOSE = "\n<context>\n", "</context>\n"
+_ANSWER, _END = "\n<answer>", "\n</answer>"
+_BOUGHT, _SOLD = f" {_HERO} bought the {{}}.", " She sold the {}."
+_KINDS = "amber brass clay copper cotton glass granite ivory leather linen oak paper pine silk silver wool"
+_LOOKS = (
+    "ancient bent bright broad carved chipped cracked dark dusty faded fancy folded gilded heavy hollow large light "
+    "long matte narrow odd painted pale plain polished rare rough round rusty scented short slim small smooth spotted "
+    "square striped tall thin tiny worn"
+)
+_THINGS = (
+    "basin bell belt bowl box brooch brush button candle chair chest clock comb cup dish drum fan flute frame glove "
+    "hat horn kite knife ladle lamp mask mirror mug necklace pipe plate purse ring rug saddle scarf spoon tray vase"
+)
+_PLACES = [
+    f"{what} of {where}"
+    for what in ("harbour", "market", "castle", "bridge", "garden", "square", "abbey", "mill", "tower", "inn")
+    for where in ("Arvel", "Bremo", "Cadiss", "Dorne", "Elmar", "Fenwick", "Garro", "Hallin")
+]
+_EVENTS = ("fair", "wedding", "sale", "concert", "race", "feast", "parade", "play", "trial", "harvest")
+_PEOPLE = 250
+_EMPTY, _SLACK = 3, 24
+
+
+class Chapter(NamedTuple):
+    """item: what is bought; sold: of what was bought before, what is sold again."""
+
+    place: str
+    person: str
+    item: str
+    text: str
+    sold: str | None = None
+
+
+class Question(NamedTuple):
+    """A question and its answer, which stands between the tags, with the metric's references."""
+
+    text: str
+    answer: str
+    metric: str
+    references: tuple[str, ...]
+    choices: tuple[str, ...] = ()
+
+
+def stories(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, form: str, asked: int = 16
+) -> list[Prompt]:
+    """Prompts of one of FORMS; `asked` is how many numbered questions retrieval has."""
+    task = f"story_{form}"
+    head, opened, closed = encode(_HEAD), encode(_OPEN), encode(_CLOSE)
+
+    def one(rng: random.Random) -> Prompt:
+        # Chapters that might be, for the size of a question.
+        some = [Chapter(max(_PLACES, key=len), "Nobody", "item", "") for _ in range(max(4, length // 60))]
+        size = len(encode(_sized(form, some, asked))) + _SLACK
+        room = room_for(encode, task, length, head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
+        made: list[Chapter] = []
+        texts = whole_items(encode, _told(made, rng), room)
+        made = made[: len(texts)]
+        if len(made) < _EMPTY + 1 or (form == "retrieval" and 3 * len(made) < asked):
+            raise HeadwiseError(
+                f"length {length} is too small for {task}: it has {len(made)} chapters; try {2 * length}"
+            )
+        empty = set(rng.sample(range(len(made)), _EMPTY)) if form == "filtering" else set[int]()
+        never = {made[at].item for at in empty}
+        for at, chapter in enumerate(made if never else ()):
+            if at in empty or chapter.sold in never:
+                gone = [_SOLD.format(chapter.sold)] if chapter.sold in never else []
+                gone += [_BOUGHT.format(chapter.item)] if at in empty else []
+                texts[at] = encode(
+                    _titled(at, functools.reduce(lambda text, part: text.replace(part, ""), gone, chapter.text))
+                )
+        question = FORMS[form](made, empty, asked, rng)
+        said = encode(f"{question.text}\n")
+        ids = laid_out(encode, task, length, head, said, opened, flat(texts), closed, said, encode(_ANSWER))
+        return Prompt(
+            ids,
+            question.answer + _END,
+            metric=question.metric,
+            references=question.references,
+            choices=question.choices,
+        )
+
+    return [one(random.Random(f"{seed} {task} {i}")) for i in range(samples)]
+
+
+def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
+    """Chapters until there are no more items; what is given is put into `made`."""
+    items = [f"{look} {kind} {thing}" for look, kind, thing in product(_LOOKS.split(), _KINDS.split(), _THINGS.split())]
+    rng.shuffle(items)
+    met = list(product(_PLACES, names(rng, _PEOPLE)))
+    rng.shuffle(met)
+    talk, owned = sentences(rng), list[str]()
+    for item, (place, person) in zip(items, met, strict=False):
+        said = " ".join(next(talk).strip() for _ in range(3))
+        text = f"{_HERO} came to the {place} for a {rng.choice(_EVENTS)} and met {person}. {said}{_BOUGHT.format(item)}"
+        sold = owned.pop(rng.randrange(len(owned))) if owned and rng.random() < 0.5 else None
+        text += _SOLD.format(sold) if sold else ""
+        owned.append(item)
+        made.append(Chapter(place, person, item, f"{text} Then they said goodbye.", sold))
+        yield _titled(len(made) - 1, made[-1].text)
+
+
+def _titled(at: int, text: str) -> str:
+    return f"Chapter {at + 1}:\n{text}\n"
+
+
+def _sized(form: str, some: list[Chapter], asked: int) -> str:
+    """A question as long as one over so many chapters can be."""
+    if form == "retrieval":
+        return "\n".join([_RETRIEVE, *(_ASKED["place"].format(99, len(some)) for _ in range(asked))])
+    return (_HOP if form == "multihop" else _FILTER).format("scented granite necklace")
+
+
+_ASKED = {
+    "place": "{0}. Which place did she come to in Chapter {1}?",
+    "person": "{0}. Whom did she meet in Chapter {1}?",
+    "item": "{0}. What did she buy in Chapter {1}?",
+}
+_RETRIEVE = "Answer each question in a line with its number."
+_HOP = "Which item did she buy just before she bought the {}? Name the item."
+_FILTER = "In which chapters did she buy nothing? Give their numbers."
+
+
+def _retrieval(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
+    chosen = rng.sample(list(product(range(len(made)), _ASKED)), asked)
+    right = [getattr(made[at], kind) for at, kind in chosen]
+    lines = [_ASKED[kind].format(n, at + 1) for n, (at, kind) in enumerate(chosen, start=1)]
+    answer = "\n".join(f"{n}. {value}" for n, value in enumerate(right, start=1))
+    return Question("\n".join([_RETRIEVE, *lines]), answer, "numbered", tuple(right))
+
+
+def _multihop(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
+    at = rng.randrange(1, len(made))
+    right = made[at - 1].item
+    others = rng.sample([chapter.item for chapter in made if chapter.item != right], min(3, len(made) - 1))
+    choices = tuple(f"{item}{_END}" for item in (right, *others))
+    return Question(_HOP.format(made[at].item), right, "item", (right,), choices)
+
+
+def _filtering(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
+    right = [str(at + 1) for at in sorted(empty)]
+    return Question(_FILTER, ", ".join(right), "chapters", tuple(right))
+
+
+FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], Question]] = {
+    "retrieval": _retrieval,
+    "multihop": _multihop,
+    "filtering": _filtering,
+}
