@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
 VLLM_VENV ?= .venv-vllm
+LM_EVAL_VENV ?= .venv-lm-eval
 DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
@@ -11,14 +12,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: docs test test-all test-oldest test-vllm test-wheel demo fuzz lint clean
+.PHONY: docs test test-all test-lm-eval test-oldest test-vllm test-wheel demo fuzz lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
 
-# With every build and variant, of which `make test` runs one, the notebooks, and what a wheel installs.
+# With every build and variant, of which `make test` runs one, the notebooks, lm-evaluation-harness, and what a wheel installs.
 test-all: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST)
+	$(MAKE) test-lm-eval
 	$(MAKE) test-wheel
 
 # A wheel with native code for every instruction set, in an environment of its own, away from the checkout: it searches and
@@ -54,6 +56,16 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 	sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(OLDEST_VENV)/constraints.txt
 	$(OLDEST_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c $(OLDEST_VENV)/constraints.txt \
 		--editable '.[search]' cryptography hypothesis pytest pytest-xdist
+	@touch $@
+
+# The model `headwise` inside lm-evaluation-harness, which brings fifty packages: in an environment of its own.
+test-lm-eval: $(LM_EVAL_VENV)/.installed
+	$(LM_EVAL_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/profiling/harness
+
+$(LM_EVAL_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
+		--editable '.[search,lm-eval]' pytest
 	@touch $@
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.
@@ -114,4 +126,4 @@ $(VENV)/.models: $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) $(VLLM_VENV) $(DOCS_VENV) build demo *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(LM_EVAL_VENV) $(VLLM_VENV) $(DOCS_VENV) build demo *.egg-info

@@ -32,7 +32,13 @@ called_as: dict[str, str] = {}
 # Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
 leave_at_once = False
 # What serving does without -> the extra that installs it.
-EXTRAS = {"matplotlib": "search", "openvino": "rivals", "openvino_genai": "rivals", "optuna": "search"}
+EXTRAS = {
+    "lm_eval": "lm-eval",
+    "matplotlib": "search",
+    "openvino": "rivals",
+    "openvino_genai": "rivals",
+    "optuna": "search",
+}
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

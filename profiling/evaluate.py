@@ -18,6 +18,7 @@ from typing import Any
 from artifacts import Artifact, HeadwiseError, Measurement, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable
+from profiling.evaluation.kvpress import write_results
 from profiling.evaluation.measure import (
     DEPTHS,
     OUTPUT,
@@ -69,11 +70,12 @@ class Job:
     again: bool = False
     attach: bool = False
     set_dense_below: bool = False
+    kvpress: Path | None = None
     command: str = ""
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Evaluate; write evaluation.json and index.html into the folder, and what was asked for into the artifact.
+    """Evaluate; write evaluation.json and index.html into the folder, and what else was asked for.
 
     Returns:
         What evaluation.json holds.
@@ -111,6 +113,10 @@ def run(job: Job) -> dict[str, Any]:
     )
     atomic_write(job.out / OUTPUT, as_json(record))
     atomic_write(job.out / "index.html", page(record).encode())
+    if job.kvpress is not None and not write_results(
+        job.kvpress, record, outcomes, loaded.tokenizer, model=artifact.model.name
+    ):
+        print(f"{job.kvpress} stays as it is: no task has answers that follow its prompts", file=sys.stderr)
     if job.attach or job.set_dense_below:
         _write_into(job, record)
     return record
@@ -160,6 +166,7 @@ def parser() -> ArgumentParser:
     p.add_argument("--sparse-always", action="store_true", help="use the patterns below the artifact's dense_below too")
     p.add_argument("--attach", action="store_true", help="write the summary into the artifact's evidence")
     p.add_argument("--set-dense-below", action="store_true", help="write the crossover into the artifact")
+    p.add_argument("--kvpress", type=Path, metavar="FOLDER", help="also write the answers in kvpress's result folders")
     p.add_argument("--fresh", action="store_true", help="discard the ledger")
     arguments.add_dtype(p)
     arguments.add_device(p)
@@ -201,7 +208,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
         memory=options.memory and not quick,
         crossover=options.crossover and "headwise" in quality.methods and (not quick or options.set_dense_below),
     )
-    same = ("dtype", "device", "revision", "sparse_always", "fresh", "again", "attach", "set_dense_below")
+    same = ("dtype", "device", "revision", "sparse_always", "fresh", "again", "attach", "set_dense_below", "kvpress")
     return Job(
         model=options.model,
         config=options.config,

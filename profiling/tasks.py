@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.prompts.kind import Kind
 from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
 
@@ -51,6 +53,9 @@ def parser() -> ArgumentParser:
     p.add_argument("--samples", type=int, default=1, help="how many prompts (default 1)")
     arguments.add_seed(p)
     p.add_argument("--ends", action="store_true", help="show the start and the end of a prompt only")
+    p.add_argument(
+        "--lm-eval", type=Path, metavar="FOLDER", help="write them for lm-evaluation-harness's --include_path"
+    )
     return p
 
 
@@ -66,10 +71,23 @@ def main(argv: list[str] | None = None) -> int:
     from profiling.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(options.model)
+    if options.lm_eval is not None:
+        return _write(task, tokenizer, options)
     prompts = make_prompts(
         task, tokenizer, length=options.length, samples=options.samples, seed=options.seed, shorter=True
     )
     print("\n\n".join(shown(prompt, tokenizer, whole=not options.ends) for prompt in prompts))
+    return 0
+
+
+def _write(task: Task, tokenizer: Any, options: Namespace) -> int:
+    from profiling.harness.task_files import write_task
+
+    how = {"length": options.length, "samples": options.samples, "seed": options.seed}
+    name, changed = write_task(options.lm_eval, task, tokenizer, **how)
+    print(f"wrote the task {name} into {options.lm_eval}")
+    if changed:
+        print(f"note: {changed} of {options.samples} prompts have other tokens as text", file=sys.stderr)
     return 0
 
 

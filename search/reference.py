@@ -64,7 +64,7 @@ def _section(verb: str, module: str, parser: ArgumentParser) -> str:
     lines = [f"## headwise {verb}", "", f"`python -m {below}`", ""]
     lines += _text(parser.description or "")
     rows = [_row(parser, action) for action in parser._actions if action.dest not in _COMMON and _shown(action)]
-    lines += ["| argument | |", "|---|---|", *rows, ""]
+    lines += ["| argument | |", "|---|---|", *rows, ""] if rows else []
     lines += _text(parser.epilog or "")
     return "\n".join(lines)
 

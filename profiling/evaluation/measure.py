@@ -72,7 +72,7 @@ class Set:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials."""
+    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials, and the prompts."""
 
     task: str
     length: int
@@ -80,6 +80,7 @@ class Outcome:
     method: str
     records: tuple[dict[str, Any], ...]
     overlapping: int = 0
+    prompts: tuple[Prompt, ...] = ()
 
 
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -148,6 +149,7 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
                     method=method.name,
                     records=tuple(ledger.get(of(method, prompt)) for prompt in each.prompts),
                     overlapping=each.overlapping,
+                    prompts=each.prompts,
                 )
                 for each in here
                 for method in made

@@ -109,6 +109,11 @@ def load_config(spec: str, *, revision: str | None = None) -> Any:
             return AutoConfig.from_pretrained(source.place, **options)
 
 
+def local_folder(package: str, *, dtype: str) -> str:
+    """The folder with a model of PACKAGES as transformers reads it; converted at first use."""
+    return _find(package, DTYPES.get(dtype, dtype), None).place
+
+
 def _find(spec: str, dtype: str, revision: str | None) -> _Source:
     path = Path(spec).expanduser()
     local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)

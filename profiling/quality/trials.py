@@ -73,8 +73,7 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
         }
     cache, logits = start.cache, start.last[None]
     right = answer_ids(tokenizer, prompt) if asks(prompt) else ()
-    wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
-    limit = prompt.new_tokens or wanted + _EXTRA
+    limit = new_tokens(tokenizer, prompt)
     ends = _ends(model, tokenizer)
     if right:
         cache.batch_repeat_interleave(2)
@@ -104,6 +103,11 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
         "token_accuracy": _mean(hits) if hits else None,
         "nll": _mean(losses) if losses else None,
     }
+
+
+def new_tokens(tokenizer: Any, prompt: Prompt) -> int:
+    """How many tokens an answer may have."""
+    return prompt.new_tokens or len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) + _EXTRA
 
 
 def _mean(values: Sequence[float]) -> float:

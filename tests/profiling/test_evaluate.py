@@ -255,3 +255,23 @@ def test_windows_that_the_search_saw_are_told(
     ]
     said = "2 of 2 prompts of text:text.txt at 900 tokens overlap what the search looked at"
     assert said in capsys.readouterr().out and said in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_answers_in_the_folders_of_kvpress(command: Command, tmp_path: Path) -> None:
+    record = command(
+        *("--task", "niah_single_1", "--samples", "2", "--methods", "headwise", "headwise+snapkv", "--no-speed"),
+        *("--kvpress", str(tmp_path / "results")),
+    )
+    folders = {path.name: path for path in (tmp_path / "results").iterdir()}
+    model = record["model"]["name"]
+    start = f"ruler__{LENGTH}__{model}__"
+    kept = next(each["kept"] for each in record["methods"] if each["name"] == "headwise+snapkv")
+    assert set(folders) == {
+        f"{start}dense__0.00__query_aware",
+        f"{start}headwise__0.00__query_aware",
+        f"{start}headwise+snapkv__{1 - kept:.2f}__query_aware",
+    }
+    for name in ("dense", "headwise"):
+        found = json.loads((folders[f"{start}{name}__0.00__query_aware"] / "metrics.json").read_text())
+        (figure,) = (f for f in record["figures"] if (f["method"], f["measure"]) == (name, "score"))
+        assert found == {"niah_single_1": {"string_match": round(100 * figure["value"], 2)}}

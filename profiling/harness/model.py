@@ -1,0 +1,104 @@
+"""The model `headwise` of lm-evaluation-harness: transformers' own, with an artifact applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from artifacts import HeadwiseError
+from profiling.models.loading import local_folder
+from profiling.models.packages import PACKAGES
+from runtime import load
+from runtime.headwise import Handle
+
+# What `config` is where the model's own attention is wanted.
+DENSE = "dense"
+
+
+@register_model("headwise")
+class HeadwiseLM(HFLM):
+    """The harness's model for transformers, served by an artifact; it takes all that `hf` takes.
+
+    Log-likelihoods are one prefill each, by the artifact's patterns. Generation also has the artifact's caches.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        config: str | None = None,
+        check_weights: bool = True,
+        target_speedup: float | None = None,
+        target_kl: float | None = None,
+        target_recall: float | None = None,
+        dtype: Any = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """Load the model and apply the artifact.
+
+        Args:
+            pretrained: what `hf` takes, or smollm2 or gemma3 from their packages.
+            config: the artifact, or `dense` for the model's own attention.
+            check_weights: see runtime.Headwise.apply.
+            target_speedup, target_kl, target_recall: the point of the artifact's front, see runtime.load.
+            dtype, kwargs: see HFLM.
+
+        Raises:
+            HeadwiseError: no config; an artifact that cannot be read or is for another model.
+        """
+        if not config:
+            raise HeadwiseError("--model headwise needs config=ARTIFACT in --model_args, or config=dense")
+        headwise = None
+        if config != DENSE:
+            headwise = load(config, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall)
+        if isinstance(pretrained, str) and pretrained in PACKAGES:
+            pretrained = local_folder(pretrained, dtype="bfloat16" if dtype == "auto" else str(dtype))
+        super().__init__(pretrained=pretrained, dtype=dtype, **kwargs)
+        self._handle: Handle | None = None
+        self._sparse_from: int | None = None
+        if headwise is not None:
+            self._handle = headwise.apply(self.model, check_weights=check_weights)
+            self._sparse_from = headwise.artifact.prefill.dense_below
+            self._content = headwise.artifact.content_sha256
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """As HFLM, with prompts that patterns serve one by one.
+
+        HFLM pads a batch on the right and gives no mask. Causal attention does not mind, but patterns are chosen by a
+        prompt's last queries, which would be those of the padding.
+        """
+        apart = [self._sparse_from is not None and len(c) + len(a) > self._sparse_from for _, c, a in requests]
+        if not any(apart):
+            return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
+        found: dict[int, tuple[float, bool]] = {}
+        usual: Any = vars(self)["batch_size_per_gpu"]
+        for long in (False, True):
+            numbers = [number for number, own in enumerate(apart) if own is long]
+            if not numbers:
+                continue
+            some = [requests[number] for number in numbers]
+            self.batch_size_per_gpu = 1 if long else usual
+            try:
+                done = super()._loglikelihood_tokens(some, disable_tqdm, 1 if long else override_bs)
+            finally:
+                self.batch_size_per_gpu = usual
+            found.update(zip(numbers, done, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any) -> torch.Tensor:
+        """As HFLM, with a cache as the artifact wants it; batches are padded on the left, under a mask."""
+        if self._handle is not None:
+            given.setdefault("past_key_values", self._handle.new_cache())
+        made: torch.Tensor = super()._model_generate(context, max_length, stop, **given)
+        return made
+
+    def get_model_info(self) -> dict[str, Any]:
+        """As HFLM, with the artifact's hash and the calls of attention layers that were served so far."""
+        told: dict[str, Any] = super().get_model_info()
+        if self._handle is not None:
+            told |= {"headwise_content_sha256": self._content, "headwise_calls": self._handle.stats()}
+        return told

@@ -1,0 +1,55 @@
+"""python -m profiling.lm_eval: lm-evaluation-harness's own command line, with the model `headwise` in it.
+
+python -m profiling.lm_eval --model headwise --model_args pretrained=smollm2,config=cfg.yaml --tasks hellaswag
+"""
+
+from __future__ import annotations
+
+import sys
+
+from artifacts.command_line import ArgumentParser, run_command
+
+_EPILOG = """\
+--model_args of the model `headwise` are those of the harness's `hf`, and
+  pretrained        also smollm2 and gemma3, from their packages
+  config            the artifact, or `dense` for the model's own attention
+  check_weights     false accepts other weights of the same architecture
+  target_speedup, target_kl, target_recall
+                    a point of the artifact's front
+
+python -m profiling.tasks --lm-eval FOLDER writes our tasks for --include_path; docs/evaluation.md has an example.
+"""
+
+
+def parser() -> ArgumentParser:
+    """What `headwise --help` and docs/commands.md say: the arguments are the harness's."""
+    return ArgumentParser(
+        prog="python -m profiling.lm_eval",
+        usage="python -m profiling.lm_eval [lm-eval's arguments]",
+        description=__doc__,
+        epilog=_EPILOG,
+        add_help=False,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Hand the command line to the harness, with our model registered.
+
+    Raises:
+        HeadwiseError: see profiling.harness.model.HeadwiseLM.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    import profiling.harness.model  # noqa: F401
+
+    # The harness's parser reads the process's own words.
+    before, sys.argv = sys.argv, ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,161 @@
+"""The model `headwise` inside lm-evaluation-harness, run to the end: answers, log-likelihoods, batches, mistakes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling.evaluation.measure import Evaluation, evaluate, open_ledger
+from profiling.evaluation.methods import Methods
+from profiling.lm_eval import main
+from profiling.models.loading import load_model, load_tokenizer
+from profiling.tasks import main as tasks
+from runtime.fingerprint import fingerprint
+from tests.runtime.conftest import search_info
+from tests.search.conftest import save_tiny
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed here: `make test-lm-eval` runs these tests")
+
+LENGTHS, SAMPLES, SEED = (600, 700), 3, 1000
+TASK = "niah_multikey_1"
+NAMES = [f"headwise_{TASK}_{length}" for length in LENGTHS]
+PATTERNS: dict[str, Any] = {
+    "vs": artifacts.VerticalSlash(vertical=70, slash=70),
+    "vs_8": artifacts.VerticalSlash(vertical=10, slash=130, last_q=8),
+    "a": artifacts.AShape(sink=64, window=64),
+    "bs": artifacts.BlockSparse(blocks=2),
+}
+ROWS = (("vs", "a", "bs", "vs_8", "bs", "vs"), ("bs", "vs", "a", "a", "vs_8", "vs"), None)
+CHOICES = ("a b", "c", "dd ee", "fgh")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, artifacts for it, and tasks."""
+    folder = tmp_path_factory.mktemp("harness")
+    model = save_tiny(folder / "tiny")
+    tokenizer = load_tokenizer(str(model))
+    # The harness starts texts that have no context with one of these.
+    tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<end>"})
+    tokenizer.save_pretrained(model)
+    kept = artifacts.KVCache(policies={"half": artifacts.SnapKV(budget=0.5)}, layers=("half",) * 3)
+    for name, more in (("cfg", {}), ("kept", {"kv_cache": kept})):
+        made = artifacts.Artifact(
+            model=fingerprint(load_model(str(model), dtype="float32").model, name="tiny"),
+            search=search_info(),
+            patterns=PATTERNS,
+            prefill=artifacts.Prefill(dense_below=500, dense_tail=0, layers=ROWS),
+            **more,
+        )
+        artifacts.save(made, folder / f"{name}.yaml")
+    for length in LENGTHS:
+        how = ["--length", str(length), "--samples", str(SAMPLES), "--seed", str(SEED)]
+        tasks(["--task", TASK, "--model", str(model), *how, "--lm-eval", str(folder / "tasks")])
+    # Four choices of other lengths each after contexts of other lengths, some below 500.
+    texts = [f"{'It was a long way to the sea, and nobody saw it. ' * n}Then {n}" for n in (3, 9, 13, 14, 15)]
+    rows = [{"text": text, "choices": CHOICES, "gold": n % 4} for n, text in enumerate(texts)]
+    (folder / "choose.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "tasks" / "choose.yaml").write_text(
+        f"task: choose\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'choose.jsonl'}}}}}\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\n'
+        'doc_to_target: "{{gold}}"\nmetric_list: [{metric: acc}]\n'
+    )
+    return folder
+
+
+@pytest.fixture
+def harness(folder: Path, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], dict[str, list[Any]]]]:
+    """harness(config, *task names, batch=) -> what the harness wrote: results, and responses by task."""
+
+    def run(config: str, *names: str, batch: int = 1, **more: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        given = {"pretrained": folder / "tiny", "config": config, **more}
+        out = tmp_path / f"out-{config.rpartition('/')[2]}-{batch}"
+        words = ["--model", "headwise", "--model_args", ",".join(f"{k}={v}" for k, v in given.items())]
+        words += ["--tasks", ",".join(names), "--include_path", str(folder / "tasks"), "--batch_size", str(batch)]
+        assert main([*words, "--device", "cpu", "--output_path", str(out), "--log_samples"]) == 0
+        (results,) = out.rglob("results_*.json")
+        found: dict[str, list[Any]] = {}
+        for name in names:
+            (samples,) = out.rglob(f"samples_{name}_*.jsonl")
+            lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
+            found[name] = [line["resps"] for line in lines]
+        return json.loads(results.read_text()), found
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["dense", "headwise"])
+def test_answers_are_those_of_the_evaluation(harness: Any, folder: Path, tmp_path: Path, method: str) -> None:
+    path = folder / "cfg.yaml"
+    results, found = harness("dense" if method == "dense" else str(path), *NAMES)
+    loaded = load_model(str(folder / "tiny"), dtype="float32")
+    config = Evaluation(tasks=(TASK,), lengths=LENGTHS, methods=("dense", "headwise"), samples=SAMPLES, seed=SEED)
+    with open_ledger(tmp_path / "ledger", fresh=True) as ledger:
+        outcomes = evaluate(config, loaded, Methods(loaded, *artifacts.load_pair(path), ledger=ledger), ledger)
+    texts = {name: {} for name in config.methods}
+    for each in outcomes:
+        texts[each.method][each.length] = [record["text"] for record in each.records]
+        if each.method == method:
+            scores = [record["score"] for record in each.records]
+            own = results["results"][f"headwise_{TASK}_{each.length}"]["score,none"]
+            assert own == pytest.approx(sum(scores) / len(scores))
+    # The artifact makes a difference, or agreement would say nothing.
+    assert texts["dense"] != texts["headwise"]
+    for name, length in zip(NAMES, LENGTHS, strict=True):
+        assert [text.strip() for ((text,),) in found[name]] == texts[method][length]
+    calls = results["config"].get("headwise_calls")
+    assert (calls is None) if method == "dense" else calls["sparse"] == 2 * len(LENGTHS) * SAMPLES
+    assert method == "dense" or results["config"]["headwise_content_sha256"] == artifacts.load(path).content_sha256
+
+
+@pytest.mark.parametrize("config", ["cfg", "kept"])
+def test_padding_changes_nothing(harness: Any, folder: Path, config: str) -> None:
+    alone, together = (harness(str(folder / f"{config}.yaml"), "choose", *NAMES, batch=n)[1] for n in (1, 4))
+    # Prompts of unlike lengths in one batch. Sums come in another order there: far on a tie may go the other way.
+    for name in NAMES:
+        assert _starts(together[name]) == _starts(alone[name])
+    pairs = zip(_numbers(alone["choose"]), _numbers(together["choose"]), strict=True)
+    assert all(a == pytest.approx(b, abs=1e-3) for a, b in pairs)
+
+
+def test_log_likelihoods_are_by_the_patterns(harness: Any, folder: Path) -> None:
+    dense, sparse = (_numbers(harness(name, "choose")[1]["choose"]) for name in ("dense", str(folder / "cfg.yaml")))
+    far = [abs(a - b) > 0.01 for a, b in zip(dense, sparse, strict=True)]
+    # The first two contexts are shorter than dense_below.
+    assert not any(far[:8]) and all(far[8:])
+
+
+def test_padding_would_change_what_patterns_choose(folder: Path) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from profiling.harness.model import HeadwiseLM
+
+    made = HeadwiseLM(str(folder / "tiny"), config=str(folder / "cfg.yaml"), device="cpu", batch_size=2)
+    requests = [(("", ""), made.tok_encode("the sea and the way " * n), made.tok_encode("to it")) for n in (30, 45)]
+    ways = (HeadwiseLM._loglikelihood_tokens, HFLM._loglikelihood_tokens)
+    own, theirs = (way(made, requests, disable_tqdm=True) for way in ways)
+    assert own[1][0] == pytest.approx(theirs[1][0], abs=1e-3) and abs(own[0][0] - theirs[0][0]) > 0.01
+
+
+def test_mistakes_are_one_line(harness: Any, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="needs config=ARTIFACT in --model_args, or config=dense"):
+        harness("", "choose")
+    with pytest.raises(HeadwiseError, match="no such file"):
+        harness(str(tmp_path / "none.yaml"), "choose")
+    other = save_tiny(tmp_path / "other", num_attention_heads=3, num_key_value_heads=1)
+    with pytest.raises(HeadwiseError, match="num_heads"):
+        harness(str(folder / "cfg.yaml"), "choose", pretrained=other)
+
+
+def _starts(responses: list[Any]) -> list[str]:
+    return [text[:64] for ((text,),) in responses]
+
+
+def _numbers(responses: list[Any]) -> list[float]:
+    return [float(answer[0][0]) for choices in responses for answer in choices]
