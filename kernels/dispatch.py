@@ -30,7 +30,7 @@ def backend(name: str, op: str = "attention") -> ModuleType:
     """The backend's module, imported on first use; ValueError names the known ones."""
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
-    return importlib.import_module(f"kernels.{op}.{name}")
+    return importlib.import_module(f".{op}.{name}", __package__)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str, str | None]:

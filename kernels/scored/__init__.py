@@ -52,7 +52,7 @@ def scored_attention(
     first = decode_attention(
         q[:, :, :1], k[:, :, :1], v[:, :, :1], scale=scale, softcap=softcap, scores="sum", backend=backend
     )
-    if dispatch.choose(backend, q, k, v, op="decode").__name__ == "kernels.decode.cpu":
+    if dispatch.choose(backend, q, k, v, op="decode") is dispatch.backend("cpu", "decode"):
         how = q.shape[3] ** -0.5 if scale is None else float(scale)
         return Decoded(*cpu.scored_attention(q, k, v, scale=how, softcap=softcap))
     assert first.scores is not None
