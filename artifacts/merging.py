@@ -26,7 +26,7 @@ _COMPARED = (
 )
 # The arrays of a section, by how their names begin; all others are those of prefill.
 _ARRAYS = {
-    "decode": ("similarity.", "imported.decode", "imported.head_map"),
+    "decode": ("similarity.", "imported.decode"),
     "kv_cache": ("kv_cache.", "imported.full_attention"),
 }
 

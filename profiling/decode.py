@@ -42,6 +42,7 @@ class Comparison:
 
     model: str
     config: Path
+    beside: tuple[Path, ...] = ()
     context: int
     steps: int = 16
     repeats: int = 5
@@ -65,6 +66,7 @@ class Row:
 
     Of dense attention by our kernel only time and bytes are measured: it is there where they are asked for.
     loss_change, loss_change_error: of the loss against dense on the same tokens, in nats, and its standard error.
+    tokens: that a KV head of a sparse layer read in a step, on average over all that was decoded.
     """
 
     method: str
@@ -75,6 +77,7 @@ class Row:
     loss_change: float | None
     loss_change_error: float | None
     right: int | None
+    tokens: float | None
     answers: tuple[str, ...]
 
 
@@ -83,8 +86,9 @@ class _Method:
     """How a method attends, and the cache that it decodes with."""
 
     name: str
-    apply: Callable[[], AbstractContextManager[object]]
+    apply: Callable[[], AbstractContextManager[Any]]
     cache: Callable[[], Any]
+    sparse: bool = False
 
 
 def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
@@ -93,14 +97,21 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     Raises:
         HeadwiseError: the artifact has no decode section, or is for another model.
     """
-    artifact = load(config.config)
-    if artifact.decode is None:
-        raise HeadwiseError(f"{config.config} has no decode section: python -m search.filters writes one")
+    files = (config.config, *config.beside)
+    found = {file: load(file) for file in files}
+    for file, artifact in found.items():
+        if artifact.decode is None:
+            raise HeadwiseError(f"{file} has no decode section: python -m search.filters writes one")
+    names = ["headwise", *(file.stem for file in config.beside)]
+    if len(set(names)) < len(names):
+        raise HeadwiseError(f"artifacts of one name cannot be told apart: {', '.join(names)}")
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if config.prefill_chunk is not None:
         # Each process loads a model of its own: nobody else generates with it.
         loaded.model.generation_config.prefill_chunk_size = config.prefill_chunk
-    methods = _methods(loaded, load_headwise(config.config), config.offload)
+    methods = _methods(
+        loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
+    )
     seconds, held = _times(config, loaded, methods) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
@@ -111,18 +122,20 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             if seconds:
                 rows.append(_row(config, method.name, seconds, held, (), (), None, None))
             continue
-        with method.apply():
+        with method.apply() as applied:
             given = answers(
                 loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
             )
             losses = forced_losses(loaded.model, method.cache, texts, config.forced) if texts else None
+            tokens = applied.stats().get("tokens") if method.sparse else None
         base = losses if base is None else base
-        rows.append(_row(config, method.name, seconds, held, prompts, given, losses, base))
+        rows.append(_row(config, method.name, seconds, held, prompts, given, losses, base, tokens))
     record = {
         "rows": [asdict(row) for row in rows],
         "all_seconds": seconds,
         "speedups": {name: of_rounds(seconds, name).over for name in seconds},
-        "settings": {**asdict(config), "config": config.config.name, "content_sha256": artifact.content_sha256},
+        "settings": {**asdict(config), "config": config.config.name, "beside": [file.name for file in config.beside]},
+        "artifacts": {name: found[file].content_sha256 for name, file in zip(names, files, strict=True)},
         "versions": {
             **{name: version(name) for name in ("torch", "transformers")},
             "python": platform.python_version(),
@@ -133,7 +146,7 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     return rows, record
 
 
-def _methods(loaded: LoadedModel, headwise: Headwise, offloads: Sequence[str]) -> list[_Method]:
+def _methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[_Method]:
     from transformers import DynamicCache
 
     model = loaded.model
@@ -141,10 +154,12 @@ def _methods(loaded: LoadedModel, headwise: Headwise, offloads: Sequence[str]) -
     both = [_Method(name, partial(dense, model, name), lambda: DynamicCache(config=config)) for name in (MODEL, KERNEL)]
     return both + [
         _Method(
-            "headwise" if offload == "auto" else f"headwise, {offload}",
-            lambda: headwise.apply(model),
+            name if offload == "auto" else f"{name}, {offload}",
+            partial(headwise.apply, model),
             partial(headwise.new_cache, model, offload=offload),
+            sparse=True,
         )
+        for name, headwise in artifacts.items()
         for offload in offloads
     ]
 
@@ -218,6 +233,7 @@ def _row(
     given: Sequence[str],
     losses: Tensor | None,
     dense: Tensor | None,
+    tokens: float | None = None,
 ) -> Row:
     timed = sorted(seconds.get(name, []))
     change = None if losses is None or dense is None or losses is dense else (losses - dense).double()
@@ -230,13 +246,14 @@ def _row(
         loss_change=None if change is None else change.mean().item(),
         loss_change_error=None if change is None else (change.std() / math.sqrt(len(change))).item(),
         right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
+        tokens=tokens,
         answers=tuple(given),
     )
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
     """The comparison as an aligned text table. seconds: of each method's rounds."""
-    lines = [["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "perplexity", "right"]]
+    lines = [["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "tokens read", "perplexity", "right"]]
     for row in rows:
         t, loss = row.token_seconds, row.perplexity
         change = ""
@@ -249,6 +266,7 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
                 f"{1 / t:.1f}" if t else "-",
                 *cells(of_rounds(seconds, row.method) if seconds else None),
                 *(f"{n / 2**20:.1f}" if n is not None else "-" for n in (row.device_bytes, row.bank_bytes)),
+                f"{row.tokens:.0f}" if row.tokens else "-",
                 f"{loss:.3f}{change}" if loss else "-",
                 f"{row.right}/{trials}" if row.right is not None else "-",
             ]
@@ -262,6 +280,9 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="python -m profiling.decode", description=__doc__)
     arguments.add_model(p)
     arguments.add_artifact(p, "artifact with a decode section", old="--config")
+    p.add_argument(
+        "--beside", type=Path, nargs="+", default=[], help="more artifacts to compare, each a row by its name"
+    )
     p.add_argument("--context", type=int, default=8192, help="tokens in the cache when decode is timed")
     p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
     p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")
@@ -301,7 +322,8 @@ def config_from(options: argparse.Namespace) -> Comparison:
             f"--forced must be below --text-length ({values['text_length']}), got {values['forced']}: "
             "the tokens before are prefilled"
         )
-    return Comparison(**{**values, "offload": tuple(values["offload"])})
+    tuples = {name: tuple(values[name]) for name in ("offload", "beside")}
+    return Comparison(**values | tuples)
 
 
 def main(argv: list[str] | None = None) -> int:

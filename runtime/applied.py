@@ -21,6 +21,7 @@ from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.low_memory.model import LowMemory
 from runtime.omnikv.decode import OmniKV
+from runtime.omnikv.roles import roles_of
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
 from runtime.refusals import check_sections
@@ -140,7 +141,6 @@ def attach(
     check(artifact.model, model, weights=check_weights)
     size = artifact.model.num_heads, artifact.model.num_kv_heads
     shards = {number: shard_of(model, module, *size) for number, module in modules.items()}
-    group = next(iter(shards.values())).group
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
     dense = _dense_of(model)
@@ -149,7 +149,7 @@ def attach(
         dense=dense,
         strict=strict,
         backend=backend,
-        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, model, modules, backend, group),
+        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, modules, shards, backend),
         # The reference is slower than dense attention.
         dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
         spread=len({parameter.device for parameter in model.parameters()}) > 1,
@@ -228,18 +228,14 @@ def _plan(
         if number in modules:
             shard = shards[number]
             plan = layer_plan(artifact, patterns, number, shard.heads, shard.num_kv_heads)
-            decode = settings.decode
-            slides = decode is None or number in sliding_layers(modules)
-            role = None if decode is None or slides else decode.role(number)
+            role = None if settings.decode is None else settings.decode.roles.get(number)
             layers[modules[number]] = Layer(
                 settings, number, plan, role, shard.heads.start, _before(modules[number], settings.dense)
             )
     return layers
 
 
-def _decode(
-    section: artifacts.OmniKV, model: PreTrainedModel, modules: dict[int, nn.Module], backend: str, group: Any
-) -> OmniKV:
+def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: dict[int, Shard], backend: str) -> OmniKV:
     sliding = sliding_layers(modules)
     free = [layer for layer in modules if layer not in sliding]
     for layer in section.filter_layers:
@@ -248,15 +244,16 @@ def _decode(
             raise HeadwiseError(
                 f"filter layer {layer} {why}: decode can filter in the layers {', '.join(map(str, free))}"
             )
+    shard = next(iter(shards.values()))
     return OmniKV(
-        filter_layers=section.filter_layers,
-        dense_layers=section.dense_layers,
+        roles=roles_of(section, free, shard.kv_heads),
         budget=section.budget,
         selector=section.selector,
         window=section.window,
         backend=backend,
+        coverage=section.coverage,
         prefill_ratio=section.prefill_ratio,
-        group=group,
+        group=shard.group,
     )
 
 

@@ -228,7 +228,8 @@ class Handle:
         """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more sections.
 
         "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
-        are steps by chosen tokens, and with a kv_cache section "kept" calls served from a cache under policies.
+        are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
+        kv_cache section "kept" are calls served from a cache under policies.
 
         Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
         form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query

@@ -21,6 +21,8 @@ def stats(artifact: Artifact, settings: Settings, first_heads: Mapping[int, int]
     sections = {"sparse": True, "chosen": artifact.decode is not None, "kept": artifact.kv_cache is not None}
     shown = [name for name, has in sections.items() if has]
     result = _calls(settings.calls.total(), shown)
+    if settings.decode is not None and (tokens := settings.decode.tokens_read) is not None:
+        result["tokens"] = tokens
     if settings.watch is None:
         return result
     seen, calls = settings.watch.read(), settings.calls.by_layer()

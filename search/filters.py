@@ -1,8 +1,9 @@
 """python -m search.filters: choose the layers that filter in decode and those that stay dense, for an artifact.
 
-The similarity of layers is measured on a few prompts (or read with --profile), the filter and dense layers that change
-what the sparse layers add to the residual stream least are found exactly, and the choice is compared with evenly spaced
-and with random filter layers on other prompts. The artifact's other sections stay as they are.
+The similarity of layers and of their KV heads is measured on a few prompts (or read with --profile). The filter and
+dense layers that change what the sparse layers add to the residual stream least are found exactly, and with them whose
+tokens each KV head takes. On other prompts the choice is compared with evenly spaced and with random filter layers. The
+artifact's other sections stay as they are.
 
 python -m search.filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
 """
@@ -19,6 +20,7 @@ from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig
 from search.decode.filter_layers import Rules
 from search.decode.filter_search import FilterSearch, report, run
+from search.decode.head_map import KINDS
 
 
 def parser() -> ArgumentParser:
@@ -28,15 +30,23 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(p, "artifact to start from, as search.heads writes it", old="--config")
     arguments.add_out(p, "artifact to write; may be the same file")
     p.add_argument("--profile", type=Path, help="folder of python -m profiling.similarity, instead of measuring")
-    p.add_argument("--filters", type=int, default=Rules.most, help="at most so many filter layers (default 3)")
+    p.add_argument("--filters", type=int, default=Rules.most, help="at most so many filter layers (default 6)")
     p.add_argument("--sparse", type=float, default=Rules.sparse, help="least share of sparse layers (default 0.6)")
     p.add_argument("--dense-first", type=int, default=Rules.dense_first, help="first layers that are dense (default 0)")
     p.add_argument("--adjacent", action="store_true", help="keep the layer after each filter dense, to hide fetches")
+    p.add_argument(
+        "--heads",
+        choices=KINDS,
+        help="whose tokens a KV head takes: all heads' together, also a single head's, also a group's (default: "
+        "whichever of the first two is better on prompts that chose neither)",
+    )
+    p.add_argument("--worst", type=float, default=FilterSearch.worst, help="weight of the worst steps (default 0.25)")
     p.add_argument("--min-kept", type=float, help="the fewest full layers that keep this share, not the best")
     p.add_argument("--max-error", type=float, help="the fewest full layers within this error, not the best")
     p.add_argument("--layers", help="filter layers by hand, such as 2,8,18")
     p.add_argument("--dense-layers", help="with --layers: layers that stay dense besides those before the first")
     p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
+    p.add_argument("--coverage", type=float, help="stop earlier where this share of the attention is chosen (top-p)")
     p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
     p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
     p.add_argument("--prefill-ratio", type=float, help="in chunked prefill, tokens of the past for each of the chunk")
@@ -75,6 +85,10 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
             raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
     if (ratio := options.prefill_ratio) is not None and not 0 < ratio < inf:
         raise HeadwiseError(f"--prefill-ratio must be a positive number, got {ratio}")
+    if (share := options.coverage) is not None and not 0 < share < 1:
+        raise HeadwiseError(f"--coverage must be between 0 and 1, got {share}")
+    if not 0 <= options.worst <= 1:
+        raise HeadwiseError(f"--worst must be from 0 to 1, got {options.worst}")
     if options.dense_first < 0:
         raise HeadwiseError(f"--dense-first must not be negative, got {options.dense_first}")
     length = options.length
@@ -85,6 +99,7 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         samples=options.samples,
         steps=options.steps,
         top_k=ceil(budget * length) if isinstance(budget, float) and length else None,
+        sets=options.heads or SimilarityConfig.sets,
         seed=options.seed,
         dtype=options.dtype,
         device=options.device,
@@ -101,6 +116,9 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         ),
         layers=None if options.layers is None else _layers("--layers", options.layers),
         dense=() if options.dense_layers is None else _layers("--dense-layers", options.dense_layers),
+        heads=options.heads,
+        worst=options.worst,
+        coverage=options.coverage,
         min_kept=options.min_kept,
         max_error=options.max_error,
         budget=budget,

@@ -15,23 +15,22 @@ from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line, shorten
 from artifacts.fields import MOST, MOST_HEADS
-from artifacts.interop.layers import full_layers, section
+from artifacts.interop.layers import full_layers, section, section_of
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, model_shape
-from artifacts.interop.source import Source, array
+from artifacts.interop.source import Source
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-MAP = "imported.head_map"
 # Kascade's own where nothing is said: a tenth of the keys, at least 128.
 _SHARE, _LEAST = 0.1, 128
 _NAME = re.compile(r".+_layers_((?:[0-9]{1,4}_)*[0-9]{1,4})\.npy")
 
 
 def read(source: Source, given: Given) -> Import:
-    """Read a head map into an artifact that has a decode section; the map itself goes to the sidecar.
+    """Read a head map into an artifact's decode section.
 
     Raises:
         ArtifactError: it is no such map, or its name has no anchors.
@@ -48,20 +47,21 @@ def read(source: Source, given: Given) -> Import:
     shape = model_shape(given, source.path, num_layers=layers, num_kv_heads=heads)
     full, notes = np.isin(np.arange(layers), list(anchors)), Notes()
     decode = section(source, "kascade", full.tolist(), _LEAST)
-    own = table[~full] == np.arange(heads)
     more = "an anchor attends to everything here, there to its own top tokens"
     notes.heads("computes more", more, (len(anchors) - 1) * heads)
-    for whose, count in (("another", (~own).sum()), ("its own", own.sum())):
-        what = f"takes the list of {whose} KV head there, here one list is for all"
-        notes.heads("chooses otherwise", what, int(count))
+    less = "ranks by the largest probability of its query heads, there by their sum"
+    notes.heads("chooses otherwise", less, int((~full).sum()) * heads)
+    if (table[full] != np.arange(heads)).any():
+        notes.file("not carried over", "anchor rows other than 0, 1, 2, ..., which say nothing")
     notes.file("same", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there")
-    omnikv = decode.omnikv.model_copy(update={"budget": _SHARE})
+    head_map = tuple(None if anchor else tuple((int(h),) for h in row) for anchor, row in zip(full, table, strict=True))
+    omnikv = decode.omnikv.model_copy(update={"budget": _SHARE, "head_map": head_map})
     artifact = shape.artifact(decode=decode.model_copy(update={"omnikv": omnikv}))
-    return Import(artifact=artifact, arrays={MAP: table}, report=notes.report(layers * heads, heads))
+    return Import(artifact=artifact, arrays={}, report=notes.report(layers * heads, heads))
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """The head map, of an import as it was read; where there is none each head takes the list of its own number.
+    """The head map; a KV head for which several choose takes the list of the first of them.
 
     Raises:
         ArtifactError: there is no decode section, or `out` is not called as the anchors want it.
@@ -69,25 +69,29 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     import numpy as np
 
     full, heads = full_layers(artifact), artifact.model.num_kv_heads
+    omnikv = section_of(artifact).omnikv
     anchors = [layer for layer, each in enumerate(full) if each]
     ending = f"_layers_{'_'.join(map(str, anchors))}.npy"
     if not out.name.endswith(ending) or out.name == ending:
         raise ArtifactError(f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}")
-    known, notes = array(arrays, MAP, (len(full), heads)), Notes()
-    own = np.broadcast_to(np.arange(heads, dtype=np.int32), (len(full), heads))
-    fits = known is not None and (known[anchors] == own[anchors]).all()
-    less = "an anchor attends to its own top tokens, here to everything"
-    notes.heads("keeps less", less, (len(anchors) - 1) * heads)
-    if not fits:
-        other = "each KV head has a list of its own, here one is for all"
-        notes.heads("chooses otherwise", other, full.count(False) * heads)
-    if artifact.decode is not None:
-        budget = artifact.decode.omnikv.budget
-        share = budget if isinstance(budget, float) else budget / artifact.model.max_positions
-        notes.file("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}")
+    notes, table = Notes(), np.tile(np.arange(heads, dtype="<i4"), (len(full), 1))
+    several = full.count(False) * heads
+    for layer, row in enumerate(omnikv.head_map or ()):
+        if row is not None:
+            table[layer] = [chosen[0] for chosen in row]
+            several -= sum(len(chosen) == 1 for chosen in row)
+    notes.heads("keeps less", "an anchor attends to its own top tokens, here to everything", (len(anchors) - 1) * heads)
+    notes.heads("chooses otherwise", "one KV head chooses for it there, here several together", several)
+    alone = full.count(False) * heads - several
+    notes.heads("chooses otherwise", "ranks by the sum over its query heads there, here by the largest of them", alone)
+    budget = omnikv.budget
+    share = budget if isinstance(budget, float) else budget / artifact.model.max_positions
+    notes.file("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}")
+    if omnikv.coverage is not None:
+        notes.file("not carried over", f"coverage {omnikv.coverage:g}: every list is as long there")
     notes.left_out(artifact, "decode")
     stream = io.BytesIO()
-    np.save(stream, np.ascontiguousarray(known if fits else own, dtype="<i4"))
+    np.save(stream, table)
     return Export(files={out: stream.getvalue()}, report=notes.report(len(full) * heads, heads))
 
 

@@ -88,7 +88,7 @@ def read_sparse_vllm(source: Source, given: Given) -> Import:
 
 def write_sparse_vllm(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     """Options for LLM(...) or --engine-kwargs; an import that was not changed since is written as it was read."""
-    full, notes, decode = full_layers(artifact), Notes(), _decode(artifact)
+    full, notes, decode = full_layers(artifact), Notes(), section_of(artifact)
     omnikv = decode.omnikv
     if (source := original("decode", decode.imported, arrays, "sparse_vllm")) is not None:
         same = _filters(full) == (omnikv.filter_layers, omnikv.dense_layers)
@@ -111,7 +111,7 @@ def full_layers(artifact: Artifact) -> list[bool]:
     Raises:
         ArtifactError: the artifact has no decode section.
     """
-    omnikv = _decode(artifact).omnikv
+    omnikv = section_of(artifact).omnikv
     first, named = omnikv.filter_layers[0], {*omnikv.filter_layers, *omnikv.dense_layers}
     return [layer < first or layer in named for layer in range(artifact.model.num_layers)]
 
@@ -149,12 +149,19 @@ def _import(source: Source, format: str, shape: Shape, full: Sequence[bool], bud
 
 
 def _export(artifact: Artifact, out: Path, data: bytes, notes: Notes) -> Export:
+    if section_of(artifact).omnikv.head_map is not None:
+        notes.file("chooses otherwise", "one list is for all heads there, here KV heads choose for KV heads")
     notes.left_out(artifact, "decode")
     count = artifact.model.num_layers
     return Export(files={out: data}, report=notes.report(count, count, _UNIT))
 
 
-def _decode(artifact: Artifact) -> Decode:
+def section_of(artifact: Artifact) -> Decode:
+    """The artifact's decode section.
+
+    Raises:
+        ArtifactError: it has none.
+    """
     if artifact.decode is None:
         raise ArtifactError("the artifact has no decode section, which is what this format is about")
     return artifact.decode
@@ -165,7 +172,7 @@ def _kept_tokens(config: Mapping[str, Any]) -> Any:
 
 
 def _tokens(artifact: Artifact, notes: Notes) -> int:
-    budget, most = _decode(artifact).omnikv.budget, artifact.model.max_positions
+    budget, most = section_of(artifact).omnikv.budget, artifact.model.max_positions
     if isinstance(budget, int):
         return budget
     tokens = max(1, round(budget * most))

@@ -16,7 +16,7 @@ LOW_RECALL = 0.5
 # float32 means of shares end up a rounding error above 1.
 ONE = 1.0001
 _PER_HEAD = ("chosen.", "candidates.", "imported.score")
-_PER_KV_HEAD = ("imported.full_attention", "imported.head_map")
+_PER_KV_HEAD = ("imported.full_attention",)
 
 
 def sidecar(case: Case) -> Iterator[Finding]:

@@ -87,8 +87,8 @@ class PictureBook:
             )
             written = save_profile(self._profile, config.out)[:1]
         decode = self._artifact.decode if self._artifact is not None else None
-        filters = decode.omnikv.filter_layers if decode is not None and decode.omnikv is not None else ()
-        return written + draw_layers(self._profile, config.out, config.command, filters)
+        section = None if decode is None else decode.omnikv
+        return written + draw_layers(self._profile, config.out, config.command, section)
 
     def maps(self) -> list[Path]:
         return draw_maps(self._config.out, self._survey.maps, self._caption(self._prompted, *self._served))

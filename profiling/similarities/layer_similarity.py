@@ -23,7 +23,7 @@ from profiling.progress import Phase, phase
 from profiling.prompts.prompt import TASKS, Find, Prompt, Task, digest, make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
 from profiling.similarities.mass import ability, agreement
-from profiling.similarities.similarity_meter import FROZEN, TAIL, Meter
+from profiling.similarities.similarity_meter import FROZEN, TAIL, Meter, worst_of
 from profiling.similarities.similarity_profile import FORMAT, Profile, file_name
 from runtime.fingerprint import fingerprint
 
@@ -32,6 +32,7 @@ DEFAULT_LENGTH = 4096
 # OmniKV's own budget, and in a short prompt the share that it is of a usual one.
 DEFAULT_TOP_K = 2048
 _SHARE = 8
+SETS = ("pooled", "head", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class SimilarityConfig:
     samples: int = 2
     steps: int = 32
     top_k: int | None = None
+    sets: str = "head"
     seed: int = 0
     greedy: bool = False
     dtype: str = "bfloat16"
@@ -95,7 +97,8 @@ def measure(
         "layers": first["layers"],
         "sliding_layers": first["sliding"],
         "tasks": [{"name": name, "sha256": digest(made)} for name, made in prompts.items()],
-        **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "seed", "greedy")},
+        **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "sets", "seed", "greedy")},
+        "choosers": first["choosers"],
         **{"tail": TAIL, "frozen": FROZEN, "dtype": config.dtype, "device": config.device, "command": config.command},
         "versions": {
             **{name: version(name) for name in ("headwise", "torch", "transformers")},
@@ -142,7 +145,9 @@ def _kept(
     """What a prompt gave: out of the ledger, or measured and put there."""
     if ledger is None:
         return _figures(_decode(config, loaded, prompt, shown))
-    depends = {name: getattr(config, name) for name in ("length", "steps", "top_k", "greedy", "dtype", "device")}
+    depends = {
+        name: getattr(config, name) for name in ("length", "steps", "top_k", "sets", "greedy", "dtype", "device")
+    }
     unit = ledger.unit(
         "similarity", {**depends, "prompt": digest([prompt]), "finds": [asdict(f) for f in prompt.finds]}
     )
@@ -159,7 +164,10 @@ def _figures(meter: Meter) -> dict[str, Any]:
         "layers": meter.layers,
         "sliding": meter.sliding,
         "mass": {by: mass.cpu().numpy() for by, mass in meter.mass.items()},
+        "choosers": [list(heads) for heads in meter.choosers],
+        "share": meter.share.cpu().numpy(),
         "error": meter.error.cpu().numpy(),
+        "worst": meter.worst.cpu().numpy(),
         "missed": torch.stack(meter.missed, dim=1).cpu().numpy(),
         "hit": None if meter.hit is None else meter.hit.cpu().numpy(),
     }
@@ -172,7 +180,7 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown
     finds = [find for _, find in expected[: config.steps]]
     finds += [None] * (config.steps - len(finds))
     stream = ResidualStream(loaded.model)
-    meter = Meter(length=config.length, top_k=config.top_k, finds=finds, stream=stream)
+    meter = Meter(length=config.length, top_k=config.top_k, finds=finds, stream=stream, sets=config.sets)
 
     def done(step: int) -> None:
         meter.done(step)
@@ -221,7 +229,13 @@ def _arrays(task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, ste
     for by in ("max", "mean"):
         mass = mean([meter["mass"][by] / steps for meter in meters])
         made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
-    made[f"error.{task}"] = spread(mean([meter["error"] / steps for meter in meters]), num_layers, num_layers)
+    figures = {name: [meter[name] / steps for meter in meters] for name in ("share", "error")}
+    figures["worst"] = [np.max([meter["worst"] / worst_of(steps) for meter in meters], axis=0)]
+    for name, values in figures.items():
+        by_head = mean(values)
+        _, choosers, _, heads = by_head.shape
+        made[f"{name}.{task}"] = np.full((num_layers, choosers, num_layers, heads), np.nan, dtype=np.float32)
+        made[f"{name}.{task}"][np.ix_(layers, range(choosers), layers)] = by_head
     for reach in (8, 16):
         made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(np.float32)
     missed = mean([meter["missed"] for meter in meters])

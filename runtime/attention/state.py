@@ -17,7 +17,8 @@ from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
 from runtime.attention.turns import Turns
 from runtime.dense import LEAST
-from runtime.omnikv.decode import OmniKV, Role
+from runtime.omnikv.decode import OmniKV
+from runtime.omnikv.roles import Role
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
 MIN_QUERIES = 64

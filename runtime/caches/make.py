@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from runtime.caches.rows import policy_layers
-from runtime.layers import attention_layers, sliding_layers, text_config
-from runtime.omnikv.decode import role_of
+from runtime.layers import attention_layers, heads_of, sliding_layers, text_config
 from runtime.omnikv.groups import Group, total
+from runtime.omnikv.roles import roles_of
 from runtime.refusals import caches_latents, check_sections
+from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,10 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
         and type(cache.layers[number]) is DynamicLayer
         and (section is None or not caches_latents(module))
     }
-    made = _layers(section, plain, offload)
+    kv_heads = slice(0, 0)
+    if plain and section is not None and section.head_map is not None:
+        kv_heads = shard_of(model, modules[next(iter(plain))], *heads_of(model)).kv_heads
+    made = _layers(section, plain, kv_heads, offload)
     if artifact.kv_cache is not None:
         made |= policy_layers(artifact.kv_cache, model, modules, choosing=section is not None)
     for number, layer in made.items():
@@ -79,7 +83,7 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
 
 
 def _layers(
-    section: artifacts.OmniKV | None, plain: dict[int, torch.device], offload: str
+    section: artifacts.OmniKV | None, plain: dict[int, torch.device], kv_heads: slice, offload: str
 ) -> dict[int, CacheLayerMixin]:
     """The cache layers of full-attention layers, by number and device."""
     from runtime.caches.growing import GrowingLayer
@@ -87,30 +91,31 @@ def _layers(
 
     if section is None:
         return {number: GrowingLayer() for number in plain}
-    filters, window = section.filter_layers, section.window
+    roles, window = roles_of(section, plain, kv_heads), section.window
     layers: dict[int, CacheLayerMixin] = {}
     if offload == "brutal":
         groups = {device: Group(list(plain.values()).count(device), 0) for device in plain.values()}
         for place, (number, device) in enumerate(plain.items()):
-            if number in filters:
+            if roles[number].filters:
                 layers[number] = BrutalFilterLayer(window, group=groups[device], place=place)
             else:
                 layers[number] = BrutalLayer(groups[device], place)
         return layers
     served: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
-        chooser = role_of(number, filters, section.dense_layers).filter
+        chooser = roles[number].filter
         if chooser is not None and (offload == "packed" or (offload == "auto" and device.type == "cuda")):
             served.setdefault((chooser, device), []).append(number)
     keep = section.budget if isinstance(section.budget, int) else 0
     banked: dict[int, list[list[BankedLayer]]] = {}
     for (chooser, _), numbers in served.items():
-        group = Group(len(numbers), keep)
+        choices = [choices for number in numbers if (choices := roles[number].choices) is not None]
+        group = Group(len(numbers), keep, choices or None)
         members = [BankedLayer(group, place) for place, _ in enumerate(numbers)]
         banked.setdefault(chooser, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
-        if number in filters:
+        if roles[number].filters:
             layers[number] = FilterLayer(window, banked.get(number, ()))
         elif number not in layers:
             layers[number] = GrowingLayer()

@@ -2,24 +2,31 @@
 
 OmniKV (Hao et al., ICLR 2025), sections 4.1 and 4.2. Selection covers generated tokens as well as the prompt's.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen tokens, W window of the selector.
+A choice is made by all heads of a filter layer together, or by some of its KV heads for those KV heads of later layers
+that the artifact's head map names: Kascade (arXiv 2512.16391) maps heads so.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, U choices that a filter layer makes, C chosen
+tokens, W window of the selector.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.index import PAD
 from kernels.patterns.choose import best_places
 from runtime.omnikv.chunks import Past, attend_past, choose_past, gains
 from runtime.omnikv.offload import OffloadedTensor, on_device
+from runtime.omnikv.reads import Reads, taken
+from runtime.omnikv.roles import Role
 from runtime.sharding import agreed
 
 if TYPE_CHECKING:
@@ -29,45 +36,38 @@ if TYPE_CHECKING:
 _DECAY = 0.5
 
 
-@dataclass(frozen=True)
-class Role:
-    """What a layer does in decode: it filters, or is served by the filter layer `filter`, or attends to everything."""
-
-    filters: bool = False
-    filter: int | None = None
-
-
-def role_of(layer: int, filter_layers: Sequence[int], dense_layers: Sequence[int]) -> Role:
-    """What a full-attention layer does: the nearest filter layer before it serves it, unless it is dense."""
-    before = [at for at in filter_layers if at < layer]
-    if layer in filter_layers:
-        return Role(filters=True)
-    return Role() if layer in dense_layers or not before else Role(filter=before[-1])
-
-
 @dataclass(eq=False, kw_only=True)
 class OmniKV:
     """The decode section of an artifact at work on one model.
 
-    budget: tokens that a sparse layer attends to, or their share of the context.
+    roles: of the full-attention layers. budget: tokens that a sparse layer attends to, or their share of the context.
+    coverage: the share of a filter layer's attention that suffices, however few tokens hold it (top-p; Twilight, arXiv
+    2502.02770); None: always the budget.
     selector: what chooses them: the "last" query's scores, or "uniform" or "exponential" means over `window` queries.
     prefill_ratio: tokens of the past that a chunk of a prompt sees in sparse layers, for each of its own; None: all.
-    group: the processes that share the heads of a layer, which choose alike: by the largest score of all of them.
+    group: the processes that share the heads of a layer, which choose alike: by the scores of all of them.
     """
 
-    filter_layers: tuple[int, ...]
-    dense_layers: tuple[int, ...]
+    roles: Mapping[int, Role]
     budget: int | float
     selector: str
     window: int
     backend: str
+    coverage: float | None = None
     prefill_ratio: float | None = None
     group: Any = None
     _step: threading.local = field(default_factory=threading.local, repr=False)
+    _reads: Reads = field(default_factory=Reads, repr=False)
 
-    def role(self, layer: int) -> Role:
-        """What a full-attention layer does."""
-        return role_of(layer, self.filter_layers, self.dense_layers)
+    @property
+    def scores(self) -> Literal["max", "sum"]:
+        """What a key's score adds up: attention that is to be covered, else the largest probability (OmniKV, 4.1)."""
+        return "max" if self.coverage is None else "sum"
+
+    @property
+    def tokens_read(self) -> float | None:
+        """Tokens that a KV head of a sparse layer here read in a step, on average; None before any. Waits for a GPU."""
+        return self._reads.mean(self.roles)
 
     def count(self, k_len: int) -> int:
         """How many of `k_len` tokens a sparse layer attends to."""
@@ -93,7 +93,7 @@ class OmniKV:
 
         q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key starts[b].
         """
-        tokens = ends = None
+        tokens = None
         k_len = k.shape[2]
         # A step that fails in here leaves no choice behind that another request could take for its own.
         self._chosen().pop(layer, None)
@@ -102,30 +102,30 @@ class OmniKV:
             if attended is None:
                 return None
             # Only what was chosen is there: no padding, and not all in order.
-            (k, v, ends), starts = attended, None
+            (k, v, tokens), starts = attended, None
         elif role.filter is not None:
             keys, tokens = self._chosen().get(role.filter, (0, None))
             if keys != k_len:
                 return None
             if tokens is not None:
                 # The filter layer may lie on another device.
-                tokens = tokens.to(q.device, non_blocking=True)
+                tokens = taken(tokens, role.choices).to(q.device, non_blocking=True)
         done = decode_attention(
             q,
             on_device(k),
             on_device(v),
             tokens=tokens,
             starts=starts,
-            ends=ends,
             scale=scale,
             softcap=softcap,
-            scores="max" if role.filters else "none",
+            scores=self.scores if role.filters else "none",
             backend=self.backend,
         )
         if role.filters:
             assert done.scores is not None
-            chosen = self._choose(agreed(done.scores.amax(1), self.group), q.shape[2], starts, k)
+            chosen = self._choose(self._by_choice(role, done.scores), q.shape[2], starts, k)
             self._chosen()[layer] = (k_len, chosen)
+            self._reads.add(layer, chosen)
             if (cache := _filter_cache(k)) is not None:
                 cache.chose(chosen, k_len - q.shape[2])
         return done.out
@@ -182,28 +182,55 @@ class OmniKV:
             ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
             query = q[:, :, q.shape[2] - back, None]
             seen = decode_attention(
-                query, k, k, starts=starts, ends=ends, scale=scale, softcap=softcap, scores="max", backend=self.backend
+                query,
+                k,
+                k,
+                starts=starts,
+                ends=ends,
+                scale=scale,
+                softcap=softcap,
+                scores=self.scores,
+                backend=self.backend,
             )
             assert seen.scores is not None
-            cache.remember(agreed(seen.scores.amax(1), self.group))
+            cache.remember(self._by_choice(role, seen.scores))
+
+    def _by_choice(self, role: Role, scores: Tensor) -> Tensor:
+        """Scores (B, U, K) of each choice from those of this process's KV heads, (B, G, K)."""
+        total = torch.amax if self.scores == "max" else torch.sum
+        if role.choosers is None:
+            return agreed(total(scores, 1, keepdim=True), self.group, self.scores)
+        # Another process has the heads of a choice that has none here.
+        parts = [
+            total(torch.stack([scores[:, head] for head in heads]), 0) if heads else torch.zeros_like(scores[:, 0])
+            for heads in role.choosers
+        ]
+        return agreed(torch.stack(parts, dim=1), self.group, self.scores)
 
     def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
-        """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves."""
+        """The tokens (B, U, C) int32, ascending and padded, for the layers that a filter layer serves."""
         cache = _filter_cache(k)
         if self.selector != "last" and cache is not None:
             rows = cache.remember(scores)
             weights = torch.ones(rows.shape[1], device=rows.device)
             if self.selector == "exponential":
                 weights = _DECAY ** torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
-            scores = (rows * weights[:, None]).sum(1)
+            scores = (rows * weights[:, None, None]).sum(1)
         else:
             scores = scores.clone()
-        # The newest tokens are always among them: a query sees itself.
-        scores[:, -q_len:] = float("inf")
+        k_len = scores.shape[-1]
         if starts is not None:
-            outside = torch.arange(scores.shape[1], device=scores.device) < starts[:, None]
-            scores.masked_fill_(outside, float("-inf"))
-        return best_places(scores[:, None], [max(self.count(k.shape[2]), q_len)], [None], forced=0)[:, 0]
+            outside = torch.arange(k_len, device=scores.device) < starts[:, None, None]
+            scores.masked_fill_(outside, float("-inf") if self.coverage is None else 0)
+        count, choices = max(self.count(k_len), q_len), scores.shape[1]
+        # The newest tokens are always among them: a query sees itself.
+        if self.coverage is None:
+            scores[..., -q_len:] = float("inf")
+            return best_places(scores, [count] * choices, [None] * choices, forced=0)
+        scores /= scores.sum(-1, keepdim=True).clamp_min_(1e-30)
+        places = best_places(scores.roll(q_len, -1), [count] * choices, [self.coverage] * choices, forced=q_len)
+        tokens = torch.where(places < q_len, places + k_len - q_len, places - q_len)
+        return torch.where(places == PAD, PAD, tokens).sort(-1).values
 
     def _chosen(self) -> dict[int, tuple[int, Tensor | None]]:
         """By filter layer: how many keys there were when it chose in this thread, and what it chose."""

@@ -1,7 +1,8 @@
 """The layers that one filter layer serves: their context bank, and one packed copy of what was chosen (OmniKV, 4.2).
 
-Shapes: L layers of a group, B batch, G KV heads, Q new tokens, D head dim, E value dim, C chosen tokens,
-R = G * (D + E) numbers in a row, S slots on the device, N rows that are fetched.
+Shapes: L layers of a group, B batch, G KV heads, Q new tokens, D head dim, E value dim, U choices of the filter layer,
+C chosen tokens, R = G * (D + E) numbers in a row, S slots on the device, N rows that are fetched. I lists of tokens:
+B where one choice is for all heads, L * B * G where each KV head takes one of several.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kernels.index import PAD
 from runtime.omnikv.bank import Bank
 from runtime.omnikv.lane import lane_to
 from runtime.omnikv.offload import Offload, Row
@@ -23,38 +25,41 @@ _EMPTY = -1
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """What a step chose: how many keys there were, and what waits for the rows and says how many each sequence has."""
+    """What a step chose: how many keys there were, and what waits for the rows and says how many each list has, (I)."""
 
     k_len: int
-    counts: Callable[[], list[int]]
+    counts: Callable[[], Tensor]
 
 
 class Group:
     """The layers that one filter layer serves on one device: one bank, and one packed copy of what was chosen.
 
     In a decode step the chosen rows of all layers are fetched at once into slots on the device. Rows that the step
-    before chose, too, stay where they are, so slots are in no order; the new tokens stand behind them, in order, so
-    that few queries at once stay causal.
+    before chose, too, stay where they are, so slots are in no order; the new tokens stand behind those of the longest
+    list, in order, so that few queries at once stay causal.
 
-    layers: how many there are. keep: a layer of so many tokens stays on the device.
+    layers: how many there are. keep: a layer of so many tokens stays on the device. choices: for each layer and KV head
+    which of the filter layer's choices it takes; None: the only one.
     """
 
-    def __init__(self, layers: int, keep: int) -> None:
-        self.layers, self.keep = layers, keep
+    def __init__(self, layers: int, keep: int, choices: Sequence[Sequence[int]] | None = None) -> None:
+        self.layers, self.keep, self.choices = layers, keep, choices
         self.bank: Bank | None = None
         self.row: Row | None = None
         # The first layer that came to the bank speaks for all where a call concerns the whole group.
         self.leader: int | None = None
-        # (L, S, B, R) on the device, and on the host the token in each slot, (B, S).
+        # (L, S, B, R) on the device, and on the host the token in each slot of each list, (I, S).
         self.slots: Tensor | None = None
         self._held: Tensor | None = None
         self._chosen: _Chosen | None = None
-        self._ends: tuple[int, Tensor] | None = None
+        # Which slots are read, by layer and number of new tokens.
+        self._read: dict[tuple[int, int], Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._settle()
         new = copy.copy(self)
         memo[id(self)] = new
+        new._read = {}
         with torch.inference_mode(False):
             new.bank = copy.deepcopy(self.bank, memo)
             new.slots, new._held = (None if x is None else x.clone() for x in (self.slots, self._held))
@@ -83,12 +88,12 @@ class Group:
         return Offload(self, layer, past, rows)
 
     def fetch(self, tokens: Tensor, past: int) -> None:
-        """Begin to fetch the tokens (B, C) int32 before `past` that a filter layer chose: ascending, padded.
+        """Begin to fetch the tokens (B, U, C) int32 before `past` that a filter layer chose: ascending, padded.
 
         Returns at once where there is a GPU; `attended` waits.
         """
         self._settle()
-        bank, width = self.bank, tokens.shape[1]
+        bank, width = self.bank, tokens.shape[-1]
         assert bank is not None
         if self.slots is None or self.slots.shape[1] < width or self.slots.shape[2] != bank.batch:
             # A budget that is a share of the context grows with it.
@@ -97,47 +102,69 @@ class Group:
                 self.slots = torch.empty(
                     bank.layers, room, bank.batch, bank.width, dtype=bank.dtype, device=bank.lane.device
                 )
-                self._held = torch.full((bank.batch, room), _EMPTY)
+                self._held = torch.full((bank.batch * self._parts * self._apart, room), _EMPTY)
         slots, held = self.slots, self._held
         assert held is not None
         listed = bank.lane.to_host(tokens)
 
-        def work() -> list[int]:
-            chosen = listed().long()
+        def work() -> Tensor:
+            chosen = self._lists(listed())
             counts = (chosen < past).sum(1)
             # If this fails, the slots hold nothing that is known.
             after = held.clone()
             held.fill_(_EMPTY)
-            sequences, wanted, places = replaced(after, chosen, counts)
+            lists, wanted, places = replaced(after, chosen, counts)
             if wanted.numel():
-                _deliver(bank, range(bank.layers), sequences, wanted, places, slots)
+                lines, layers = lists, torch.arange(bank.layers)[:, None]
+                if self.choices is not None:
+                    per_layer = bank.batch * self._parts
+                    lines, layers = lists % per_layer, (lists // per_layer)[None]
+                _deliver(bank, layers, lines, wanted, places, slots, self._parts)
             held.copy_(after)
-            result: list[int] = counts.tolist()
-            return result
+            return counts
 
-        self._ends = None
+        self._read.clear()
         self._chosen = _Chosen(past, bank.lane.start(work))
 
     def attended(self, layer: int, past: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """What a layer attends to: what was chosen of its `past` tokens, then its new rows (Q, B, R).
 
-        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ, the row behind the last of each, (B,) int32;
-        None where nothing was chosen for this length.
+        Keys (B, G, C, D), values (B, G, C, E) and, where lists differ in length, which of them count: (B, C) or
+        (B, G, C) int32, ascending and padded. None where nothing was chosen for this length.
         """
         if self._chosen is None or self._chosen.k_len != past:
             return None
         counts, new = self._chosen.counts(), rows.shape[0]
         assert self.slots is not None and self.row is not None
-        slots, most = self.slots[layer], max(counts)
-        if min(counts) == most:
-            slots[most : most + new] = rows
-            return *self.row.unpack(slots[: most + new]), None
-        if self._ends is None or self._ends[0] != new:
-            self._ends = new, torch.tensor(counts, dtype=torch.int32).add_(new).to(slots.device)
-        ends = self._ends[1]
-        at = ends - new + torch.arange(new, dtype=torch.int32, device=ends.device)[:, None]
-        slots[at.long(), torch.arange(len(counts), device=ends.device)] = rows
-        return *self.row.unpack(slots[: most + new]), ends
+        most, slots = int(counts.max()), self.slots[layer]
+        slots[most : most + new] = rows
+        k, v = self.row.unpack(slots[: most + new])
+        if int(counts.min()) == most:
+            return k, v, None
+        at = layer * (self._apart > 1), new
+        if at not in self._read:
+            mine = counts.view(self._apart, -1)[at[0]].unflatten(0, (-1, self._parts))
+            place = torch.arange(most + new, dtype=torch.int32)
+            read = torch.where((place < mine[..., None]) | (place >= most), place, PAD).sort(-1).values
+            self._read[at] = (read if self.choices else read[:, 0]).contiguous().to(slots.device, non_blocking=True)
+        return k, v, self._read[at]
+
+    @property
+    def _parts(self) -> int:
+        """Parts of a row that are fetched each for itself."""
+        assert self.row is not None
+        return 1 if self.choices is None else self.row.heads
+
+    @property
+    def _apart(self) -> int:
+        """Layers that have lists of their own."""
+        return 1 if self.choices is None else self.layers
+
+    def _lists(self, tokens: Tensor) -> Tensor:
+        """The lists (I, C) int64 of choices (B, U, C) on the host."""
+        if self.choices is None:
+            return tokens[:, 0].long()
+        return torch.stack([tokens[:, list(row)] for row in self.choices]).flatten(0, 2).long()
 
     def chosen(self, layer: int, tokens: Tensor) -> Tensor:
         """Rows (n, B, R) of a layer's tokens (B, n), brought to the device."""
@@ -151,7 +178,7 @@ class Group:
         def work() -> None:
             sequences = torch.arange(batch).repeat_interleave(count)
             places = torch.arange(count).repeat(batch)
-            _deliver(bank, range(layer, layer + 1), sequences, listed().flatten(), places, rows[None])
+            _deliver(bank, torch.tensor([[layer]]), sequences, listed().flatten(), places, rows[None])
 
         bank.lane.start(work)()
         return rows
@@ -172,7 +199,9 @@ class Group:
             self.bank.select(sequences, length)
             if self.slots is not None and self._held is not None:
                 self.slots = self.slots.index_select(2, sequences.to(self.slots.device))
-                self._held = self._held.index_select(0, sequences)
+                # A list belongs to a layer or to all, to a sequence, and to a head or to all.
+                held = self._held.view(self._apart, -1, self._parts, self._held.shape[-1])
+                self._held = held.index_select(1, sequences).flatten(0, 2)
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
@@ -188,27 +217,32 @@ class Group:
             chosen.counts()
 
 
-def _deliver(bank: Bank, layers: range, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor) -> None:
-    """Rows of tokens (N,) of sequences (N,) into places (N,) of slots (layers, S, B, R) on the device, in one copy."""
+def _deliver(
+    bank: Bank, layers: Tensor, lines: Tensor, tokens: Tensor, places: Tensor, slots: Tensor, parts: int = 1
+) -> None:
+    """Rows of tokens (N,) into places (N,) of slots (L, S, B, R) on the device, in one copy; see Bank.gather."""
     by_token = tokens.argsort(stable=True)
-    sequences, tokens, places = sequences[by_token], tokens[by_token], places[by_token]
+    lines, tokens, places = lines[by_token], tokens[by_token], places[by_token]
+    layers = layers if layers.shape[1] == 1 else layers[:, by_token]
+    part = bank.width // parts
     bank.lane.arrived()
-    staged = bank.lane.staging(len(layers) * tokens.numel(), bank.width, bank.dtype)
-    order = bank.gather(sequences, tokens, staged, layers)
-    layer = torch.arange(len(layers))[:, None]
-    target = ((layer * slots.shape[1] + places) * bank.batch + sequences).flatten()[order]
-    bank.lane.deliver(staged, slots.view(-1, bank.width), target)
+    staged = bank.lane.staging(layers.shape[0] * tokens.numel(), part, bank.dtype)
+    order = bank.gather(layers, lines, tokens, staged)
+    # What is fetched of one layer alone has slots of its own.
+    layers = layers if slots.shape[0] > 1 else torch.zeros_like(layers)
+    target = ((layers * slots.shape[1] + places) * (bank.batch * parts) + lines).flatten()[order]
+    bank.lane.deliver(staged, slots.view(-1, part), target)
 
 
 def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give each chosen token a slot, those that have one already the same; slots 0 to counts[b] - 1 are then taken.
+    """Give each chosen token a slot, those that have one already the same; slots 0 to counts[i] - 1 are then taken.
 
     Args:
-        held: (B, S) the token in each slot, -1 for none; on return what is in it after the fetch.
-        chosen: (B, C) tokens, ascending, of which the first counts[b] are wanted.
+        held: (I, S) the token in each slot, -1 for none; on return what is in it after the fetch.
+        chosen: (I, C) tokens, ascending, of which the first counts[i] are wanted.
 
     Returns:
-        Sequence, token and slot of each row that must be fetched, (N,) each.
+        List, token and slot of each row that must be fetched, (N,) each.
     """
     slot, entry = torch.arange(held.shape[1]), torch.arange(chosen.shape[1])
     used = slot < counts[:, None]

@@ -30,9 +30,7 @@ class Row(NamedTuple):
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, G, n, D) and values (B, G, n, E) as views of rows (n, B, R)."""
-        keys = self.heads * self.k_dim
-        parts = (rows[..., :keys], self.k_dim), (rows[..., keys:], self.v_dim)
-        k, v = (part.unflatten(-1, (self.heads, dim)).permute(1, 2, 0, 3) for part, dim in parts)
+        k, v = rows.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3).split((self.k_dim, self.v_dim), dim=-1)
         return k, v
 
 

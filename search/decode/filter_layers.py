@@ -19,10 +19,14 @@ from artifacts import HeadwiseError
 
 @dataclass(frozen=True)
 class Choice:
-    """Filter layers, and full-attention layers that stay dense beside them."""
+    """Filter layers, and full-attention layers that stay dense beside them.
+
+    takes: for each layer and KV head which of the filter layer's choices it takes, (L, G); None: the one of all heads.
+    """
 
     filter_layers: tuple[int, ...]
     dense_layers: tuple[int, ...]
+    takes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def full(self) -> int:
@@ -41,7 +45,7 @@ class Rules:
     """
 
     sparse: float = 0.6
-    most: int = 3
+    most: int = 6
     dense_first: int = 0
     adjacent: bool = False
 
@@ -50,11 +54,15 @@ class Rules:
         return layers - ceil(self.sparse * layers - 1e-9)
 
 
+def served(layers: Sequence[int], choice: Choice) -> dict[int, int]:
+    """The filter layer of each layer that does not attend to everything."""
+    dense = {*choice.filter_layers, *choice.dense_layers}
+    return {j: max(f for f in choice.filter_layers if f < j) for j in layers if j not in dense}
+
+
 def total(cost: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
     """What a choice costs in all: nothing in layers that attend to everything."""
-    dense = {*choice.filter_layers, *choice.dense_layers}
-    served = ((max(f for f in choice.filter_layers if f < j), j) for j in layers if j not in dense)
-    return float(sum(cost[filter_layer, layer] for filter_layer, layer in served))
+    return float(sum(cost[filter_layer, layer] for layer, filter_layer in served(layers, choice).items()))
 
 
 def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:

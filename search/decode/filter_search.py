@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays
+from artifacts.errors import plural
 from artifacts.files import check_writable
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -30,8 +32,10 @@ from search.decode.filter_layers import (
     evenly_spaced,
     kept,
     random_choices,
+    served,
     total,
 )
+from search.decode.head_map import KINDS, allowed, head_map, of_heads, pair_costs, with_heads
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -41,7 +45,12 @@ RANDOM_CHOICES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSearch:
-    """What to choose by. `profile` is measured if None; `layers` and `dense` are taken instead of the best."""
+    """What to choose by. `profile` is measured if None; `layers` and `dense` are taken instead of the best.
+
+    heads: whose choice a KV head takes: all heads' together ("pooled"), also a single head's ("head"), also a group's
+    ("group"); None: whichever of these that were measured has the least error on prompts of their own.
+    worst: how much the worst steps count beside the mean, of 1 in all.
+    """
 
     model: str
     config: Path
@@ -51,12 +60,15 @@ class FilterSearch:
     rules: Rules = field(default_factory=Rules)
     layers: tuple[int, ...] | None = None
     dense: tuple[int, ...] = ()
+    heads: str | None = None
+    worst: float = 0.25
     min_kept: float | None = None
     max_error: float | None = None
     budget: int | float = 2048
     selector: str = "last"
     window: int = 16
     prefill_ratio: float | None = None
+    coverage: float | None = None
     fresh: bool = False
 
 
@@ -71,13 +83,18 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The choice on the prompts it was made by, and it and others like it on held-out ones."""
+    """The choice on the prompts it was made by, and it and others like it on held-out ones.
+
+    pooled: the best choice for all heads together. tried: maps on prompts of their own, of which the choice was one.
+    """
 
     made_by: Score
     held_out: Score
     even: Score
     random: tuple[Score, ...]
     profile: Profile
+    pooled: Score
+    tried: tuple[Score, ...] = ()
 
     @property
     def choice(self) -> Choice:
@@ -112,13 +129,25 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         seen.add(prompt)
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
     others = _held_out(measured, loaded.tokenizer, seen)
+    for prompt in chain.from_iterable(others.values()):
+        seen.add(prompt)
+    between = None if config.heads or config.layers is not None else _held_out(measured, loaded.tokenizer, seen, 1)
     with Ledger(config.out, "filters", settings=_settings(measured, artifact), fresh=config.fresh) as ledger:
         if former is None:
             former = measure(measured, loaded, ledger)
-        choice = choose(config, former)
-        again = replace(measured, top_k=former.about["top_k"])
-        found = compare(choice, former, measure(again, loaded, ledger, prompts=others))
-        for prompt in chain.from_iterable(others.values()):
+        again = replace(measured, top_k=former.about["top_k"], sets=former.about["sets"])
+        kinds = [kind for kind in KINDS if KINDS.index(kind) <= KINDS.index(again.sets)]
+        if config.heads and config.heads not in kinds:
+            raise HeadwiseError(f"--heads {config.heads} needs a profile measured with --sets {config.heads}")
+        tried: list[Score] = []
+        kind = config.heads or kinds[0]
+        if between is not None and len(former.choosers) > 1:
+            judge = measure(again, loaded, ledger, prompts=between)
+            tried = [score(choose(config, former, kind), judge) for kind in kinds]
+            kind = kinds[int(np.argmin([each.error for each in tried]))]
+        choice, pooled = choose(config, former, kind), choose(config, former, "pooled")
+        found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
+        for prompt in chain.from_iterable((between or {}).values()):
             seen.add(prompt)
         written = amend(
             config.config,
@@ -156,9 +185,9 @@ def _like(measured: SimilarityConfig, former: Profile | None) -> SimilarityConfi
     return replace(measured, **{name: former.about[name] for name in ("length", "samples", "steps", "seed")})
 
 
-def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen) -> dict[str, list[Prompt]]:
-    """Prompts of each task that neither this choice nor a search before it has seen."""
-    how: dict[str, Any] = {"samples": measured.samples, "seed": measured.seed, "seen": seen}
+def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen, number: int = 0) -> dict[str, list[Prompt]]:
+    """Prompts of each task that neither this choice nor a search before it has seen; sets of other numbers differ."""
+    how: dict[str, Any] = {"samples": measured.samples, "seed": measured.seed, "seen": seen, "number": number}
     tasks = {name: parse_task(name) for name in measured.tasks}
     return {
         task.name: held_out([name], tokenizer, length=prompt_length(measured, task), **how)
@@ -166,21 +195,24 @@ def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen) -> dict[st
     }
 
 
-def choose(config: FilterSearch, profile: Profile) -> Choice:
-    """The choice that the configuration asks for, by the mean over all tasks."""
-    layers, rules = profile.layers, config.rules
+def choose(config: FilterSearch, profile: Profile, kind: str) -> Choice:
+    """The choice that the configuration asks for, by the mean over all tasks, with a kind of head map."""
+    layers, rules, may = profile.layers, config.rules, allowed(profile.choosers, kind)
+    errors = profile.error(worst=config.worst)
     if config.layers is not None:
-        return by_hand(layers, rules, config.layers, config.dense)
+        return with_heads(by_hand(layers, rules, config.layers, config.dense), errors, layers, may)
     if config.min_kept is None and config.max_error is None:
-        return best_choice(profile.error(), layers, rules)
+        return with_heads(best_choice(pair_costs(errors, may), layers, rules), errors, layers, may)
     if config.max_error is not None:
-        cost, limit = profile.error(), config.max_error
+        costs, limit = profile.error(), config.max_error
     else:
         assert config.min_kept is not None
-        cost, limit = 1 - profile.mass(), (1 - config.min_kept) * len(layers)
+        # A layer's mass is the mean over its heads, a pair's cost their sum.
+        costs, limit = (1 - profile.share()) / profile.heads, (1 - config.min_kept) * len(layers)
+    cost = pair_costs(costs, may)
     choice = cheapest(cost, layers, rules, limit)
     if choice is None:
-        best = score(best_choice(cost, layers, rules), profile)
+        best = score(with_heads(best_choice(cost, layers, rules), costs, layers, may), profile)
         wanted = "--max-error" if config.max_error is not None else "--min-kept"
         raise HeadwiseError(
             f"no {rules.most} filter layers and {rules.full(len(layers))} layers in all that attend to everything meet "
@@ -188,16 +220,18 @@ def choose(config: FilterSearch, profile: Profile) -> Choice:
             f"{best.kept:.3f} of the mass at an error of {best.error:.4f}; allow more filter layers, a lower --sparse "
             "or a larger budget"
         )
-    return choice
+    return with_heads(choice, costs, layers, may)
 
 
 def score(choice: Choice, profile: Profile) -> Score:
     """What a choice keeps and changes on the prompts of a profile."""
     layers = profile.layers
-    return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=total(profile.error(), layers, choice))
+    mass = of_heads(profile.share(), choice).mean(-1)
+    error = total(of_heads(profile.error(), choice).sum(-1), layers, choice)
+    return Score(choice=choice, kept=kept(mass, layers, choice), error=error)
 
 
-def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
+def compare(choice: Choice, profile: Profile, held_out: Profile, pooled: Choice, tried: Sequence[Score] = ()) -> Found:
     """The choice on held-out prompts beside evenly spaced and random filter layers: as many, with as many dense."""
     layers, count, dense = held_out.layers, len(choice.filter_layers), choice.dense_layers
     drawn = random_choices(layers, count, dense, samples=RANDOM_CHOICES, seed=0)
@@ -207,6 +241,8 @@ def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
         even=score(evenly_spaced(layers, count, dense), held_out),
         random=tuple(score(other, held_out) for other in drawn),
         profile=profile,
+        pooled=score(pooled, held_out),
+        tried=tuple(tried),
     )
 
 
@@ -218,12 +254,16 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
         selector=config.selector,  # type: ignore[arg-type]
         window=config.window,
         budget=config.budget,
+        coverage=config.coverage,
+        head_map=head_map(found.choice, found.profile.choosers, found.profile.layers),
         prefill_ratio=config.prefill_ratio,
         similarity=Similarity(
             kept=found.held_out.kept,
             evenly_spaced=found.even.kept,
             random=found.random_kept,
             random_samples=len(found.random),
+            error=found.held_out.error,
+            pooled_error=found.pooled.error,
             top_k=found.profile.about["top_k"],
             tasks=tuple(found.profile.tasks),
         ),
@@ -232,13 +272,27 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
 
 
 def _arrays(found: Found) -> dict[str, Array]:
-    measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()}
+    measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()[:, -1].sum(-1)}
+    if found.choice.takes is not None:
+        measured["similarity.head_error"] = found.profile.error()
     return {name: array.astype(np.float32) for name, array in measured.items()}
+
+
+def _whose(found: Found) -> str:
+    """Whose tokens a KV head takes."""
+    if found.choice.takes is None:
+        return "all heads together"
+    rows = [found.choice.takes[layer] for layer in served(found.profile.layers, found.choice)]
+    sizes = Counter(len(found.profile.choosers[at]) for row in rows for at in row)
+    of = "; ".join(f"{plural(size, 'KV head')} for {count}" for size, count in sorted(sizes.items()))
+    return f"the best-fitting KV heads of the filter layer: {of}"
 
 
 def report(found: Found) -> str:
     """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
-    choice, n = found.choice, len(found.profile.layers)
+    choice, n, mapped = found.choice, len(found.profile.layers), found.choice.takes is not None
+
+    tried = ", ".join(f"{kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
 
     def line(what: str, mass: float, error: float, note: str = "") -> str:
         return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
@@ -246,21 +300,27 @@ def report(found: Found) -> str:
     lines = [
         f"filter layers {_named(choice.filter_layers)}; dense {_named(choice.dense_layers)}; "
         f"{n - choice.full} of {n} full-attention layers are sparse",
-        f"with the top {found.profile.about['top_k']} tokens",
+        f"with the top {found.profile.about['top_k']} tokens of {_whose(found)}",
         f"{'':<27}kept       error",
         line("chosen on", found.made_by.kept, found.made_by.error),
         line("held-out prompts", found.held_out.kept, found.held_out.error),
-        line("evenly spaced", found.even.kept, found.even.error, f"({_named(found.even.choice.filter_layers)})"),
+        *([line("one choice for all", found.pooled.kept, found.pooled.error, _layers(found.pooled.choice))] * mapped),
+        line("evenly spaced", found.even.kept, found.even.error, _layers(found.even.choice)),
         line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
         line(
             "best of these",
             max(other.kept for other in found.random),
             min(other.error for other in found.random),
         ),
+        *([f"kinds of maps on other prompts again: {tried}"] if tried else []),
         "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
         "the residual stream, summed",
     ]
     return "\n".join(lines)
+
+
+def _layers(choice: Choice) -> str:
+    return f"({_named(choice.filter_layers)})"
 
 
 def _named(layers: Sequence[int]) -> str:

@@ -81,6 +81,24 @@ def test_the_change_is_that_of_the_same_tokens(
     assert " +- " in capsys.readouterr().out
 
 
+def test_several_artifacts_are_compared_on_the_same_prompts(
+    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "figures.json"
+    first, second = (config(loaded, tmp_path / f"{name}.yaml", budget) for name, budget in (("a", 0.05), ("b", 0.1)))
+    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--trials", "0"]
+    options += ["--text-length", "200", "--forced", "20", str(first), "--beside", str(second), "--json", str(out)]
+    decode.main(options)
+    record = json.loads(out.read_text())
+    assert [row["method"] for row in record["rows"]] == ["dense", "headwise", "b"]
+    assert record["rows"][0]["tokens"] is None
+    # Steps of 181 to 199 tokens, a share of each.
+    read = [sum(math.ceil(share * n) for n in range(181, 200)) / 19 for share in (0.05, 0.1)]
+    assert [row["tokens"] for row in record["rows"][1:]] == pytest.approx(read)
+    with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"):
+        decode.main([*options, "--beside", str(second), str(second)])
+
+
 def test_time_stands_beside_both_dense_attentions(
     loaded: LoadedModel, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:

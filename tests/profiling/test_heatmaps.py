@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 
 import artifacts
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, OmniKV
 from profiling.heatmaps import main
 from profiling.models.loading import load_model
 from profiling.pictures.drawing import new_figure, save, shade, ticks
@@ -57,12 +57,20 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
         mass = random.random((layers, layers))
         mass[left_out] = mass[:, left_out] = np.nan
         arrays |= {f"mass.{task}.max": mass, f"mass.{task}.mean": mass}
-        arrays |= {f"error.{task}": mass, **{f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}}
+        by_head = np.tile(mass[:, None, :, None], (1, 3, 1, 2))
+        arrays |= {f"{kind}.{task}": by_head for kind in ("share", "error", "worst")}
+        arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
         arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
         arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, random.random((layers, 20)))
     settings = {"length": 4096, "samples": 2, "steps": 20, "top_k": 512, "dtype": "bfloat16", "device": "cpu"}
     about = {
-        **{"format": 2, "model": "some-model", "num_layers": layers, "command": "python -m profiling.similarity --x"},
+        **{
+            "format": 3,
+            "choosers": [[0], [1], [0, 1]],
+            "model": "some-model",
+            "num_layers": layers,
+            "command": "python -m profiling.similarity --x",
+        },
         **{"layers": np.flatnonzero(~left_out).tolist(), "sliding_layers": np.flatnonzero(left_out).tolist()},
         **{"tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks], "weights_sha256": "f" * 64},
     }
@@ -94,6 +102,20 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     np.testing.assert_allclose(read(out / "hit.csv")[1][:, 2], made.hit("passkey"), rtol=1e-4)
     missed = np.nanmean(made.variability("passkey"), axis=0)
     np.testing.assert_allclose(read(out / "variability.csv")[1][:, 2], missed, rtol=1e-4)
+
+
+def test_a_head_map_becomes_a_picture(tmp_path: Path) -> None:
+    made = profile(4, tasks=("passkey",))
+    section = OmniKV(filter_layers=(1,), head_map=(None, None, ((1,), (0, 1)), ((0,), (0,))))
+    draw_layers(made, tmp_path, "python -m profiling.heatmaps", section)
+    with (tmp_path / "heads.csv").open() as file:
+        header, *rows = list(csv.reader(file))
+    assert header == ["layer", "KV head", "filter layer", "choosers", "kept"]
+    assert [row[:4] for row in rows[:2]] == [["2", "0", "1", "1"], ["2", "1", "1", "0+1"]] and len(rows) == 4
+    share = made.share("passkey")
+    expected = [share[1, 1, 2, 0], share[1, 2, 2, 1], share[1, 0, 3, 0], share[1, 0, 3, 1]]
+    np.testing.assert_allclose([float(row[4]) for row in rows], expected, rtol=1e-4)
+    assert (tmp_path / "heads.png").is_file() and (tmp_path / "heads.svg").is_file()
 
 
 def test_a_model_becomes_pictures_with_their_numbers(searched: tuple[Path, Path], tmp_path: Path) -> None:
@@ -140,7 +162,7 @@ def test_the_same_profile_gives_the_same_files(tmp_path: Path) -> None:
     first, second = (tmp_path / name for name in "ab")
     for folder in (first, second):
         folder.mkdir()
-        draw_layers(profile(8), folder, "python -m profiling.heatmaps", filters=(2, 4))
+        draw_layers(profile(8), folder, "python -m profiling.heatmaps", OmniKV(filter_layers=(2, 4)))
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 

@@ -20,7 +20,7 @@ from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.layer_similarity import SimilarityConfig, measure
-from profiling.similarities.similarity_meter import FROZEN, TAIL, Meter
+from profiling.similarities.similarity_meter import FROZEN, TAIL, WORST, Meter
 from profiling.similarities.similarity_profile import FILE, save_profile
 from profiling.similarity import Profile, load, main, run
 from tests.search.conftest import save_tiny
@@ -76,11 +76,12 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
         output = loaded.model(ids, output_attentions=True, output_hidden_states=True, use_cache=True)
     weights, streams, cache = output.attentions, output.hidden_states, output.past_key_values
     loaded.model.set_attn_implementation("sdpa")
-    n, old = len(weights), LENGTH - 1 - TAIL
+    n, old, groups = len(weights), LENGTH - 1 - TAIL, cache.layers[0].values.shape[1]
+    sets = [*((head,) for head in range(groups)), tuple(range(groups))]
     rows = np.stack([w[0].double().numpy() for w in weights])[:, :, -STEPS - TAIL :]
     mass = {"max": np.zeros((n, n)), "mean": np.zeros((n, n))}
-    hit, missed, error = [], np.zeros((n, STEPS)), np.full((n, n), np.nan)
-    error[np.triu_indices(n)] = 0
+    hit, missed = [], np.zeros((n, STEPS))
+    share, error = np.full((2, STEPS, n, len(sets), n, groups), np.nan)
     for step in range(STEPS):
         row = rows[:, :, TAIL + step, : LENGTH + step]
         for by, ranked in (("max", row.max(1)), ("mean", row.mean(1))):
@@ -91,14 +92,19 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
                 start, end = blocks[step]
                 hit.append([np.mean([key in top[i] for key in range(start, end)]) for i in range(n)])
         for i, j in zip(*np.triu_indices(n), strict=True):
-            seen = np.zeros(LENGTH + step)
-            seen[np.argsort(-row[i].max(0))[:TOP]] = 1
-            values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step].repeat(3, 0)
-            sparse = row[j] * seen / (row[j] * seen).sum(1, keepdims=True)
-            change = np.einsum("hk,hke->he", sparse - row[j], values).ravel()
-            written = loaded.model.model.layers[j].self_attn.o_proj.weight.detach().double().numpy() @ change
+            values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step]
+            ranks, by_head = (row[at].reshape(groups, -1, LENGTH + step) for at in (i, j))
             stream = streams[j][0, LENGTH - 1 + step].double().numpy()
-            error[i, j] += (written @ written) / (stream @ stream) / STEPS
+            project = loaded.model.model.layers[j].self_attn.o_proj.weight.detach().double().numpy()
+            for u, heads in enumerate(sets):
+                seen = np.zeros(LENGTH + step)
+                seen[np.argsort(-ranks[list(heads)].max((0, 1)))[:TOP]] = 1
+                for g in range(groups):
+                    sparse = by_head[g] * seen
+                    share[step, i, u, j, g] = sparse.sum(1).mean()
+                    change = (sparse / sparse.sum(1, keepdims=True) - by_head[g]) @ values[g]
+                    written = np.split(project, groups, axis=1)[g] @ change.ravel()
+                    error[step, i, u, j, g] = (written @ written) / (stream @ stream)
         for i in range(n):
             ranked = rows[i, :, :TAIL, :old].max(0).sum(0)
             frozen = np.argsort(-ranked)[: math.ceil(FROZEN * LENGTH)]
@@ -107,7 +113,9 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
         **{f"mass.{task}.{by}": values for by, values in mass.items()},
         f"hit.{task}": np.mean(hit, axis=0),
         f"variability.{task}": missed,
-        f"error.{task}": error,
+        f"share.{task}": share.mean(0),
+        f"error.{task}": error.mean(0),
+        f"worst.{task}": np.sort(error, axis=0)[-math.ceil(WORST * STEPS) :].mean(0),
     }
 
 
@@ -115,7 +123,8 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
 def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel, task: str) -> None:
     profile = measure(SimilarityConfig(model="tiny", tasks=(task,), samples=1, seed=3, **SETTINGS), loaded)
     for name, expected in plainly(loaded, task, seed=3).items():
-        np.testing.assert_allclose(profile.arrays[name], expected, atol=1e-3, err_msg=name)
+        close = {"rtol": 1e-3, "atol": 1e-7} if name.startswith(("share", "error", "worst")) else {"atol": 1e-3}
+        np.testing.assert_allclose(profile.arrays[name], expected, err_msg=name, **close)
     mass = profile.mass(task)
     assert mass.min() > 0.02 and mass.max() < 0.999, "a case in which nothing could go wrong"
     assert profile.layers == [0, 1, 2] and profile.sliding_layers == []
@@ -193,7 +202,14 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
     assert profile.about["command"].startswith("python -m profiling.similarity --model")
     assert profile.about["versions"]["torch"] == torch.__version__
     assert all(re.fullmatch("[0-9a-f]{64}", task["sha256"]) for task in profile.about["tasks"])
-    for name in ("mass.passkey.max", "ability.passkey.next8", "hit.kv_retrieval", "variability.passkey", "agreement"):
+    for name in (
+        "mass.passkey.max",
+        "worst.passkey",
+        "ability.passkey.next8",
+        "hit.kv_retrieval",
+        "variability.passkey",
+        "agreement",
+    ):
         with (out / f"{name}.csv").open() as file:
             header, *rows = list(csv.reader(file))
         array = profile.arrays[name].reshape(len(rows), -1)
@@ -239,10 +255,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def small() -> Profile:
     task = "passkey"
     arrays = {f"mass.{task}.{by}": np.full((2, 2), 0.5) for by in ("max", "mean")}
-    arrays[f"error.{task}"] = np.full((2, 2), 0.1)
+    arrays |= {f"{kind}.{task}": np.full((2, 3, 2, 2), 0.1) for kind in ("share", "error", "worst")}
     arrays |= {f"ability.{task}.next{reach}": np.array([0.5, np.nan]) for reach in (8, 16)}
     arrays |= {f"variability.{task}": np.zeros((2, 3)), "agreement": np.ones((1, 1))}
-    about = {"format": 2, "num_layers": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
+    about = {"format": 3, "num_layers": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
+    about["choosers"] = [[0], [1], [0, 1]]
     return Profile(arrays=arrays, about={**about, "tasks": [{"name": task, "sha256": "0" * 64}]})
 
 

@@ -16,6 +16,11 @@ import artifacts
 from runtime import Headwise
 from tests.runtime.omnikv import DECODE
 
+# KV heads of each process choose for those of the other, some together, until they hold a share of the attention.
+ROW = ((2,), (0,), (1, 3), (1,))
+ACROSS = DECODE.model_copy(
+    update={"head_map": (None, None, None, ROW, None, None), "coverage": 0.7, "budget": 90, "filter_layers": (2,)}
+)
 _ROOT = Path(__file__).parents[2]
 
 
@@ -54,6 +59,7 @@ def test_two_processes_give_the_tokens_of_one_and_refuse_heads_that_do_not_divid
     configs = {
         "sparse": sparse,
         "omnikv": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=DECODE)}),
+        "mapped": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=ACROSS)}),
         "kept": sparse.model_copy(update={"kv_cache": mixed}),
         "low_memory": sparse,
     }
@@ -74,6 +80,9 @@ def test_two_processes_give_the_tokens_of_one_and_refuse_heads_that_do_not_divid
                 logits[name] = model(prompt, past_key_values=handle.new_cache(), logits_to_keep=16).logits
     assert expected["sparse"]["stats"]["sparse"] == 6 and expected["omnikv"]["stats"]["decode"] > 0
     found, refused = _run(2, tmp_path, _indivisible(build, artifact_for, tmp_path / "indivisible"))
+    # A process counts what its own heads read.
+    here, of_all = (each["mapped"]["stats"].pop("tokens") for each in (found, expected))
+    assert 1 < here < 90 and abs(here - of_all) < 5
     assert found == expected
     error = refused["cfg"]["error"]
     assert "2 query and 1 KV heads do not divide among 2 processes: use a number that divides both" in error

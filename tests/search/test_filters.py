@@ -61,7 +61,8 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     section = after.decode.omnikv
     assert (section.selector, section.window, section.budget, section.prefill_ratio) == ("uniform", 4, 0.25, 0.5)
     mass = more.pop("similarity.mass")
-    error = more.pop("similarity.error")
+    error, by_head = more.pop("similarity.error"), more.pop("similarity.head_error", None)
+    assert (by_head is not None) == (section.head_map is not None)
     assert np.isfinite(error[np.triu_indices(3)]).all() and np.isnan(error[2, 0])
     assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
     assert section.filter_layers == (0,) and section.dense_layers == ()
@@ -70,6 +71,24 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     printed = capsys.readouterr().out
     assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random, mean" in printed
     artifacts.load(found)
+
+
+def test_kv_heads_choose_for_kv_heads(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sections = {}
+    for kind in ("pooled", "head", "group"):
+        out = tmp_path / f"{kind}.yaml"
+        filters.main([*command, "--out", str(out), "--budget", "0.25", "--heads", kind])
+        after, arrays = artifacts.load_pair(out)
+        assert after.decode is not None
+        sections[kind] = after.decode.omnikv
+        printed = capsys.readouterr().out
+        assert ("one choice for all" in printed) == (kind != "pooled") == ("similarity.head_error" in arrays)
+    assert sections["pooled"].head_map is None
+    for kind in ("head", "group"):
+        section = sections[kind]
+        served = [layer for layer in range(3) if section.filter_of(layer) is not None]
+        assert [layer for layer, row in enumerate(section.head_map or ()) if row is not None] == served
+        assert section.similarity is not None and section.similarity.error is not None
 
 
 def test_a_killed_run_goes_on_and_finds_the_same(
@@ -92,10 +111,10 @@ def test_a_killed_run_goes_on_and_finds_the_same(
     assert not (tmp_path / "cut.yaml").exists()
     with pytest.raises(HeadwiseError, match=r"its steps is 3, not 4; .*--fresh"):
         filters.main([*cut, "--steps", "4"])
-    # Two tasks, calibration and held-out: four prompts, two of which are finished.
+    # Two tasks, of calibration, between kinds of maps and held-out: six prompts, two of which are finished.
     monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
     filters.main(cut)
-    assert len(decoded) == 4 and "2 units are finished" in capsys.readouterr().err
+    assert len(decoded) == 6 and "2 units are finished" in capsys.readouterr().err
     whole, found = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
     assert whole.content_sha256 == found.content_sha256
     assert not list(tmp_path.glob("*.ledger"))
