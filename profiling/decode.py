@@ -2,6 +2,8 @@
 
 python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
+With --lossless the same text is written by lossless decode and by dense decode instead, and compared.
+
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
 
 Shapes: B batch (1 here), G KV heads, K context, D head dim, T texts, F forced tokens of each.
@@ -31,6 +33,7 @@ from profiling.quality.answers import answers, is_right
 from profiling.quality.divergence import forced_log_probs
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.latency import interleaved
+from profiling.speed.lossless_speed import lossless_table, measure_lossless
 from runtime import Headwise
 from runtime import load as load_headwise
 from runtime.caches.make import OFFLOADS, CacheBytes, cache_bytes
@@ -54,6 +57,8 @@ class Comparison:
     task_length: int = 4096
     trials: int = 20
     prefill_chunk: int | None = None
+    lossless: int = 0
+    drafts: int | None = None
     seed: int = 1000
     offload: tuple[str, ...] = ("auto",)
     dtype: str = "bfloat16"
@@ -105,10 +110,18 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     names = ["headwise", *(file.stem for file in config.beside)]
     if len(set(names)) < len(names):
         raise HeadwiseError(f"artifacts of one name cannot be told apart: {', '.join(names)}")
+    hashes = {name: found[file].content_sha256 for name, file in zip(names, files, strict=True)}
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if config.prefill_chunk is not None:
         # Each process loads a model of its own: nobody else generates with it.
         loaded.model.generation_config.prefill_chunk_size = config.prefill_chunk
+    if config.lossless:
+        windows = _prompts(config, loaded, f"text:{config.text}", config.context, config.texts)
+        headwise, size = load_headwise(config.config), config.lossless
+        written = measure_lossless(
+            loaded.model, headwise, windows, tokens=size, drafts=config.drafts, repeats=config.repeats
+        )
+        return [], _record(config, hashes, {"lossless": [asdict(each) for each in written]})
     methods = _methods(
         loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
     )
@@ -130,12 +143,17 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             tokens = applied.stats().get("tokens") if method.sparse else None
         base = losses if base is None else base
         rows.append(_row(config, method.name, seconds, held, prompts, given, losses, base, tokens))
-    record = {
-        "rows": [asdict(row) for row in rows],
-        "all_seconds": seconds,
-        "speedups": {name: of_rounds(seconds, name).over for name in seconds},
+    figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": seconds}
+    figures["speedups"] = {name: of_rounds(seconds, name).over for name in seconds}
+    return rows, _record(config, hashes, figures)
+
+
+def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, Any]) -> dict[str, Any]:
+    """What was found, and what is needed to repeat it. hashes: the artifacts' content, by their names."""
+    return {
+        **figures,
         "settings": {**asdict(config), "config": config.config.name, "beside": [file.name for file in config.beside]},
-        "artifacts": {name: found[file].content_sha256 for name, file in zip(names, files, strict=True)},
+        "artifacts": hashes,
         "versions": {
             **{name: version(name) for name in ("torch", "transformers")},
             "python": platform.python_version(),
@@ -143,7 +161,6 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             "capability": torch.backends.cpu.get_cpu_capability(),
         },
     }
-    return rows, record
 
 
 def _methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[_Method]:
@@ -295,6 +312,14 @@ def parser() -> ArgumentParser:
     p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
     p.add_argument("--prefill-chunk", type=int, help="prefill them so many tokens at a time (default: at once)")
     p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
+    p.add_argument(
+        "--lossless",
+        type=int,
+        default=Comparison.lossless,
+        metavar="TOKENS",
+        help="instead: write so many after windows of --text, of --context tokens, losslessly and by dense decode",
+    )
+    p.add_argument("--drafts", type=int, help="with --lossless: drafts a round, 0 to 15 (default: as is fastest)")
     arguments.add_seed(p, Comparison.seed)
     arguments.add_dtype(p)
     arguments.add_device(p)
@@ -314,7 +339,9 @@ def config_from(options: argparse.Namespace) -> Comparison:
             raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
     if values["prefill_chunk"] is not None and values["prefill_chunk"] < 1:
         raise HeadwiseError(f"--prefill-chunk must be at least 1, got {values['prefill_chunk']}")
-    for name in ("repeats", "trials"):
+    if values["lossless"] and values["text"] is None:
+        raise HeadwiseError("--lossless writes on after windows of --text: give one")
+    for name in ("repeats", "trials", "lossless"):
         if values[name] < 0:
             raise HeadwiseError(f"--{name} must be at least 0, got {values[name]}")
     if values["forced"] >= values["text_length"]:
@@ -332,7 +359,9 @@ def main(argv: list[str] | None = None) -> int:
     config = config_from(options)
     rows, record = run(config)
     record = {"command": arguments.as_typed("profiling.decode", argv), **record}
-    arguments.deliver(table(rows, record["all_seconds"], config.trials), record, options.json)
+    lossless = record.get("lossless")
+    said = lossless_table(lossless) if lossless else table(rows, record["all_seconds"], config.trials)
+    arguments.deliver(said, record, options.json)
     return 0
 
 

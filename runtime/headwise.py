@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
     from runtime.applied import Applied
     from runtime.caches.make import CacheBytes, MemoryReport
+    from runtime.lossless.generate import Lossless
 
 _log = logging.getLogger("headwise")
 
@@ -203,6 +204,7 @@ class Handle:
     def __init__(self, headwise: Headwise, applied: Applied) -> None:
         self._headwise = headwise
         self._applied = applied
+        self._lossless: Lossless | None = None
 
     def undo(self) -> None:
         """Give the model back the attention it had before."""
@@ -211,6 +213,29 @@ class Handle:
     def new_cache(self, *, offload: str = "auto") -> Cache:
         """An empty cache for one generation: see Headwise.new_cache."""
         return self._headwise.new_cache(self._applied.model, offload=offload)
+
+    def lossless(self, *, drafts: int | None = None) -> Lossless:
+        """What `generate(custom_generate=...)` decodes one sequence with, so that it loses nothing against dense.
+
+        Tokens are drafted by chosen tokens alone and verified together by dense attention; of the cache drafts share
+        it all. Greedy decoding writes the tokens of dense attention, to the rounding of the dtype: several queries at
+        once round unlike one. Sampling has its distribution (speculative sampling, Leviathan et al. 2023, algorithm 1).
+
+            model.generate(**inputs, custom_generate=handle.lossless(), max_new_tokens=512)
+
+        Args:
+            drafts: tokens to draft for each verification, 0 to 15; None measures what is fastest, and decodes densely
+                on contexts where drafts gain nothing. What was sampled with a seed then depends on the clock.
+
+        Raises:
+            HeadwiseError: the artifact has no decode section, or has a kv_cache section; drafts is out of range, or
+                None where several processes share the model.
+        """
+        from runtime.lossless.generate import Lossless
+
+        applied = self._applied
+        self._lossless = made = Lossless(self._headwise.artifact, applied.model, applied.settings, drafts)
+        return made
 
     def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
         """See runtime.warm_up; with the caches that new_cache() makes."""
@@ -231,6 +256,10 @@ class Handle:
         are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
         kv_cache section "kept" are calls served from a cache under policies.
 
+        After lossless(), "lossless" has of its latest loop the "rounds", tokens "drafted" and "accepted", "dense_steps"
+        without drafts, "tokens_per_round", each verification's own token included, and "off_below", the length of
+        context below which drafts were found to gain nothing (0: none was).
+
         Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
         form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
         head, from "first_head" on: mean "density", mean "recall" and "lowest_recall" as estimated from the last
@@ -239,7 +268,8 @@ class Handle:
         """
         from runtime.metrics import stats
 
-        return stats(self._headwise.artifact, self._applied.settings, self._applied.first_heads)
+        result = stats(self._headwise.artifact, self._applied.settings, self._applied.first_heads)
+        return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
 
     def prometheus(self, *, model: str | None = None) -> str:
         """What stats() says in Prometheus' text format, by layer and head; `model` names the model in every line."""

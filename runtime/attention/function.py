@@ -24,6 +24,7 @@ from runtime.attention.state import MIN_QUERIES, Layer, layer_of
 from runtime.caches.kept import attend_kept
 from runtime.caches.standin import NewTokens
 from runtime.dense import faster, right
+from runtime.lossless.attention import round_of
 from runtime.low_memory.attention import tape_of
 from runtime.omnikv.offload import on_device
 
@@ -230,6 +231,9 @@ def _chosen(call: Call, layer: Layer) -> Tensor | None:
     if isinstance(starts, str) or call.sinks is not None or call.window is not None or special(call) is not None:
         return None
     how: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
+    if query.shape[2] <= MAX_QUERIES and (lossless := round_of(decode)) is not None:
+        layer.count("chosen" if lossless.drafting else "verified")
+        return lossless.attend(number, query, key, value, **how)
     if decode.serves(query, key):
         out = decode.attend(number, role, query, key, value, **how)
         if out is not None:
