@@ -19,7 +19,8 @@ from artifacts.command_line import ArgumentParser, run_command
 from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig
 from search.decode.filter_layers import Rules
-from search.decode.filter_search import FilterSearch, report, run
+from search.decode.filter_search import FilterSearch, run
+from search.decode.found import report
 from search.decode.head_map import KINDS
 
 
@@ -47,6 +48,7 @@ def parser() -> ArgumentParser:
     p.add_argument("--dense-layers", help="with --layers: layers that stay dense besides those before the first")
     p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
     p.add_argument("--coverage", type=float, help="stop earlier where this share of the attention is chosen (top-p)")
+    p.add_argument("--target-error", type=float, help="find the least --coverage within this error on the prompts")
     p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
     p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
     p.add_argument("--prefill-ratio", type=float, help="in chunked prefill, tokens of the past for each of the chunk")
@@ -87,6 +89,10 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         raise HeadwiseError(f"--prefill-ratio must be a positive number, got {ratio}")
     if (share := options.coverage) is not None and not 0 < share < 1:
         raise HeadwiseError(f"--coverage must be between 0 and 1, got {share}")
+    if (limit := options.target_error) is not None and not 0 < limit < inf:
+        raise HeadwiseError(f"--target-error must be a positive number, got {limit}")
+    if options.coverage is not None and options.target_error is not None:
+        raise HeadwiseError("--coverage and --target-error exclude each other: the second finds the first")
     if not 0 <= options.worst <= 1:
         raise HeadwiseError(f"--worst must be from 0 to 1, got {options.worst}")
     if options.dense_first < 0:
@@ -119,6 +125,7 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         heads=options.heads,
         worst=options.worst,
         coverage=options.coverage,
+        target_error=options.target_error,
         min_kept=options.min_kept,
         max_error=options.max_error,
         budget=budget,

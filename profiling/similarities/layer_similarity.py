@@ -6,16 +6,16 @@ Shapes: L layers of the model, N of them measured.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from artifacts import HeadwiseError
-from profiling.inside.decode_capture import capture_decode
+from profiling.inside.decode_capture import StepInputs, capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
@@ -173,14 +173,45 @@ def _figures(meter: Meter) -> dict[str, Any]:
     }
 
 
+class Watcher(Protocol):
+    """What looks on while a prompt is decoded: see capture_decode."""
+
+    def visit(self, step: int, inputs: StepInputs) -> None: ...
+
+    def done(self, step: int) -> None: ...
+
+
+W = TypeVar("W", bound=Watcher)
+
+
 def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown: Phase) -> Meter:
     assert config.length is not None and config.top_k is not None
+    length, top_k = config.length, config.top_k
+
+    def made(stream: ResidualStream, finds: list[Find | None]) -> Meter:
+        return Meter(length=length, top_k=top_k, finds=finds, stream=stream, sets=config.sets)
+
+    meter = watched(config, loaded, prompt, shown, made)
+    if not meter.layers:
+        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
+    return meter
+
+
+def watched(
+    config: SimilarityConfig,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    shown: Phase,
+    make: Callable[[ResidualStream, list[Find | None]], W],
+) -> W:
+    """Decode a prompt as the configuration says, watched by what `make` makes of the stream and each step's find."""
+    assert config.length is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
     continuation = [token for token, _ in expected] + list(prompt.input_ids[config.length :])
     finds = [find for _, find in expected[: config.steps]]
     finds += [None] * (config.steps - len(finds))
     stream = ResidualStream(loaded.model)
-    meter = Meter(length=config.length, top_k=config.top_k, finds=finds, stream=stream, sets=config.sets)
+    meter = make(stream, finds)
 
     def done(step: int) -> None:
         meter.done(step)
@@ -199,8 +230,6 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown
             continuation=() if config.greedy else continuation,
             avoid=ends if isinstance(ends, list) else [] if ends is None else [ends],
         )
-    if not meter.layers:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
     return meter
 
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays
-from artifacts.errors import plural
 from artifacts.files import check_writable
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt, parse_task
+from profiling.similarities.budget_meter import Point, measure_budgets
 from profiling.similarities.layer_similarity import SimilarityConfig, measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers
 from search.common.amending import amend
+from search.decode.coverage import GRID, compared, least_coverage
 from search.decode.filter_layers import (
     Choice,
     Rules,
@@ -32,9 +34,9 @@ from search.decode.filter_layers import (
     evenly_spaced,
     kept,
     random_choices,
-    served,
     total,
 )
+from search.decode.found import Found, Score, named
 from search.decode.head_map import KINDS, allowed, head_map, of_heads, pair_costs, with_heads
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class FilterSearch:
 
     heads: whose choice a KV head takes: all heads' together ("pooled"), also a single head's ("head"), also a group's
     ("group"); None: whichever of these that were measured has the least error on prompts of their own.
-    worst: how much the worst steps count beside the mean, of 1 in all.
+    worst: how much the worst steps count beside the mean, of 1 in all. target_error: the coverage is the least that
+    has no more error on the prompts that chose.
     """
 
     model: str
@@ -69,44 +72,8 @@ class FilterSearch:
     window: int = 16
     prefill_ratio: float | None = None
     coverage: float | None = None
+    target_error: float | None = None
     fresh: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """A choice on some prompts: mean attention mass kept, and summed errors."""
-
-    choice: Choice
-    kept: float
-    error: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The choice on the prompts it was made by, and it and others like it on held-out ones.
-
-    pooled: the best choice for all heads together. tried: maps on prompts of their own, of which the choice was one.
-    """
-
-    made_by: Score
-    held_out: Score
-    even: Score
-    random: tuple[Score, ...]
-    profile: Profile
-    pooled: Score
-    tried: tuple[Score, ...] = ()
-
-    @property
-    def choice(self) -> Choice:
-        return self.made_by.choice
-
-    @property
-    def random_kept(self) -> float:
-        return float(np.mean([score.kept for score in self.random]))
-
-    @property
-    def random_error(self) -> float:
-        return float(np.mean([score.error for score in self.random]))
 
 
 def run(config: FilterSearch) -> tuple[Artifact, Found]:
@@ -125,7 +92,8 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
     _check_rules(config, loaded)
     measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
     seen = Seen.by([load_arrays(config.config)])
-    for prompt in chain.from_iterable(prompts_of(_like(measured, former), loaded.tokenizer).values()):
+    mine = prompts_of(_like(measured, former), loaded.tokenizer)
+    for prompt in chain.from_iterable(mine.values()):
         seen.add(prompt)
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
     others = _held_out(measured, loaded.tokenizer, seen)
@@ -147,6 +115,8 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
             kind = kinds[int(np.argmin([each.error for each in tried]))]
         choice, pooled = choose(config, former, kind), choose(config, former, "pooled")
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
+        if config.target_error is not None:
+            found = _with_coverage(config, found, replace(measured, top_k=former.about["top_k"]), loaded, mine, others)
         for prompt in chain.from_iterable((between or {}).values()):
             seen.add(prompt)
         written = amend(
@@ -159,6 +129,27 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         )
         ledger.remove()
     return written, found
+
+
+def _with_coverage(
+    config: FilterSearch,
+    found: Found,
+    measured: SimilarityConfig,
+    loaded: LoadedModel,
+    mine: Mapping[str, Sequence[Prompt]],
+    others: Mapping[str, Sequence[Prompt]],
+) -> Found:
+    """What was found with the least coverage for the error, chosen on its own prompts and compared on others."""
+    assert config.target_error is not None and measured.length is not None
+    most = config.budget if isinstance(config.budget, int) else ceil(config.budget * measured.length)
+    section = _section(config, found)
+
+    def measure(prompts: Mapping[str, Sequence[Prompt]], **sizes: Any) -> list[Point]:
+        return measure_budgets(measured, loaded, section, chain.from_iterable(prompts.values()), **sizes)
+
+    point = least_coverage(measure(mine, coverages=GRID, most=most), config.target_error)
+    points = compared(partial(measure, others), point, most)
+    return replace(found, coverage=point.coverage, points=points)
 
 
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
@@ -216,7 +207,7 @@ def choose(config: FilterSearch, profile: Profile, kind: str) -> Choice:
         wanted = "--max-error" if config.max_error is not None else "--min-kept"
         raise HeadwiseError(
             f"no {rules.most} filter layers and {rules.full(len(layers))} layers in all that attend to everything meet "
-            f"{wanted}: {_named(best.choice.filter_layers)} with {_named(best.choice.dense_layers)} dense keep "
+            f"{wanted}: {named(best.choice.filter_layers)} with {named(best.choice.dense_layers)} dense keep "
             f"{best.kept:.3f} of the mass at an error of {best.error:.4f}; allow more filter layers, a lower --sparse "
             "or a larger budget"
         )
@@ -248,13 +239,17 @@ def compare(choice: Choice, profile: Profile, held_out: Profile, pooled: Choice,
 
 def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Artifact:
     """The artifact with the choice as its decode section."""
-    section = OmniKV(
+    return artifact.model_copy(update={"decode": Decode(omnikv=_section(config, found))})
+
+
+def _section(config: FilterSearch, found: Found) -> OmniKV:
+    return OmniKV(
         filter_layers=found.choice.filter_layers,
         dense_layers=found.choice.dense_layers,
         selector=config.selector,  # type: ignore[arg-type]
         window=config.window,
         budget=config.budget,
-        coverage=config.coverage,
+        coverage=config.coverage if found.coverage is None else found.coverage,
         head_map=head_map(found.choice, found.profile.choosers, found.profile.layers),
         prefill_ratio=config.prefill_ratio,
         similarity=Similarity(
@@ -268,7 +263,6 @@ def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Arti
             tasks=tuple(found.profile.tasks),
         ),
     )
-    return artifact.model_copy(update={"decode": Decode(omnikv=section)})
 
 
 def _arrays(found: Found) -> dict[str, Array]:
@@ -276,52 +270,3 @@ def _arrays(found: Found) -> dict[str, Array]:
     if found.choice.takes is not None:
         measured["similarity.head_error"] = found.profile.error()
     return {name: array.astype(np.float32) for name, array in measured.items()}
-
-
-def _whose(found: Found) -> str:
-    """Whose tokens a KV head takes."""
-    if found.choice.takes is None:
-        return "all heads together"
-    rows = [found.choice.takes[layer] for layer in served(found.profile.layers, found.choice)]
-    sizes = Counter(len(found.profile.choosers[at]) for row in rows for at in row)
-    of = "; ".join(f"{plural(size, 'KV head')} for {count}" for size, count in sorted(sizes.items()))
-    return f"the best-fitting KV heads of the filter layer: {of}"
-
-
-def report(found: Found) -> str:
-    """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
-    choice, n, mapped = found.choice, len(found.profile.layers), found.choice.takes is not None
-
-    tried = ", ".join(f"{kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
-
-    def line(what: str, mass: float, error: float, note: str = "") -> str:
-        return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
-
-    lines = [
-        f"filter layers {_named(choice.filter_layers)}; dense {_named(choice.dense_layers)}; "
-        f"{n - choice.full} of {n} full-attention layers are sparse",
-        f"with the top {found.profile.about['top_k']} tokens of {_whose(found)}",
-        f"{'':<27}kept       error",
-        line("chosen on", found.made_by.kept, found.made_by.error),
-        line("held-out prompts", found.held_out.kept, found.held_out.error),
-        *([line("one choice for all", found.pooled.kept, found.pooled.error, _layers(found.pooled.choice))] * mapped),
-        line("evenly spaced", found.even.kept, found.even.error, _layers(found.even.choice)),
-        line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
-        line(
-            "best of these",
-            max(other.kept for other in found.random),
-            min(other.error for other in found.random),
-        ),
-        *([f"kinds of maps on other prompts again: {tried}"] if tried else []),
-        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
-        "the residual stream, summed",
-    ]
-    return "\n".join(lines)
-
-
-def _layers(choice: Choice) -> str:
-    return f"({_named(choice.filter_layers)})"
-
-
-def _named(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"

@@ -91,6 +91,21 @@ def test_kv_heads_choose_for_kv_heads(command: list[str], tmp_path: Path, capsys
         assert section.similarity is not None and section.similarity.error is not None
 
 
+def test_the_least_coverage_within_an_error(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "cfg.yaml"
+    options = [*command, "--out", str(out), "--budget", "0.25", "--heads", "head", "--target-error"]
+    filters.main([*options, "0.5"])
+    loose = artifacts.load(out).decode
+    assert "coverage" in capsys.readouterr().out
+    assert loose is not None and loose.omnikv.coverage is not None and 0.5 <= loose.omnikv.coverage < 1
+    with pytest.raises(HeadwiseError, match=r"--target-error 1e-12 cannot be met: a coverage of 0.99 has an error of"):
+        filters.main([*options, "1e-12"])
+    with pytest.raises(HeadwiseError, match="exclude each other"):
+        filters.main([*options, "0.5", "--coverage", "0.9"])
+
+
 def test_a_killed_run_goes_on_and_finds_the_same(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,106 @@
+"""What was chosen for decode, on the prompts that chose and on held-out ones, and what is said of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from artifacts.errors import plural
+from profiling.similarities.budget_meter import Point
+from profiling.similarities.similarity_profile import Profile
+from search.decode.coverage import report as report_points
+from search.decode.filter_layers import Choice, served
+from search.decode.head_map import KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A choice on some prompts: mean attention mass kept, and summed errors."""
+
+    choice: Choice
+    kept: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The choice on the prompts it was made by, and it and others like it on held-out ones.
+
+    pooled: the best choice for all heads together. tried: kinds of maps on prompts of their own, by which the choice's
+    was taken. points: what the coverage and fixed budgets beside it come to.
+    """
+
+    made_by: Score
+    held_out: Score
+    even: Score
+    random: tuple[Score, ...]
+    profile: Profile
+    pooled: Score
+    tried: tuple[Score, ...] = ()
+    coverage: float | None = None
+    points: tuple[Point, ...] = ()
+
+    @property
+    def choice(self) -> Choice:
+        return self.made_by.choice
+
+    @property
+    def random_kept(self) -> float:
+        return float(np.mean([score.kept for score in self.random]))
+
+    @property
+    def random_error(self) -> float:
+        return float(np.mean([score.error for score in self.random]))
+
+
+def _whose(found: Found) -> str:
+    """Whose tokens a KV head takes."""
+    if found.choice.takes is None:
+        return "all heads together"
+    rows = [found.choice.takes[layer] for layer in served(found.profile.layers, found.choice)]
+    sizes = Counter(len(found.profile.choosers[at]) for row in rows for at in row)
+    of = "; ".join(f"{plural(size, 'KV head')} for {count}" for size, count in sorted(sizes.items()))
+    return f"the best-fitting KV heads of the filter layer: {of}"
+
+
+def report(found: Found) -> str:
+    """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
+    choice, n, mapped = found.choice, len(found.profile.layers), found.choice.takes is not None
+
+    tried = ", ".join(f"{kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
+
+    def line(what: str, mass: float, error: float, note: str = "") -> str:
+        return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
+
+    lines = [
+        f"filter layers {named(choice.filter_layers)}; dense {named(choice.dense_layers)}; "
+        f"{n - choice.full} of {n} full-attention layers are sparse",
+        f"with the top {found.profile.about['top_k']} tokens of {_whose(found)}",
+        f"{'':<27}kept       error",
+        line("chosen on", found.made_by.kept, found.made_by.error),
+        line("held-out prompts", found.held_out.kept, found.held_out.error),
+        *([line("one choice for all", found.pooled.kept, found.pooled.error, _layers(found.pooled.choice))] * mapped),
+        line("evenly spaced", found.even.kept, found.even.error, _layers(found.even.choice)),
+        line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
+        line(
+            "best of these",
+            max(other.kept for other in found.random),
+            min(other.error for other in found.random),
+        ),
+        *([f"kinds of maps on other prompts again: {tried}"] if tried else []),
+        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
+        "the residual stream, summed",
+    ]
+    return "\n".join([*lines, *(report_points(found.points) if found.points else [])])
+
+
+def _layers(choice: Choice) -> str:
+    return f"({named(choice.filter_layers)})"
+
+
+def named(layers: Sequence[int]) -> str:
+    """Layers with commas between."""
+    return ", ".join(map(str, layers)) or "none"
