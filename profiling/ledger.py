@@ -133,6 +133,8 @@ class Ledger:
         work: Callable[[Unit], Any],
         *,
         costs: Sequence[float] | None = None,
+        needs: Sequence[str] | None = None,
+        has: Sequence[str] = (),
         done: Callable[[int], object] | None = None,
     ) -> list[Any]:
         """The values of all units in every rank, in order: what no rank has yet is dealt to the ranks.
@@ -141,6 +143,8 @@ class Ledger:
             units: the same in every rank.
             work: finds the value of one.
             costs: how long each takes, in any unit; all the same if None.
+            needs: for each what a rank makes for it first, as costly as itself, and then has; nothing if None.
+            has: what this rank has of that.
             done: called with how many of all units are done: those from before, then after each of this rank with as
                 many of the others', and at the end with all.
         """
@@ -148,7 +152,13 @@ class Ledger:
         # A rank that starts late may find what another has just finished: dealt is what nobody had at first.
         by_rank = [set(keys) for keys in self._ranks.gather_all(sorted(held))]
         left = [place for place, unit in enumerate(units) if not any(unit.key in keys for keys in by_rank)]
-        mine = self._ranks.deal(left, None if costs is None else [costs[place] for place in left])
+        held_by = [] if needs is None else [set(theirs) for theirs in self._ranks.gather_all(list(has))]
+        mine = self._ranks.deal(
+            left,
+            None if costs is None else [costs[place] for place in left],
+            needs=None if needs is None else [needs[place] for place in left],
+            has=held_by,
+        )
 
         def tell(count: int) -> None:
             if done is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -56,19 +56,34 @@ class Ranks:
             )
         return f"cuda:{self.local}"
 
-    def deal(self, units: Sequence[T], costs: Sequence[float] | None = None) -> list[T]:
-        """This rank's share of the units, in their order: each, the longest first, goes to the rank with least to do.
+    def deal(
+        self,
+        units: Sequence[T],
+        costs: Sequence[float] | None = None,
+        *,
+        needs: Sequence[str] | None = None,
+        has: Sequence[Collection[str]] = (),
+    ) -> list[T]:
+        """This rank's share of the units, in their order: each, the longest first, goes where it is done first.
 
         Args:
             units: the same in every rank.
             costs: of each, in any unit; all the same if None.
+            needs: for each what a rank makes for it first, as costly as itself, and then has; nothing if None.
+            has: what each rank has of that.
         """
         costs = [1.0] * len(units) if costs is None else costs
         load = [0.0] * self.count
+        known = [set(theirs) for theirs in has] or [set() for _ in load]
         mine = []
         for place in sorted(range(len(units)), key=lambda place: -costs[place]):
-            rank = load.index(min(load))
-            load[rank] += costs[place]
+            need = None if needs is None else needs[place]
+            makes = [need is not None and need not in theirs for theirs in known]
+            ends = [(load[rank] + costs[place] * (1 + makes[rank]), makes[rank], rank) for rank in range(self.count)]
+            end, _, rank = min(ends)
+            load[rank] = end
+            if need is not None:
+                known[rank].add(need)
             if rank == self.rank:
                 mine.append(place)
         return [units[place] for place in sorted(mine)]

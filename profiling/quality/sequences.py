@@ -140,6 +140,11 @@ class Reference:
         """Take dense log-probabilities at `positions(number)` from a pass that was made anyway."""
         self._dense[number] = log_probs
 
+    @property
+    def known(self) -> list[str]:
+        """The sequences whose dense log-probabilities are here, by number."""
+        return sorted(map(str, self._dense))
+
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare."""
         one, positions = self.sequences[number], self.positions(number)

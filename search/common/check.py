@@ -20,7 +20,7 @@ from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.patterns import kernel_patterns
 from runtime.plans import layer_plan
-from search.model.gate import Limits, TaskLoss, by_task
+from search.model.task_losses import Limits, TaskLoss, by_task
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from search.model.gate import MAX_KL, MAX_LOST, MAX_NLL, MAX_PERPLEXITY, Limits
+from search.model.task_losses import MAX_KL, MAX_LOST, MAX_NLL, MAX_PERPLEXITY, Limits
 
 
 def add_limits(p: argparse.ArgumentParser) -> None:

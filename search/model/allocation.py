@@ -86,6 +86,10 @@ class Heads:
         own = self.costs[tail][self.searched]
         return spent_by((own if allowed is None else own[..., allowed]).min(axis=-1), self.ranks)
 
+    def predicted(self, allocation: Allocation) -> float:
+        """What the curves say that an allocation loses, with equal weights."""
+        return float(np.nansum(allocation.pick(self.curves[allocation.tail].loss())))
+
     def by_model(
         self,
         total: float,

@@ -8,7 +8,7 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import DEFAULT_TASKS
 from search.model.costs import Unit
-from search.model.gate import Limits
+from search.model.task_losses import Limits
 
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 2

@@ -35,7 +35,7 @@ def dense_below(
         if tokens < _SHORTEST:
             break
         timings = time_layers(
-            loaded, ids[:tokens], {SPARSE: plans}, sorted(plans), layers=_LAYERS, sdpa=True, backend=backend, turns=2
+            loaded, ids[:tokens], {SPARSE: plans}, sorted(plans), layers=_LAYERS, sdpa=True, backend=backend
         )
         if timings.ratio(SPARSE) <= 1:
             break

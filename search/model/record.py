@@ -44,35 +44,13 @@ from search.model.config import ModelSearch
 from search.model.costs import Costs
 from search.model.crossover import dense_below
 from search.model.curves import Curves
-from search.model.gate import TaskLoss, lost_answers, mean_kl
+from search.model.gate import Gated
 from search.model.growth import fit
 from search.model.refine import Trial
+from search.model.task_losses import TaskLoss, lost_answers, mean_kl
 from search.model.timing import ANCHOR, MOVED, SDPA, Timings, time_layers
 
 _CHOSEN = "chosen"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Point:
-    """An allocation and what it loses on held-out prompts, by task."""
-
-    allocation: Allocation
-    tasks: tuple[TaskLoss, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Gated:
-    """What the gate let pass. points: measured on the same sequences. rounds: how often there was more budget.
-
-    fault: why, in words. chosen_on: the sequences by which there was; None: no choice was made by held-out ones.
-    """
-
-    chosen: Point
-    points: tuple[Point, ...]
-    rounds: int
-    fault: str | None
-    chosen_on: Sequence[TokenSequence] | None
-    reported_on: Sequence[TokenSequence]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +66,6 @@ class Outcome:
     curves: Mapping[int, Mapping[int, Curves]]
     costs: Costs
     heads: Heads
-    total: float
     trials: tuple[Trial, ...]
     gated: Gated
     calibration: Sequence[TokenSequence]
@@ -178,7 +155,6 @@ def _timed(outcome: Outcome, chosen: Allocation) -> tuple[Timings, int]:
             outcome.searched,
             sdpa=True,
             backend=outcome.backend,
-            turns=2,
         )
         shown.update()
         below = dense_below(outcome.loaded, ids, plans, faster=timings.ratio(_CHOSEN) > 1, backend=outcome.backend)

@@ -18,7 +18,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import BROAD_LAST_Q, LAST_Q
-from search.model.gate import TaskLoss
+from search.model.task_losses import TaskLoss
 
 _GROUPS = 6
 # Weights are powers of two; curves alone are near the best, so trials stay near equal weights.
@@ -68,7 +68,7 @@ def refine(asked: Refinement, measure: Measure, done: Callable[[int], object] = 
     heads, total = asked.heads, asked.total
     tails = [tail for tail in sorted(heads.curves) if heads.least(tail) < total]
     # By the curves alone: the dense tail that loses least for the budget comes first.
-    by_tail = sorted((heads.by_model(total, tail) for tail in tails), key=lambda a: _predicted(heads, a))
+    by_tail = sorted((heads.by_model(total, tail) for tail in tails), key=heads.predicted)
     found: list[Trial] = []
 
     def tried(name: str, allocation: Allocation) -> Trial:
@@ -174,8 +174,3 @@ def _spent(heads: Heads, asked: Refinement, params: Mapping[str, Any], groups: i
     return heads.by_model(
         max(asked.total, least * (1 + 1e-9)), params["dense_tail"], weight=weight, kinds=kinds, allowed=allowed
     )
-
-
-def _predicted(heads: Heads, allocation: Allocation) -> float:
-    """What the curves say that an allocation loses, with equal weights."""
-    return float(np.nansum(allocation.pick(heads.curves[allocation.tail].loss())))

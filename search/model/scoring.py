@@ -3,8 +3,8 @@
 Shapes: H query heads, G KV heads, S tokens, E value dim, C candidates, n sampled tiles of 64 queries, T dense tails.
 
 What a candidate loses is a sum over query tiles. A few are enough to estimate it: one of each stretch of neighbouring
-tiles is drawn, those with large gradients more often, and weighted by how often it is drawn; the last tiles, where a
-dense tail makes a difference, are all taken. For one query tile, all candidates of all heads are heads of one launch.
+tiles is drawn, those with large gradients more often, and weighted by how often it is drawn. Stretches end where a
+dense tail begins. For one query tile, all candidates of all heads but dense are heads of one launch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.residual import ResidualStream
 
-# One query tile in so many is scored, but never fewer tiles than this.
+# One query tile in so many is scored, but never fewer tiles of a prompt than this.
 _EVERY, _LEAST = 8, 16
 # Half of the chance that a tile is drawn goes by its gradient, half to all tiles alike: no weight exceeds twice _EVERY.
 _BY_GRADIENT = 0.5
@@ -67,29 +67,30 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
     Args:
         by_out: (1, H, S, E) gradients, None where there are none: then tiles are drawn alike.
         length: tokens of the prefill.
-        tails: dense tails that are compared: every tile that one of them holds is taken.
+        tails: dense tails that are compared: each one's tiles are drawn from by themselves.
         seed: of the draw; the same seed and gradients give the same tiles.
     """
     n = num_tiles(length)
-    body = min(max(0, (length - max(tails, default=0)) // TILE), n)
-    count = min(body, max(_LEAST, round(body / _EVERY)))
     generator = np.random.default_rng(seed)
-    edges = np.linspace(0, body, count + 1).round().astype(int)
     size = np.ones(n)
     if by_out is not None:
         norms = by_out[0, :, :length].float().square().sum((0, 2))
         padded = torch.nn.functional.pad(norms, (0, -length % TILE)).unflatten(0, (-1, TILE)).sum(-1)
         size = padded.sqrt().cpu().double().numpy()
+    bounds = sorted({0, n, *(max(0, length - tail) // TILE for tail in tails if tail)})
+    often = max(1 / _EVERY, _LEAST / n)
+    edges = [0]
+    for first, last in pairwise(bounds):
+        count = min(last - first, max(1, round(often * (last - first))))
+        edges += np.linspace(first, last, count + 1).round().astype(int).tolist()[1:]
     rows, weights = [], []
-    for start, stop in pairwise(edges.tolist()):
+    for start, stop in pairwise(edges):
         own = size[start:stop]
         share = own / own.sum() if own.sum() > 0 else np.full(stop - start, 1 / (stop - start))
         chance = _BY_GRADIENT * share + (1 - _BY_GRADIENT) / (stop - start)
         drawn = int(generator.choice(stop - start, p=chance / chance.sum()))
         rows.append(start + drawn)
         weights.append(1 / chance[drawn])
-    rows += range(body, n)
-    weights += [1.0] * (n - body)
     return Sample(rows=torch.tensor(rows), weights=torch.tensor(weights, dtype=torch.float64))
 
 
@@ -133,14 +134,17 @@ def score_layer(
         sizes += (
             weight * layer.out[0, :, _span(row, length)].float().square().sum((1, 2)).cpu().double().numpy()[:, None]
         )
+    dense = [c for c, pattern in enumerate(candidates) if pattern.kind == "dense"]
+    sparse = [c for c in range(count) if c not in dense]
     step = max(1, _HEADS // heads)
-    for at in range(0, count, step):
-        some = _Joined(indices[at : at + step])
+    for at in range(0, len(sparse), step):
+        some = sparse[at : at + step]
+        joined = _Joined([indices[c] for c in some])
         for row, weight in drawn:
             span = _span(row, length)
             found = _row(
                 inputs,
-                some,
+                joined,
                 row,
                 layer.out[0, :, span].float(),
                 layer.lse[0, :, span],
@@ -151,9 +155,11 @@ def score_layer(
             for tail, first in firsts.items():
                 if row < first:
                     for name, values in found.items():
-                        sums[tail][name][:, at : at + step] += weight * values
+                        sums[tail][name][:, some] += weight * values
                 else:
-                    sums[tail]["recall"][:, at : at + step] += weight * (span.stop - span.start)
+                    sums[tail]["recall"][:, some] += weight * (span.stop - span.start)
+    for tail in tails:
+        sums[tail]["recall"][:, dense] = length
     tiles = torch.stack([index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1)
     return {
         tail: Scores(

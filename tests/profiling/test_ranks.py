@@ -152,6 +152,16 @@ def test_units_are_dealt_by_cost_and_each_once() -> None:
     assert Ranks(1, 3).deal([]) == []
 
 
+def test_what_a_rank_has_made_is_not_made_by_another_as_well() -> None:
+    """Two prompts, each with three runs and something that has to be made first."""
+    units, needs = ["a1", "b1", "a2", "b2", "a3", "b3"], ["a", "b", "a", "b", "a", "b"]
+    shares = [Ranks(rank, 2).deal(units, needs=needs) for rank in range(2)]
+    assert shares == [["a1", "a2", "a3"], ["b1", "b2", "b3"]]
+    # Who has it already does it, while waiting takes no longer than making it again.
+    theirs = [Ranks(rank, 2).deal(units[::2], needs=needs[::2], has=[(), ("a",)]) for rank in range(2)]
+    assert theirs == [["a3"], ["a1", "a2"]]
+
+
 def test_one_process_needs_no_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys\nfrom profiling.ranks import ranks\n"

@@ -10,7 +10,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.quality.sequences import Losses, TokenSequence
-from search.model.gate import Limits, TaskLoss, by_task, lost_answers, mean_kl
+from search.model.task_losses import Limits, TaskLoss, by_task, lost_answers, mean_kl
 
 GOOD = {"kl": 0.01, "perplexity": None, "nll": 0.01, "nll_low": -0.02, "nll_high": 0.04}
 

@@ -10,8 +10,8 @@ import pytest
 
 from artifacts import HeadwiseError
 from search.model.allocation import Allocation
-from search.model.gate import TaskLoss
 from search.model.refine import Refinement, Trial, balanced, check_storage, refine
+from search.model.task_losses import TaskLoss
 from tests.search.model.made import heads_of
 
 TAILS = (0, 64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from search.model.timing import line_through
+from search.model.measured_costs import line_through
 
 
 def test_a_line_is_found() -> None:

@@ -1,0 +1,69 @@
+"""The prompts of a search: to calibrate on, and held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from artifacts import HeadwiseError, ModelInfo
+from profiling.models.loading import LoadedModel
+from profiling.prompts.held_out import SETS, Seen, held_out
+from profiling.prompts.prompt import Prompt, make_prompts, parse_task, per_context
+from search.model.config import ModelSearch
+
+# What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
+_LONGEST = 8192
+
+
+def lengths_of(config: ModelSearch, model: ModelInfo) -> tuple[int, ...]:
+    """Ascending, each once.
+
+    Raises:
+        HeadwiseError: one is beyond the model's positions.
+    """
+    lengths = tuple(sorted(set(config.lengths or (min(_LONGEST, model.max_positions),))))
+    if lengths[-1] > model.max_positions and not config.beyond_positions:
+        raise HeadwiseError(
+            f"--length {lengths[-1]} is more than the {model.max_positions} positions of {model.name}; "
+            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
+        )
+    return lengths
+
+
+def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -> list[Prompt]:
+    """All of one length.
+
+    Raises:
+        HeadwiseError: two tasks have one name.
+    """
+    found: list[Prompt] = []
+    names: set[str] = set()
+    for task in dict.fromkeys(config.tasks):
+        name = parse_task(task).name
+        if name in names:
+            raise HeadwiseError(f"--task has two tasks {name}: give their files different names")
+        names.add(name)
+        # Whole contexts, with all questions that share one.
+        count = config.samples * per_context(task)
+        found += make_prompts(task, loaded.tokenizer, length=length, samples=count, seed=config.seed)
+    return found
+
+
+def held_out_prompts(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, number: int) -> list[Prompt]:
+    """The set of that number, which shares nothing with what was seen."""
+    how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
+    return held_out(config.tasks, loaded.tokenizer, **how, seen=seen, number=number)
+
+
+def held_out_sets(
+    config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, first: list[Prompt]
+) -> Iterator[list[Prompt]]:
+    """Sets of held-out prompts, each unlike those before, as far as texts have any; what is taken has been seen."""
+    for number in range(SETS - 1):
+        try:
+            made = held_out_prompts(config, loaded, length, seen, number) if number else first
+        except HeadwiseError:
+            return
+        for prompt in made:
+            seen.add(prompt)
+        yield made
