@@ -86,6 +86,13 @@ def options(source: Path, model: Path, out: Path, **more: Any) -> Transfer:
     return Transfer(source=source, model=str(model), out=out, **{"picture": False, "command": "test", **more})
 
 
+@pytest.fixture(scope="module")
+def transferred(source: Path, finetune: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("transferred") / "new.yaml"
+    run(options(source, finetune, out))
+    return out
+
+
 def test_the_same_weights_have_not_drifted(source: Path, models: Callable[..., Path], tmp_path: Path) -> None:
     written, before, drift, moved = run(options(source, models("copy", lambda model: None), tmp_path / "new.yaml"))
     np.testing.assert_allclose(drift.by_head, 0, atol=1e-4)
@@ -120,10 +127,9 @@ def test_only_the_heads_that_moved_are_searched_again(
 
 
 def test_heads_searched_again_are_as_a_search_of_the_fine_tune_finds_them(
-    source: Path, finetune: Path, tmp_path: Path
+    transferred: Path, finetune: Path, tmp_path: Path
 ) -> None:
-    transferred, searched = tmp_path / "new.yaml", tmp_path / "searched.yaml"
-    run(options(source, finetune, transferred))
+    searched = tmp_path / "searched.yaml"
     settings = {"length": LENGTH, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "picture": False}
     run_search(HeadSearch(model=str(finetune), out=searched, samples=2, command="test", **settings))
     (one, mine), (other, theirs) = artifacts.load_pair(transferred), artifacts.load_pair(searched)
@@ -136,10 +142,8 @@ def test_heads_searched_again_are_as_a_search_of_the_fine_tune_finds_them(
                 np.testing.assert_allclose(mine[name][layer, head], theirs[name][layer, head], rtol=1e-4, atol=1e-6)
 
 
-def test_scores_and_summary_are_measured_on_the_fine_tune(source: Path, finetune: Path, tmp_path: Path) -> None:
-    out = tmp_path / "new.yaml"
-    run(options(source, finetune, out))
-    artifact, arrays = artifacts.load_pair(out)
+def test_scores_and_summary_are_measured_on_the_fine_tune(transferred: Path, finetune: Path) -> None:
+    artifact, arrays = artifacts.load_pair(transferred)
     loaded = load_model(str(finetune), dtype="float32")
     prompts = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=2, seed=0)
     found = [fidelity(loaded.model, artifact, prompt) for prompt in prompts]
@@ -155,22 +159,18 @@ def test_scores_and_summary_are_measured_on_the_fine_tune(source: Path, finetune
         assert arrays["chosen.error"][at] < before[at]
 
 
-def test_the_runtime_serves_it_to_the_fine_tune_alone(source: Path, finetune: Path, tmp_path: Path) -> None:
-    out = tmp_path / "new.yaml"
-    run(options(source, finetune, out))
-    with load(out).apply(load_model(str(finetune), dtype="float32").model):
+def test_the_runtime_serves_it_to_the_fine_tune_alone(source: Path, finetune: Path, transferred: Path) -> None:
+    with load(transferred).apply(load_model(str(finetune), dtype="float32").model):
         pass
     with pytest.raises(HeadwiseError, match="weights_sha256"), load(source).apply(load_model(str(finetune)).model):
         pass
 
 
-def test_explain_tells_of_drift(source: Path, finetune: Path, tmp_path: Path) -> None:
-    out = tmp_path / "new.yaml"
-    run(options(source, finetune, out))
-    assert "Searched again on this model" in explain(Question(file=out, layer=2, head=4))["why"][0]
-    assert explain(Question(file=out, layer=2, head=3))["why"][0].startswith("Taken over")
-    _, arrays = artifacts.load_pair(out)
-    told = [head["error"] for head in explain(Question(file=out, layer=1))["heads"]]
+def test_explain_tells_of_drift(transferred: Path) -> None:
+    assert "Searched again on this model" in explain(Question(file=transferred, layer=2, head=4))["why"][0]
+    assert explain(Question(file=transferred, layer=2, head=3))["why"][0].startswith("Taken over")
+    _, arrays = artifacts.load_pair(transferred)
+    told = [head["error"] for head in explain(Question(file=transferred, layer=1))["heads"]]
     np.testing.assert_allclose(told, arrays["chosen.error"][1])
 
 
