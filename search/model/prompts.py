@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
@@ -36,17 +36,22 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
     Raises:
         HeadwiseError: two tasks have one name.
     """
-    found: list[Prompt] = []
-    names: set[str] = set()
-    for task in dict.fromkeys(config.tasks):
-        name = parse_task(task).name
-        if name in names:
+    names = [parse_task(task).name for task in dict.fromkeys(config.tasks)]
+    for name in names:
+        if names.count(name) > 1:
             raise HeadwiseError(f"--task has two tasks {name}: give their files different names")
-        names.add(name)
-        # Whole contexts, with all questions that share one.
-        count = config.samples * per_context(task)
-        found += make_prompts(task, loaded.tokenizer, length=length, samples=count, seed=config.seed)
-    return found
+    return whole_contexts(config.tasks, loaded, length=length, samples=config.samples, seed=config.seed)
+
+
+def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int) -> list[Prompt]:
+    """So many contexts of each task, each task once, with all questions that share one."""
+    return [
+        prompt
+        for task in dict.fromkeys(tasks)
+        for prompt in make_prompts(
+            task, loaded.tokenizer, length=length, samples=samples * per_context(task), seed=seed
+        )
+    ]
 
 
 def held_out_prompts(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, number: int) -> list[Prompt]:

@@ -14,9 +14,10 @@ from artifacts.files import check_writable
 from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.quality.contexts import by_context
 from runtime.fingerprint import fingerprint
+from search.model.prompts import whole_contexts
 from search.transferring.again import Again
 from search.transferring.drift import Drift, measure_drift
 from search.transferring.record import write_transferred
@@ -142,12 +143,11 @@ def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[
 
 
 def _made(search: SearchInfo, tasks: Sequence[str], length: int, loaded: LoadedModel) -> list[Prompt]:
-    """The search's prompts of one length: whole contexts where there was one budget for the model."""
-    made: list[Prompt] = []
-    for task in tasks:
-        samples = search.calibration.samples * (per_context(task) if search.allocation == "model" else 1)
-        made += make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=search.seed)
-    return made
+    """The search's prompts of one length."""
+    how: dict[str, Any] = {"length": length, "samples": search.calibration.samples, "seed": search.seed}
+    if search.allocation == "model":
+        return whole_contexts(tasks, loaded, **how)
+    return [prompt for task in tasks for prompt in make_prompts(task, loaded.tokenizer, **how)]
 
 
 def _settings(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:
