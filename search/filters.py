@@ -22,6 +22,7 @@ from search.decode.filter_layers import Rules
 from search.decode.filter_search import FilterSearch, run
 from search.decode.found import report
 from search.decode.head_map import KINDS
+from search.decode.rules import RULES
 
 
 def parser() -> ArgumentParser:
@@ -45,6 +46,7 @@ def parser() -> ArgumentParser:
     p.add_argument("--min-kept", type=float, help="the fewest full layers that keep this share, not the best")
     p.add_argument("--max-error", type=float, help="the fewest full layers within this error, not the best")
     p.add_argument("--layers", help="filter layers by hand, such as 2,8,18")
+    p.add_argument("--rule", choices=RULES, default=RULES[0], help="whose rule chooses (default error, ours)")
     p.add_argument("--dense-layers", help="with --layers: layers that stay dense besides those before the first")
     p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
     p.add_argument("--coverage", type=float, help="stop earlier where this share of the attention is chosen (top-p)")
@@ -78,6 +80,10 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
     if len(given) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
         raise HeadwiseError(f"{first} and {second} exclude each other: choose by one of them")
+    if options.rule != RULES[0] and given:
+        raise HeadwiseError(f"--rule {options.rule} chooses by itself: leave out --{given[0].replace('_', '-')}")
+    if options.rule == "kascade" and options.heads == "pooled":
+        raise HeadwiseError("--rule kascade maps KV heads one to one: leave out --heads pooled")
     if options.dense_layers is not None and options.layers is None:
         raise HeadwiseError("--dense-layers goes with --layers: else the search chooses both")
     if not 0 < options.sparse < 1:
@@ -123,6 +129,7 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         layers=None if options.layers is None else _layers("--layers", options.layers),
         dense=() if options.dense_layers is None else _layers("--dense-layers", options.dense_layers),
         heads=options.heads,
+        rule=options.rule,
         worst=options.worst,
         coverage=options.coverage,
         target_error=options.target_error,

@@ -168,6 +168,8 @@ def _figures(meter: Meter) -> dict[str, Any]:
         "share": meter.share.cpu().numpy(),
         "error": meter.error.cpu().numpy(),
         "worst": meter.worst.cpu().numpy(),
+        "least": meter.least.cpu().numpy(),
+        "turn": meter.turn.cpu().numpy(),
         "missed": torch.stack(meter.missed, dim=1).cpu().numpy(),
         "hit": None if meter.hit is None else meter.hit.cpu().numpy(),
     }
@@ -260,6 +262,8 @@ def _arrays(task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, ste
         made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
     figures = {name: [meter[name] / steps for meter in meters] for name in ("share", "error")}
     figures["worst"] = [np.max([meter["worst"] / worst_of(steps) for meter in meters], axis=0)]
+    figures["least"] = [meter["least"] for meter in meters]
+    made[f"turn.{task}"] = spread(mean([meter["turn"] / steps for meter in meters]), num_layers)
     for name, values in figures.items():
         by_head = mean(values)
         _, choosers, _, heads = by_head.shape

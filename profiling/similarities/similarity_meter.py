@@ -40,11 +40,13 @@ class Meter:
     that is not known; stream: of the model that decodes; sets: which KV heads choose, as head_sets names them.
 
     layers, sliding: the layers measured and those left out, in order. choosers: the sets of KV heads, all of them last.
-    mass: S by "max" and by "mean", summed over the steps, (N, N) fp64. share, error: of layer j's KV head g, when it
-    sees the choice by "max" of set u of layer i <= j alone, the attention that is kept and how far its output is off,
-    as ResidualStream.by_head, summed over the steps, (N, U, N, G) fp32, NaN for i > j; worst: the error summed over the
-    worst steps, a `WORST` of all. hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds.
-    missed: for each step the attention on old tokens that were not frozen, (N).
+    mass: S by "max" and by "mean", summed over the steps, (N, N) fp64.
+    share, error: of layer j's KV head g, when it sees the choice by "max" of set u of layer i <= j alone, the attention
+    that is kept and how far its output is off, as ResidualStream.by_head, summed over the steps, (N, U, N, G) fp32, NaN
+    for i > j; worst: the error summed over the worst steps, a `WORST` of all; least: the smallest share of a step,
+    relative to what the head's own choice keeps. turn: as ResidualStream.turn, summed over the steps, (N).
+    hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds. missed: for each step the
+    attention on old tokens that were not frozen, (N).
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Meter:
         self._shares: dict[int, Tensor] = {}
         self._errors: dict[int, Tensor] = {}
         self._worst: dict[int, Tensor] = {}
+        self._least: dict[int, Tensor] = {}
+        self._turns: dict[int, Tensor] = {}
         # Positions from here on are recent: whatever evicts keeps them.
         self._old = length - 1 - TAIL
         self._before: dict[int, Tensor] = {}
@@ -84,6 +88,14 @@ class Meter:
     @property
     def worst(self) -> Tensor:
         return self._square({layer: steps.sum(0) for layer, steps in self._worst.items()})
+
+    @property
+    def least(self) -> Tensor:
+        return self._square(self._least)
+
+    @property
+    def turn(self) -> Tensor:
+        return torch.stack([self._turns[layer] for layer in self.layers])
 
     def _square(self, by_layer: dict[int, Tensor]) -> Tensor:
         """(N, U, N, G) of what each layer has for those up to it, (G, i, U)."""
@@ -122,6 +134,11 @@ class Meter:
         self._changed[inputs.layer] = sizes.view(changes.shape[:3])
         shares = torch.stack([kept_by_head[:, lists].sum(-1) for lists in self._chosen["max"]], dim=1)
         self._shares[inputs.layer] = self._shares.get(inputs.layer, 0) + shares
+        # A head's own choice is that of its number, or of all heads where none chooses by itself.
+        groups = len(shares)
+        own = torch.stack([shares[g, -1, g if len(self.choosers) > 1 else -1] for g in range(groups)])
+        relative = shares / own[:, None, None].clamp_min(1e-30)
+        self._least[inputs.layer] = torch.minimum(self._least.get(inputs.layer, relative), relative)
 
     def done(self, step: int) -> None:
         """The step's last layer is through."""
@@ -134,6 +151,7 @@ class Meter:
         for layer, changed in self._changed.items():
             error = changed * self._stream.gain(layer)
             self._errors[layer] = self._errors.get(layer, 0) + error
+            self._turns[layer] = self._turns.get(layer, 0) + self._stream.turn(layer)
             worst = torch.cat([self._worst.get(layer, error[None][:0]), error[None]])
             self._worst[layer] = worst.topk(min(len(worst), worst_of(len(self._finds))), dim=0).values
         find = self._finds[step]

@@ -9,6 +9,8 @@ that choose, the last all of them, T tasks, N steps.
     error.<task>                       (L, U, L, G)  what a KV head's part of layer j's output changes by when it sees
                                                      those tokens alone, squared and relative to the residual stream
     worst.<task>                       (L, U, L, G)  the same in the worst steps of the worst prompt
+    least.<task>                       (L, U, L, G)  the least share of a step, of what the KV head's own choice keeps
+    turn.<task>                                 (L)  1 less the cosine of the residual stream before and after attention
     ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers after it
     hit.<task>                               (L)     share of the block with the answer that the choice holds
     variability.<task>                       (L, N)  attention missed when the prompt's top quarter is frozen
@@ -32,7 +34,7 @@ from artifacts.files import atomic_write
 from profiling.pictures.tables import csv_text
 
 FILE = "similarity.safetensors"
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,6 +82,14 @@ class Profile:
     def share(self, task: str | None = None) -> np.ndarray:
         """(L, U, L, G) attention kept by KV head in one task, or its mean over all tasks; NaN for i after j."""
         return self._mean([f"share.{name}" for name in (self.tasks if task is None else [task])])
+
+    def least(self) -> np.ndarray:
+        """(L, U, L, G) the least share of a step, of what each KV head's own choice keeps; mean over all tasks."""
+        return self._mean([f"least.{name}" for name in self.tasks])
+
+    def turn(self) -> np.ndarray:
+        """(L) how far attention turns the residual stream; mean over all tasks."""
+        return self._mean([f"turn.{name}" for name in self.tasks])
 
     def error(self, task: str | None = None, worst: float = 0.0) -> np.ndarray:
         """(L, U, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
@@ -134,7 +144,7 @@ def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
     by_head = [f"{heads} for layer {layer} head {head}" for heads, layer, head in places]
     columns = {
         "mass": [f"layer {at}" for at in range(profile.num_layers)],
-        **dict.fromkeys(("share", "error", "worst"), by_head),
+        **dict.fromkeys(("share", "error", "worst", "least"), by_head),
         "variability": [f"step {at}" for at in range(array.shape[-1])],
         "agreement": profile.tasks,
     }.get(kind, [name])
@@ -179,8 +189,10 @@ def _check(profile: Profile, shown: str) -> None:
     for task in tasks:
         shapes |= {f"mass.{task}.{by}": (n, n) for by in ("max", "mean")}
         shapes |= {
-            f"{kind}.{task}": (n, len(profile.choosers), n, profile.heads) for kind in ("share", "error", "worst")
+            f"{kind}.{task}": (n, len(profile.choosers), n, profile.heads)
+            for kind in ("share", "error", "worst", "least")
         }
+        shapes[f"turn.{task}"] = (n,)
         shapes |= {f"ability.{task}.next{reach}": (n,) for reach in (8, 16)}
         shapes[f"variability.{task}"] = (n, int(profile.about["steps"]))
     for name, shape in shapes.items():

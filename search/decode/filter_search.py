@@ -38,6 +38,7 @@ from search.decode.filter_layers import (
 )
 from search.decode.found import Found, Score, named
 from search.decode.head_map import KINDS, allowed, head_map, of_heads, pair_costs, with_heads
+from search.decode.rules import RULES, by_kascade
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -64,6 +65,7 @@ class FilterSearch:
     layers: tuple[int, ...] | None = None
     dense: tuple[int, ...] = ()
     heads: str | None = None
+    rule: str = RULES[0]
     worst: float = 0.25
     min_kept: float | None = None
     max_error: float | None = None
@@ -99,7 +101,8 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
     others = _held_out(measured, loaded.tokenizer, seen)
     for prompt in chain.from_iterable(others.values()):
         seen.add(prompt)
-    between = None if config.heads or config.layers is not None else _held_out(measured, loaded.tokenizer, seen, 1)
+    fixed = config.heads or config.layers is not None or config.rule != RULES[0]
+    between = None if fixed else _held_out(measured, loaded.tokenizer, seen, 1)
     with Ledger(config.out, "filters", settings=_settings(measured, artifact), fresh=config.fresh) as ledger:
         if former is None:
             former = measure(measured, loaded, ledger)
@@ -108,7 +111,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         if config.heads and config.heads not in kinds:
             raise HeadwiseError(f"--heads {config.heads} needs a profile measured with --sets {config.heads}")
         tried: list[Score] = []
-        kind = config.heads or kinds[0]
+        kind = config.heads or kinds[config.rule == "kascade" and len(kinds) > 1]
         if between is not None and len(former.choosers) > 1:
             judge = measure(again, loaded, ledger, prompts=between)
             tried = [score(choose(config, former, kind), judge) for kind in kinds]
@@ -189,6 +192,8 @@ def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen, number: in
 def choose(config: FilterSearch, profile: Profile, kind: str) -> Choice:
     """The choice that the configuration asks for, by the mean over all tasks, with a kind of head map."""
     layers, rules, may = profile.layers, config.rules, allowed(profile.choosers, kind)
+    if config.rule == "kascade" and kind != "pooled":
+        return by_kascade(profile.least(), profile.turn(), profile.choosers, layers, rules)
     errors = profile.error(worst=config.worst)
     if config.layers is not None:
         return with_heads(by_hand(layers, rules, config.layers, config.dense), errors, layers, may)

@@ -58,14 +58,15 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
         mass[left_out] = mass[:, left_out] = np.nan
         arrays |= {f"mass.{task}.max": mass, f"mass.{task}.mean": mass}
         by_head = np.tile(mass[:, None, :, None], (1, 3, 1, 2))
-        arrays |= {f"{kind}.{task}": by_head for kind in ("share", "error", "worst")}
+        arrays |= {f"{kind}.{task}": by_head for kind in ("share", "error", "worst", "least")}
         arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
+        arrays[f"turn.{task}"] = np.where(left_out, np.nan, 0.1)
         arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
         arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, random.random((layers, 20)))
     settings = {"length": 4096, "samples": 2, "steps": 20, "top_k": 512, "dtype": "bfloat16", "device": "cpu"}
     about = {
         **{
-            "format": 3,
+            "format": 4,
             "choosers": [[0], [1], [0, 1]],
             "model": "some-model",
             "num_layers": layers,

@@ -91,6 +91,18 @@ def test_kv_heads_choose_for_kv_heads(command: list[str], tmp_path: Path, capsys
         assert section.similarity is not None and section.similarity.error is not None
 
 
+def test_kascades_rule_maps_single_heads(command: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "cfg.yaml"
+    filters.main([*command, "--out", str(out), "--budget", "0.25", "--rule", "kascade"])
+    section = artifacts.load(out).decode
+    assert section is not None and section.omnikv.filter_layers == (0,)
+    assert {len(heads) for row in section.omnikv.head_map or () for heads in row or ()} == {1}
+    with pytest.raises(HeadwiseError, match="--rule kascade maps KV heads one to one: leave out --heads pooled"):
+        filters.main([*command, "--out", str(out), "--rule", "kascade", "--heads", "pooled"])
+    with pytest.raises(HeadwiseError, match="--rule kascade chooses by itself: leave out --max-error"):
+        filters.main([*command, "--out", str(out), "--rule", "kascade", "--max-error", "1"])
+
+
 def test_the_least_coverage_within_an_error(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
