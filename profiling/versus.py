@@ -25,8 +25,7 @@ from profiling.quality.logits import DenseLogits, Drift
 from profiling.speed.attention_time import attention_seconds
 from profiling.speed.baselines import COLUMNS, KERNEL, LABELS, MODEL, Speedup, cells, speedup
 from runtime import Headwise
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,19 @@
 Importing this package and loading an artifact import neither torch nor transformers.
 """
 
-from runtime.headwise import Handle, Headwise, apply_dense, load, memory_report, warm_up
+from typing import TYPE_CHECKING, Any
+
+from runtime.headwise import Headwise, apply_dense, load, memory_report, warm_up
+
+if TYPE_CHECKING:
+    from runtime.applied import Handle
 
 __all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "warm_up"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Handle":
+        from runtime.applied import Handle
+
+        return Handle
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

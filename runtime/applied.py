@@ -1,9 +1,9 @@
-"""Puts an artifact on a model and takes it off again."""
+"""Puts an artifact on a model; the handle takes it off again."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch import nn
@@ -11,27 +11,27 @@ from torch import nn
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
+from runtime import metrics, warm
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
 from runtime.attention.own import Before
 from runtime.attention.paged import Batching
 from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
-from runtime.caches.rows import check_rows
+from runtime.caches.make import CacheBytes, cache_bytes, check_rows, make_cache
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.low_memory.model import LowMemory
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import roles_of
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 from runtime.refusals import check_sections
 from runtime.sharding import Shard, shard_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from artifacts.sidecar import Array
-    from runtime.watch import Watch
+    from runtime.lossless.generate import Lossless
 
 
 class _Name(str):
@@ -51,44 +51,41 @@ class _Name(str):
         return str, (self.former,)
 
 
-class Applied:
-    """An artifact at work on a model; detach() ends it."""
+class Handle:
+    """What is at work on a model: an artifact, or dense attention. A context manager; undo() ends it.
 
-    def __init__(self, model: PreTrainedModel, layers: dict[nn.Module, Layer], settings: Settings) -> None:
+    settings: how calls are served, and the counts of what served them.
+    """
+
+    def __init__(
+        self, artifact: Artifact | None, model: PreTrainedModel, layers: dict[nn.Module, Layer], settings: Settings
+    ) -> None:
+        self._artifact = artifact
         self._model: PreTrainedModel | None = model
         self._former = _implementations(model.config)
         self._modules = list(layers)
         self.settings = settings
-        self.first_heads = {layer.number: layer.first_head for layer in layers.values()}
+        self._first_heads = {layer.number: layer.first_head for layer in layers.values()}
         config = text_config(model)
+        register()
         remember(config, layers, settings)
         former = _implementations(config)
         config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
         self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
         # A model without a head, or of an older transformers, has none.
         batches = hasattr(model, "init_continuous_batching")
+        self._lossless: Lossless | None = None
         self._batching = Batching(model, config, _no_batching(model, settings)) if batches else None
         if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The model that the artifact is applied to.
-
-        Raises:
-            HeadwiseError: it no longer is.
-        """
+    def _applied_to(self) -> PreTrainedModel:
         if self._model is None:
             raise HeadwiseError("this artifact is no longer applied: its handle was undone")
         return self._model
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
-
-    def detach(self) -> None:
+    def undo(self) -> None:
         """Give the model its former attention back, nested configurations too; later calls do nothing."""
         if self._model is None:
             return
@@ -96,12 +93,76 @@ class Applied:
         model.config._attn_implementation = self._former
         forget(text_config(model), self._modules)
         self._modules = []
-        if self._batching is not None:
-            self._batching.remove()
-            self._batching = None
-        if self._low_memory is not None:
-            self._low_memory.remove()
-            self._low_memory = None
+        for part in (self._batching, self._low_memory):
+            if part is not None:
+                part.remove()
+        self._batching = self._low_memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def new_cache(self, *, offload: str = "auto") -> Cache:
+        """An empty cache for one generation: see Headwise.new_cache."""
+        return make_cache(self._artifact, self._applied_to, offload)
+
+    def lossless(self, *, drafts: int | None = None) -> Lossless:
+        """What `generate(custom_generate=...)` decodes one sequence with, so that it loses nothing against dense.
+
+        Tokens are drafted by chosen tokens alone and verified together by dense attention; of the cache drafts share
+        it all. Greedy decoding writes the tokens of dense attention, to the rounding of the dtype: several queries at
+        once round unlike one. Sampling has its distribution (speculative sampling, Leviathan et al. 2023, algorithm 1).
+
+            model.generate(**inputs, custom_generate=handle.lossless(), max_new_tokens=512)
+
+        Args:
+            drafts: tokens to draft for each verification, 0 to 15; None measures what is fastest, and decodes densely
+                on contexts where drafts gain nothing. What was sampled with a seed then depends on the clock.
+
+        Raises:
+            HeadwiseError: the artifact has no decode section, or has a kv_cache section; drafts is out of range, or
+                None where several processes share the model.
+        """
+        from runtime.lossless.generate import Lossless
+
+        self._lossless = made = Lossless(self._artifact, self._applied_to, self.settings, drafts)
+        return made
+
+    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
+        """See runtime.warm_up; with the caches that new_cache() makes."""
+        return warm.warm_up(self._applied_to, lengths, self.new_cache)
+
+    def cache_bytes(self, cache: Cache) -> CacheBytes:
+        """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
+        return cache_bytes(cache)
+
+    def stats(self) -> dict[str, Any]:
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more sections.
+
+        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
+        are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
+        kv_cache section "kept" are calls served from a cache under policies.
+
+        After lossless(), "lossless" has of its latest loop the "rounds", tokens "drafted" and "accepted", "dense_steps"
+        without drafts, "tokens_per_round", each verification's own token included, and "off_below", the length of
+        context below which drafts were found to gain nothing (0: none was).
+
+        Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
+        form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
+        head, from "first_head" on: mean "density", mean "recall" and "lowest_recall" as estimated from the last
+        queries (None where there was none), and "fallbacks", sequences that went dense for want of recall. Reading
+        waits for devices.
+        """
+        result = metrics.stats(self._artifact, self.settings, self._first_heads)
+        return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
+
+    def prometheus(self, *, model: str | None = None) -> str:
+        """What stats() says in Prometheus' text format, by layer and head; `model` names the model in every line."""
+        if model is None:
+            model = type(self._applied_to).__name__ if self._artifact is None else self._artifact.model.name
+        return metrics.prometheus(model, self.settings, self._first_heads)
 
 
 def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:
@@ -129,7 +190,7 @@ def attach(
     watch: bool = False,
     min_recall: float | None = None,
     dense_kernels: bool = True,
-) -> Applied:
+) -> Handle:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
     if min_recall is not None and not (isinstance(min_recall, int | float) and 0 < min_recall <= 1):
         raise HeadwiseError(f"min_recall must be above 0 and at most 1, got {min_recall!r}")
@@ -144,6 +205,12 @@ def attach(
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
     dense = _dense_of(model)
+    seeing = None
+    if watch or min_recall is not None:
+        # What watches nothing does not load it.
+        from runtime.watch import Watch
+
+        seeing = Watch(min_recall)
     settings = Settings(
         dense_below=artifact.prefill.dense_below,
         dense=dense,
@@ -155,14 +222,13 @@ def attach(
         spread=len({parameter.device for parameter in model.parameters()}) > 1,
         evicts=artifact.kv_cache is not None,
         low_memory=low_memory,
-        watch=_watch(min_recall) if watch or min_recall is not None else None,
+        watch=seeing,
     )
     layers = _plan(artifact, arrays, modules, shards, settings)
-    register()
-    return Applied(model, layers, settings)
+    return Handle(artifact, model, layers, settings)
 
 
-def attach_dense(model: nn.Module, *, by: str) -> Applied:
+def attach_dense(model: nn.Module, *, by: str) -> Handle:
     """Serve every layer densely. See runtime.apply_dense."""
     if by not in (known := ("auto", "kernel", "model")):
         raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
@@ -170,21 +236,14 @@ def attach_dense(model: nn.Module, *, by: str) -> Applied:
     model = _servable(model, modules)
     dense = _dense_of(model)
     settings = Settings(dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by)
-    register()
     layers = {
         module: Layer(settings, number, None, before=_before(module, dense)) for number, module in modules.items()
     }
-    return Applied(model, layers, settings)
+    return Handle(None, model, layers, settings)
 
 
 def _before(module: nn.Module, dense: str) -> Before | None:
     return None if dense in ("sdpa", "eager") else Before.of(module, dense)
-
-
-def _watch(min_recall: float | None) -> Watch:
-    from runtime.watch import Watch
-
-    return Watch(min_recall)
 
 
 def _dense_of(model: PreTrainedModel) -> str:

@@ -1,12 +1,11 @@
-"""The public face: an artifact that can be applied to a model, and the handle that undoes it."""
+"""The public face: an artifact that can be applied to a model. It imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 import artifacts
 from artifacts.errors import HeadwiseError, one_line
@@ -16,9 +15,8 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from artifacts.sidecar import Array
-    from runtime.applied import Applied
-    from runtime.caches.make import CacheBytes, MemoryReport
-    from runtime.lossless.generate import Lossless
+    from runtime.applied import Handle
+    from runtime.caches.make import MemoryReport
 
 _log = logging.getLogger("headwise")
 
@@ -56,7 +54,7 @@ def load(
     return Headwise(artifact, arrays)
 
 
-def apply_dense(model: nn.Module, *, by: str = "kernel") -> Applied:
+def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
     """Serve every attention layer of a transformers model densely, without an artifact: the baseline of a sparse one.
 
     Args:
@@ -65,7 +63,7 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Applied:
             model had; "model": what it had.
 
     Returns:
-        A context manager; leaving it, or its detach(), restores the model. Its settings.calls count what served.
+        The handle: leaving it as a context manager, or its undo(), restores the model.
 
     Raises:
         HeadwiseError: the model cannot be served or has an artifact applied already; `by` is unknown.
@@ -162,7 +160,7 @@ class Headwise:
             if check_fingerprint:
                 raise HeadwiseError(f"{said}; python -m profiling.fidelity --update fills it in")
             _log.warning("%s", said)
-        applied = attach(
+        return attach(
             self.artifact,
             self.arrays,
             model,
@@ -174,7 +172,6 @@ class Headwise:
             min_recall=min_recall,
             dense_kernels=dense_kernels,
         )
-        return Handle(self, applied)
 
     def new_cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
         """An empty cache for the model's `past_key_values`, as the artifact's decode and kv_cache sections want it.
@@ -196,92 +193,3 @@ class Headwise:
         from runtime.caches.make import make_cache
 
         return make_cache(self.artifact, model, offload)
-
-
-class Handle:
-    """An artifact at work on a model. A context manager; undo() may be called any number of times."""
-
-    def __init__(self, headwise: Headwise, applied: Applied) -> None:
-        self._headwise = headwise
-        self._applied = applied
-        self._lossless: Lossless | None = None
-
-    def undo(self) -> None:
-        """Give the model back the attention it had before."""
-        self._applied.detach()
-
-    def new_cache(self, *, offload: str = "auto") -> Cache:
-        """An empty cache for one generation: see Headwise.new_cache."""
-        return self._headwise.new_cache(self._applied.model, offload=offload)
-
-    def lossless(self, *, drafts: int | None = None) -> Lossless:
-        """What `generate(custom_generate=...)` decodes one sequence with, so that it loses nothing against dense.
-
-        Tokens are drafted by chosen tokens alone and verified together by dense attention; of the cache drafts share
-        it all. Greedy decoding writes the tokens of dense attention, to the rounding of the dtype: several queries at
-        once round unlike one. Sampling has its distribution (speculative sampling, Leviathan et al. 2023, algorithm 1).
-
-            model.generate(**inputs, custom_generate=handle.lossless(), max_new_tokens=512)
-
-        Args:
-            drafts: tokens to draft for each verification, 0 to 15; None measures what is fastest, and decodes densely
-                on contexts where drafts gain nothing. What was sampled with a seed then depends on the clock.
-
-        Raises:
-            HeadwiseError: the artifact has no decode section, or has a kv_cache section; drafts is out of range, or
-                None where several processes share the model.
-        """
-        from runtime.lossless.generate import Lossless
-
-        applied = self._applied
-        self._lossless = made = Lossless(self._headwise.artifact, applied.model, applied.settings, drafts)
-        return made
-
-    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
-        """See runtime.warm_up; with the caches that new_cache() makes."""
-        from runtime import warm
-
-        return warm.warm_up(self._applied.model, lengths, self.new_cache)
-
-    def cache_bytes(self, cache: Cache) -> CacheBytes:
-        """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
-        from runtime.caches.make import cache_bytes
-
-        return cache_bytes(cache)
-
-    def stats(self) -> dict[str, Any]:
-        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more sections.
-
-        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
-        are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
-        kv_cache section "kept" are calls served from a cache under policies.
-
-        After lossless(), "lossless" has of its latest loop the "rounds", tokens "drafted" and "accepted", "dense_steps"
-        without drafts, "tokens_per_round", each verification's own token included, and "off_below", the length of
-        context below which drafts were found to gain nothing (0: none was).
-
-        Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
-        form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
-        head, from "first_head" on: mean "density", mean "recall" and "lowest_recall" as estimated from the last
-        queries (None where there was none), and "fallbacks", sequences that went dense for want of recall. Reading
-        waits for devices.
-        """
-        from runtime.metrics import stats
-
-        result = stats(self._headwise.artifact, self._applied.settings, self._applied.first_heads)
-        return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
-
-    def prometheus(self, *, model: str | None = None) -> str:
-        """What stats() says in Prometheus' text format, by layer and head; `model` names the model in every line."""
-        from runtime.metrics import prometheus
-
-        artifact, applied = self._headwise.artifact, self._applied
-        return prometheus(model or artifact.model.name, applied.settings, applied.first_heads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 _SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
 
 
-def stats(artifact: Artifact, settings: Settings, first_heads: Mapping[int, int]) -> dict[str, Any]:
+def stats(artifact: Artifact | None, settings: Settings, first_heads: Mapping[int, int]) -> dict[str, Any]:
     """See runtime.Handle.stats."""
-    sections = {"sparse": True, "chosen": artifact.decode is not None, "kept": artifact.kv_cache is not None}
-    shown = [name for name, has in sections.items() if has]
+    has = (artifact, artifact and artifact.decode, artifact and artifact.kv_cache)
+    shown = [name for name, section in zip(_SERVED, has, strict=True) if section is not None]
     result = _calls(settings.calls.total(), shown)
     if settings.decode is not None and (tokens := settings.decode.tokens_read) is not None:
         result["tokens"] = tokens

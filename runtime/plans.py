@@ -1,12 +1,44 @@
-"""From an artifact's rows to the plans of layers, each for the heads that a process has."""
+"""From an artifact's patterns, which are data, to the plans of layers, each for the heads that a process has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from artifacts import Artifact
-from kernels.patterns import LayerPlan, Pattern
-from runtime.patterns import kernel_growth
+from artifacts import Artifact, Static
+from artifacts.arrays import check_static
+from kernels.patterns import Growth, LayerPlan, Pattern, make
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+
+def kernel_patterns(artifact: Artifact, arrays: Mapping[str, Array] | None = None) -> dict[str, Pattern]:
+    """The artifact's patterns by name, ready to be built.
+
+    Args:
+        artifact: where they are named.
+        arrays: those of its sidecar, which static patterns are read from.
+
+    Raises:
+        ArtifactError: an array of a static pattern is missing or is no list of positions.
+    """
+    check_static(artifact.patterns, arrays)
+    made = {}
+    for name, pattern in artifact.patterns.items():
+        if isinstance(pattern, Static):
+            assert arrays is not None
+            columns, diagonals = (tuple(arrays[array].tolist()) for array in pattern.arrays)
+            made[name] = make("static", columns=columns, diagonals=diagonals)
+        else:
+            made[name] = make(**pattern.model_dump())
+    return made
+
+
+def kernel_growth(artifact: Artifact) -> Growth | None:
+    """How the patterns' sizes go with the number of keys; None where they do not."""
+    growth = artifact.prefill.growth
+    return None if growth is None else Growth(length=growth.length, powers=growth.powers)
 
 
 def layer_plan(
@@ -14,14 +46,10 @@ def layer_plan(
 ) -> LayerPlan | None:
     """The plan of a layer's query heads `heads`, which read `num_kv_heads` KV heads; None for a layer left alone.
 
-    patterns: the artifact's by name, from runtime.patterns.kernel_patterns.
+    patterns: the artifact's by name, from kernel_patterns.
     """
     row = artifact.prefill.layers[layer]
     if row is None:
         return None
-    return LayerPlan(
-        [patterns[name] for name in row[heads]],
-        num_kv_heads,
-        dense_tail=artifact.prefill.dense_tail,
-        growth=kernel_growth(artifact),
-    )
+    mine, tail = [patterns[name] for name in row[heads]], artifact.prefill.dense_tail
+    return LayerPlan(mine, num_kv_heads, dense_tail=tail, growth=kernel_growth(artifact))

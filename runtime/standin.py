@@ -1,4 +1,7 @@
-"""Tensors without memory, that stand for what is somewhere else or is made only when it is read."""
+"""Tensors without memory, that stand for what is somewhere else, is gone, or is made only when it is read.
+
+Shapes: B batch, G KV heads, Q new tokens, D head dim.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from artifacts import HeadwiseError
 
 
 class StandIn(Tensor):
@@ -32,3 +37,23 @@ class StandIn(Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(StandIn, lambda each: each.read(), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class NewTokens(StandIn):
+    """All keys (B, G, slots, D) or values of a cache that drops tokens: says whose, and cannot be read."""
+
+    # The PolicyLayer that made it.
+    layer: Any
+
+    @staticmethod
+    def __new__(cls, layer: Any, new: Tensor, slots: int) -> NewTokens:
+        tensor = cls.of((*new.shape[:2], slots, new.shape[3]), new.dtype, new.device)
+        tensor.layer = layer
+        return tensor
+
+    def read(self) -> Tensor:
+        """Raises HeadwiseError."""
+        raise HeadwiseError(
+            "this cache drops keys and values, and only Headwise's attention can read what it keeps: "
+            "apply the artifact to the model (load(cfg).apply(model)) before the cache is used"
+        )

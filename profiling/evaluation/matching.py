@@ -20,8 +20,7 @@ from profiling.evaluation.frozen import Frozen, frozen
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

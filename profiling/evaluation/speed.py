@@ -23,8 +23,7 @@ from profiling.prompts.prompt import make_prompts
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from runtime.caches.make import cache_bytes
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 
 _TASK, _SEED = "passkey", 424_242
 _BUILDS = 3

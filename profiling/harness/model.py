@@ -11,8 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from artifacts import HeadwiseError
 from profiling.models.loading import local_folder
 from profiling.models.packages import PACKAGES
-from runtime import load
-from runtime.headwise import Handle
+from runtime import Handle, load
 
 # What `config` is where the model's own attention is wanted.
 DENSE = "dense"

@@ -20,8 +20,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, capture
 from profiling.prompts.prompt import Prompt
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from profiling.inside.attention_rows import by_cell, cover, rows
 from profiling.inside.capture import LayerInputs, capture
 from profiling.pictures.head_survey import CELLS, HeadMap
 from profiling.prompts.prompt import Prompt
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

@@ -28,8 +28,7 @@ from profiling.prompts.filler import sentences
 from profiling.prompts.prompt import Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
 from runtime.layers import attention_layers, text_config
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 
 # A map has at most so many cells a side, however long the prompt.
 CELLS = 128

@@ -19,7 +19,7 @@ from runtime.attention.masks import PrefillMask
 from runtime.attention.own import attend_densely
 from runtime.attention.reasons import SLIDES
 from runtime.attention.state import MIN_QUERIES, layer_of, module_of
-from runtime.caches.standin import NewTokens
+from runtime.standin import NewTokens
 
 
 def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
 from runtime.caches.policy import Policy, Step
-from runtime.caches.standin import NewTokens
+from runtime.standin import NewTokens
 
 # Tokens that can be taken back while drafts are being verified: more than anybody drafts at a time.
 _RECORDED = 64

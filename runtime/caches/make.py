@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 import artifacts
-from artifacts import Artifact, HeadwiseError
-from runtime.caches.rows import policy_layers
-from runtime.layers import attention_layers, heads_of, sliding_layers, text_config
+from artifacts import Artifact, HeadwiseError, KVCache
+from runtime.caches.policy import Full, Policy
+from runtime.layers import attention_layers, heads_of, sliding_layers, text_config, window_of
 from runtime.omnikv.groups import Group, total
 from runtime.omnikv.roles import roles_of
 from runtime.refusals import caches_latents, check_sections
@@ -50,7 +52,7 @@ class CacheBytes(NamedTuple):
     bank: int
 
 
-def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
+def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:
     """See Headwise.new_cache: what neither section speaks of grows, or slides as transformers' own does."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
@@ -58,10 +60,12 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
     if offload not in OFFLOADS:
         raise HeadwiseError(f"unknown offload {offload!r}; known: {', '.join(OFFLOADS)}")
     modules = attention_layers(model)
-    check_sections(artifact, modules)
+    decode, kept = (None, None) if artifact is None else (artifact.decode, artifact.kv_cache)
+    if artifact is not None:
+        check_sections(artifact, modules)
     sliding = sliding_layers(modules)
     cache = DynamicCache(config=text_config(model))
-    section = None if artifact.decode is None else artifact.decode.omnikv
+    section = None if decode is None else decode.omnikv
     # Only what is the plain growing cache is replaced by a better one. A bank is for keys, not for latents.
     plain = {
         number: _device(module)
@@ -75,8 +79,8 @@ def make_cache(artifact: Artifact, model: nn.Module, offload: str) -> Cache:
     if plain and section is not None and section.head_map is not None:
         kv_heads = shard_of(model, modules[next(iter(plain))], *heads_of(model)).kv_heads
     made = _layers(section, plain, kv_heads, offload)
-    if artifact.kv_cache is not None:
-        made |= policy_layers(artifact.kv_cache, model, modules, choosing=section is not None)
+    if kept is not None:
+        made |= policy_layers(kept, model, modules, choosing=section is not None)
     for number, layer in made.items():
         cache.layers[number] = layer
     return cache
@@ -124,16 +128,9 @@ def _layers(
 
 def cache_bytes(cache: Cache) -> CacheBytes:
     """Bytes that any cache of transformers holds, room for new tokens included: what the allocator gave out for it."""
-    held, groups = {}, {}
-    for layer in cache.layers:
-        for tensor in _tensors(layer):
-            memory = tensor.untyped_storage()
-            held[memory.data_ptr()] = memory.nbytes()
-        group = getattr(layer, "group", None)
-        if group is not None:
-            groups[id(group)] = group
+    groups = {id(group): group for layer in cache.layers if (group := getattr(layer, "group", None)) is not None}
     slots, bank = total(list(groups.values()))
-    return CacheBytes(sum(held.values()) + slots, bank)
+    return CacheBytes(_held(*cache.layers) + slots, bank)
 
 
 def memory_report(cache: Cache) -> MemoryReport:
@@ -149,9 +146,14 @@ def memory_report(cache: Cache) -> MemoryReport:
             keys = getattr(layer, "keys", None)
             kept = keys.shape[-2] if keys is not None and keys.numel() else seen if hasattr(layer, "group") else 0
             mean = float(kept)
-        memories = {m.data_ptr(): m.nbytes() for m in (tensor.untyped_storage() for tensor in _tensors(layer))}
-        layers.append(LayerMemory(number, sum(memories.values()), seen, kept, mean))
+        layers.append(LayerMemory(number, _held(layer), seen, kept, mean))
     return MemoryReport(tuple(layers), *cache_bytes(cache))
+
+
+def _held(*layers: CacheLayerMixin) -> int:
+    """Bytes that these layers hold on the device that computes; tensors may share them."""
+    memories = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
 def _tensors(layer: CacheLayerMixin) -> list[torch.Tensor]:
@@ -167,3 +169,80 @@ def _device(module: nn.Module) -> torch.device:
 
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
+    """Rows are for full-attention layers, and for all of those.
+
+    Raises:
+        HeadwiseError: a layer that slides has a row, or one that does not has none.
+    """
+    sliding = sliding_layers(modules)
+    for number in modules:
+        row = section.layers[number] if number < len(section.layers) else None
+        if number in sliding and row is not None:
+            raise HeadwiseError(f"kv_cache.layers[{number}] must be null: the layer slides over a window already")
+        if number not in sliding and row is None:
+            raise HeadwiseError(
+                f"kv_cache.layers[{number}] must name a policy, such as full: the layer sees every token"
+            )
+
+
+def policy_layers(
+    section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, choosing: bool
+) -> dict[int, CacheLayerMixin]:
+    """The cache layers of all layers, by number: rolling buffers for those that slide.
+
+    choosing: the artifact has a decode section, which has caches of its own for layers that are full.
+
+    Raises:
+        HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
+    """
+    from runtime.caches.layer import KVHeads, PolicyLayer
+    from runtime.caches.window import Window
+
+    check_rows(section, modules)
+    sliding = sliding_layers(modules)
+    made: dict[int, CacheLayerMixin] = {}
+    makers: dict[tuple[str, str], Callable[[], Policy]] = {}
+    for number, module in modules.items():
+        if number in sliding:
+            group = KVHeads(None, partial(Window, 0, window_of(module)), "rolling")
+            made[number] = PolicyLayer([group], sliding=True)
+            continue
+        row = section.layers[number]
+        names = (row,) if isinstance(row, str) else row or ()
+        if len(names) > 1:
+            names = names[shard_of(model, module, *heads_of(model)).kv_heads]
+        if choosing and all(section.policies[name].kind == "full" for name in names):
+            continue
+        groups = []
+        for name in dict.fromkeys(names):
+            key = (name, str(getattr(module, "layer_type", "")))
+            if key not in makers:
+                makers[key] = maker(section.policies[name], model, module)
+            heads = tuple(head for head, other in enumerate(names) if other == name)
+            groups.append(KVHeads(None if len(set(names)) == 1 else heads, makers[key], name))
+        made[number] = PolicyLayer(groups)
+    return made
+
+
+def maker(
+    policy: artifacts.Full | artifacts.Streaming | artifacts.H2O | artifacts.SnapKV, model: nn.Module, module: nn.Module
+) -> Callable[[], Policy]:
+    """What makes a policy's state for one layer of a model."""
+    from runtime.caches.h2o import H2O
+    from runtime.caches.rotation import Rotation
+    from runtime.caches.snapkv import SnapKV
+    from runtime.caches.window import Window
+
+    if isinstance(policy, artifacts.Full):
+        return Full
+    if isinstance(policy, artifacts.Streaming):
+        rotation = Rotation(model, module) if policy.positions == "cache" and policy.sinks else None
+        return partial(Window, policy.sinks, policy.window, rotation)
+    if isinstance(policy, artifacts.H2O):
+        return partial(H2O, policy)
+    if isinstance(policy, artifacts.SnapKV):
+        return partial(SnapKV, policy)
+    assert_never(policy)

@@ -26,8 +26,8 @@ class Lossless:
     transformers hands such a loop no streamer.
     """
 
-    def __init__(self, artifact: Artifact, model: Any, settings: Settings, drafts: int | None) -> None:
-        if settings.decode is None:
+    def __init__(self, artifact: Artifact | None, model: Any, settings: Settings, drafts: int | None) -> None:
+        if artifact is None or settings.decode is None:
             raise HeadwiseError("lossless decode needs a decode section: python -m search.filters writes one")
         if artifact.kv_cache is not None:
             raise HeadwiseError("lossless decode needs every token, and the kv_cache section drops some")

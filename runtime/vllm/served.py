@@ -14,8 +14,7 @@ from artifacts import Artifact, HeadwiseError
 from artifacts.errors import shorten
 from kernels.patterns import LayerPlan
 from runtime.attention.calls import no_kernel
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 from runtime.vllm.counters import Counters
 from runtime.vllm.fit import misfits
 from runtime.vllm.options import HASH_KEY, Options, options_of

@@ -18,8 +18,7 @@ from profiling.prompts.held_out import SETS, Seen, held_out
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 from search.model.task_losses import Limits, TaskLoss, by_task
 
 if TYPE_CHECKING:

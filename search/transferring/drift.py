@@ -19,8 +19,7 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
-from runtime.patterns import kernel_patterns
-from runtime.plans import layer_plan
+from runtime.plans import kernel_patterns, layer_plan
 from search.explaining.findings import DRIFT_FLOOR
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from artifacts import Artifact, HeadwiseError, Pattern
 from kernels.patterns import LayerPlan, make
 from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity
-from runtime.patterns import kernel_growth
+from runtime.plans import kernel_growth
 from search.common.scores import as_artifact_pattern
 from search.explaining.findings import MEASURES, Candidate, Findings, Trial, at_price
 from search.published.score import Scores, choose, mean_scores, score_layer

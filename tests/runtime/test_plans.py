@@ -12,7 +12,7 @@ import artifacts
 from artifacts import ArtifactError
 from kernels.patterns import make
 from runtime import Headwise, load
-from runtime.patterns import kernel_patterns
+from runtime.plans import kernel_patterns
 from tests.artifacts.conftest import build_every_kind
 
 GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden"
