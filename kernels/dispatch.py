@@ -33,6 +33,12 @@ def backend(name: str, op: str = "attention") -> ModuleType:
     return importlib.import_module(f".{op}.{name}", __package__)
 
 
+@functools.cache
+def _by_device(kind: str) -> tuple[str, ...]:
+    """The backends, the one made for this type of device first: as a rule no other needs to be asked."""
+    return tuple(sorted(BACKENDS, key=lambda name: name == "reference" or _MADE_FOR[name] != kind))
+
+
 def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str, str | None]:
     """For each backend the reason why it cannot serve the call, None where it can."""
     return {name: backend(name, op).supports(q, k, v) for name in BACKENDS}
@@ -40,8 +46,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str,
 
 def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why none but the reference can serve a call of attention, None where one can."""
-    # The one made for the device, as a rule: what the others say costs as much Python.
-    if backend("cpu" if q.device.type == "cpu" else "triton").supports(q, k, v) is None:
+    if backend(_by_device(q.device.type)[0]).supports(q, k, v) is None:
         return None
     fast = {name: reason for name, reason in why_not(q, k, v).items() if name != "reference"}
     if None in fast.values():
@@ -69,7 +74,7 @@ def choose(
         if reason := module.supports(q, k, v) or (unwanted if name != "reference" else None):
             raise ValueError(f"backend {name!r} cannot serve this call: {reason}")
         return module
-    for candidate in BACKENDS:
+    for candidate in _by_device(q.device.type):
         module = backend(candidate, op)
         reason = module.supports(q, k, v) or (unwanted if candidate != "reference" else None)
         if reason is None:

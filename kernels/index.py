@@ -67,18 +67,18 @@ class SparseIndex:
     dense_tail: tuple[int, ...] = ()
     window: int | None = None
     ragged: Ragged | None = None
-    # Whether the entries are known to hold to what validate() asks.
+    # Whether it is known to hold to what validate() asks.
     _valid: bool = field(default=False, init=False, repr=False)
 
     @classmethod
     def built(cls, **fields: Any) -> Self:
-        """An index whose entries are right by the way they were made: no call looks at them again."""
+        """An index that is right by the way it was made: no call looks at it again."""
         index = cls(**fields)
         object.__setattr__(index, "_valid", True)
         return index
 
     def changed(self, **fields: Any) -> SparseIndex:
-        """The index with other fields whose entries are as right as its own (dataclasses.replace: looked at anew)."""
+        """The index with other fields that are as right as its own (dataclasses.replace: looked at anew)."""
         index = replace(self, **fields)
         object.__setattr__(index, "_valid", self._valid)
         return index
@@ -193,6 +193,11 @@ class SparseIndex:
 
     def check_shapes(self) -> None:
         """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no data."""
+        for name in ("diagonals", "tiles", "columns"):
+            entries: Tensor = getattr(self, name)
+            if not isinstance(entries, Tensor) or entries.layout is not torch.strided:
+                found = getattr(entries, "layout", type(entries).__name__)
+                raise ValueError(f"{name} must be a dense tensor, got {found}")
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
         check_window(self.window)
@@ -209,7 +214,7 @@ class SparseIndex:
                 )
         heads = tuple(self.diagonals.shape[:2])
         for name, rows in (("diagonals", ()), ("tiles", (self.num_rows,)), ("columns", ())):
-            entries: Tensor = getattr(self, name)
+            entries = getattr(self, name)
             if entries.dtype != torch.int32:
                 raise ValueError(f"{name} must be int32, got {entries.dtype}")
             if entries.device != self.diagonals.device:
@@ -224,9 +229,9 @@ class SparseIndex:
         Reads the data, which waits for a GPU. Attention asks for it the first time that it meets an index made by hand;
         those that patterns build are right by the way they are made.
         """
-        self.check_shapes()
         if self._valid:
             return
+        self.check_shapes()
         for name in ("diagonals", "tiles", "columns"):
             entries: Tensor = getattr(self, name)
             if entries.numel() and int(entries.min()) < 0:

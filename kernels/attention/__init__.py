@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ import kernels.dispatch as dispatch
 from kernels.attention.checks import check
 from kernels.index import SparseIndex
 
-__all__ = ["sparse_attention"]
+__all__ = ["launch", "sparse_attention"]
 
 
 @overload
@@ -94,6 +94,35 @@ def sparse_attention(
             cannot serve the call.
     """
     check(q, k, v, index, block_table, out, sinks)
+    how: dict[str, Any] = {
+        "softcap": softcap,
+        "block_table": block_table,
+        "sinks": sinks,
+        "out": out,
+        "backend": backend,
+    }
+    attended, lse = launch(q, k, v, index, scale=scale, **how)
+    return (attended, lse) if return_lse else attended
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: SparseIndex,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """sparse_attention, and its log-sum-exp, for who knows that the tensors go together and built the index for them.
+
+    Raises:
+        ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot serve the call.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
@@ -104,5 +133,4 @@ def sparse_attention(
         found: tuple[Tensor, Tensor] = module.sparse_attention(q, k, v, index, **how)
         return found
 
-    attended, lse = dispatch.serve(backend, call, q, k, v, sinks=sinks)
-    return (attended, lse) if return_lse else attended
+    return dispatch.serve(backend, call, q, k, v, sinks=sinks)

@@ -33,7 +33,6 @@ def check(
         check_dense(out=out)
     if not isinstance(index, SparseIndex):
         raise ValueError(f"index must be a SparseIndex, got {type(index).__name__}")
-    check_dense(diagonals=index.diagonals, tiles=index.tiles, columns=index.columns)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
     # Each look at a shape makes it anew.
@@ -44,6 +43,7 @@ def check(
         raise ValueError(f"head dims must be positive, got {q_shape[3]} and {v_shape[3]}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    index.validate()
     tensors = [x for x in (q, k, v, index.diagonals, block_table, out, sinks) if x is not None]
     if len(devices := {x.device for x in tensors}) > 1:
         raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
@@ -52,7 +52,6 @@ def check(
         raise ValueError(f"{num_heads} query heads do not divide into {num_kv_heads} KV heads")
     if index.num_heads != num_heads:
         raise ValueError(f"index is for {index.num_heads} heads, q has {num_heads}")
-    index.validate()
     check_sinks(sinks, num_heads)
     _check_lengths(q_shape, k_shape, index, paged=block_table is not None)
     if block_table is not None:

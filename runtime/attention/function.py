@@ -15,18 +15,18 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call, no_kernel, special
 from runtime.attention.kernel import attend, attend_step
-from runtime.attention.layout import Layout, Part
+from runtime.attention.layout import Layout, Split
 from runtime.attention.masks import PrefillMask, headwise_mask, starts_of
 from runtime.attention.own import attend_densely, causal_mask
 from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import message, name_of, unserved, why_dense
 from runtime.attention.state import MIN_QUERIES, Layer, layer_of
 from runtime.caches.kept import attend_kept
-from runtime.caches.standin import NewTokens
 from runtime.dense import faster, right
 from runtime.lossless.attention import round_of
 from runtime.low_memory.attention import tape_of
 from runtime.omnikv.offload import on_device
+from runtime.standin import NewTokens
 
 ATTENTION_NAME = "headwise"
 _Served = TypeVar("_Served")
@@ -120,17 +120,17 @@ def _by_patterns(call: Call, layer: Layer) -> Tensor | None:
     """(B, Q, H, E) by the layer's patterns; None where dense attention is known, or found, to be faster."""
     assert isinstance(call.mask, PrefillMask)
     layout = call.mask.tokens
-    long = layout.long(layer.settings.dense_below, layer.fewest)
+    split = layout.split(layer.settings.dense_below, layer.fewest)
     # Turns on a past: not all are worth an index.
-    if layout.q_start and layer.settings.backend != "reference":
+    if layout.q_start:
         q, k = call.query, call.key
-        gains = {part: layer.turns.gains(q, k, part.q_len, part.k_len) for part in long}
-        long = tuple(part for part, gained in gains.items() if gained is not False)
+        gains = {part: layer.gains(q, k, part.q_len, part.k_len) for part in split.long}
+        split = layout.apart(tuple(part for part, gained in gains.items() if gained is not False))
         alike = layout.together is not None and layout.together.ragged is None
-        if alike and None in gains.values() and layer.settings.watch is None:
-            lengths = long[0].q_len, long[0].k_len
-            return layer.turns.measure(q, k, lengths, lambda: _sparse(call, layer, long), lambda: _dense(call, layer))
-    return _sparse(call, layer, long) if long else None
+        if alike and None in gains.values():
+            lengths = split.long[0].q_len, split.long[0].k_len
+            return layer.turns.measure(q, k, lengths, lambda: _sparse(call, layer, split), lambda: _dense(call, layer))
+    return _sparse(call, layer, split) if split.long else None
 
 
 def _dense(call: Call, layer: Layer) -> Tensor:
@@ -153,16 +153,12 @@ def _attempt(serve: Callable[[Call, Layer], _Served], call: Call, layer: Layer) 
     return why
 
 
-def _sparse(call: Call, layer: Layer, parts: tuple[Part, ...]) -> Tensor:
-    """(B, Q, H, E): these sequences in one launch, others and spans densely, zeros for padded queries."""
-    assert isinstance(call.mask, PrefillMask)
+def _sparse(call: Call, layer: Layer, split: Split) -> Tensor:
+    """(B, Q, H, E): the long sequences in one launch, others and spans densely, zeros for padded queries."""
+    assert split.together is not None
     query, key, value = call.query, call.key, call.value
-    long, short = call.mask.tokens.split(parts)
-    if long is not None:
-        out = attend(call, long, layer.plan)
-    else:
-        out = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-    for part in short:
+    out = attend(call, split.together, layer.plan)
+    for part in split.short:
         one, queries, keys = slice(part.row, part.row + 1), slice(part.q_start, part.q_start + part.q_len), part.keys
         alone = call._replace(query=query[one, :, queries], key=key[one, :, keys], value=value[one, :, keys])
         layout = Layout(part.k_len - part.q_len, part.q_len, part.k_len, ((0, part.k_len),))

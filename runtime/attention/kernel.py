@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
+from kernels.attention import launch
 from kernels.decode import cpu as native
 from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
@@ -28,7 +28,7 @@ def attend(call: Call, together: Together, plan: LayerPlan | None, *, window: in
     """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key."""
     assert call.layer is not None
     key, value = call.key, call.value
-    if together.keys is not None and together.keys != slice(0, key.shape[2]):
+    if together.keys is not None:
         key, value = key[:, :, together.keys], value[:, :, together.keys]
     how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
     done = attend_layer(call.layer, plan, call.query, key, value, window=window, ragged=together.ragged, **how)
@@ -77,8 +77,10 @@ def attend_layer(
     if settings.watch is not None:
         done: Tensor = settings.watch.attend(layer, kv_heads, q, k, v, ragged=ragged, **how)
         return done
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
     some = plan if kv_heads is None else plan.of(kv_heads)
-    return sparse_attention(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)
+    return launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)[0]
 
 
 def attend_step(call: Call, layer: Layer) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernels.ragged import Ragged
 from runtime.attention.rules import Rows
@@ -40,16 +40,17 @@ class Part(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Sequences that one launch serves: all rows alike, over the slots `keys`, or where `ragged` says."""
+    """Sequences that one launch serves: all rows alike, over the slots `keys` (None: all), or where `ragged` says."""
 
     keys: slice | None
     ragged: Ragged | None
 
 
 class Split(NamedTuple):
-    """The sequences of a call that are long enough to be sparse, None where none is, and those that are not."""
+    """The sequences of a call that are to be sparse, `together` None where none is, and those that are not."""
 
-    long: Together | None
+    long: tuple[Part, ...]
+    together: Together | None
     short: tuple[Part, ...]
 
 
@@ -77,8 +78,7 @@ class Layout:
     window: int | None = None
     packed: Rows | None = None
     spans: Rows | None = None
-    _long: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _splits: dict[tuple[Part, ...], Split] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _splits: dict[Any, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
@@ -114,18 +114,18 @@ class Layout:
         whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
         return near and whole and self.q_len == self.k_len and self.spans is None
 
-    def long(self, dense_below: int, fewest: int) -> tuple[Part, ...]:
-        """The sequences of at least `fewest` queries and `dense_below` keys."""
-        if (found := self._long.get((dense_below, fewest))) is None:
-            found = tuple(part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest)
-            self._long[dense_below, fewest] = found
-        return found
+    def split(self, dense_below: int, fewest: int) -> Split:
+        """The sequences of at least `fewest` queries and `dense_below` keys, and the others."""
+        if (dense_below, fewest) not in self._splits:
+            long = (part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest)
+            self._splits[dense_below, fewest] = self.apart(tuple(long))
+        return self._splits[dense_below, fewest]
 
-    def split(self, long: tuple[Part, ...]) -> Split:
-        """These of the sequences in one launch, and the others."""
+    def apart(self, long: tuple[Part, ...]) -> Split:
+        """These of the sequences, and the others."""
         if long not in self._splits:
             short = tuple(part for part in self.parts if part not in long)
-            self._splits[long] = Split(self._together(long), short)
+            self._splits[long] = Split(long, self._together(long), short)
         return self._splits[long]
 
     def _together(self, parts: Sequence[Part]) -> Together | None:
@@ -133,5 +133,5 @@ class Layout:
             return None
         first = parts[0]
         if len(parts) == self.batch and all(part[1:] == first[1:] and part.q_len == self.q_len for part in parts):
-            return Together(slice(first.k_start, first.end), None)
+            return Together(None if first.k_len == self.k_len else first.keys, None)
         return Together(None, Ragged.of((p.row, p.q_start, p.q_len, p.k_start, p.k_len) for p in parts))

@@ -8,6 +8,8 @@ Shapes: T tokens of a step, H query heads, G KV heads, K keys of all requests, D
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.decode import decode_attention
+from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call, no_kernel, special
 from runtime.attention.kernel import attend_layer
@@ -25,7 +28,16 @@ from runtime.attention.state import Layer
 PAGED_NAME = "headwise_flash"
 
 
-class _Steps(NamedTuple):
+class _Request(NamedTuple):
+    """A request's new tokens among those of the step, and all of its tokens among the keys."""
+
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+
+
+class _Ones(NamedTuple):
     """Requests that ask one token each: rows of their queries, first keys and ends, (n,) each."""
 
     rows: Tensor
@@ -33,12 +45,19 @@ class _Steps(NamedTuple):
     ends: Tensor
 
 
-class _Paged(NamedTuple):
-    """What a step does in layers of one type: requests served sparsely, densely, and by the decode kernel."""
+@dataclass(frozen=True)
+class _Step:
+    """What layers of one type are asked in a step: requests of several tokens, and those of one."""
 
-    long: Ragged | None
-    short: Ragged | None
-    steps: _Steps | None
+    several: tuple[_Request, ...]
+    ones: _Ones | None
+    _ragged: dict[tuple[_Request, ...], Ragged] = field(default_factory=dict)
+
+    def ragged(self, requests: tuple[_Request, ...]) -> Ragged:
+        """Where these lie, made once for all layers."""
+        if requests not in self._ragged:
+            self._ragged[requests] = Ragged.of((0, *request) for request in requests)
+        return self._ragged[requests]
 
 
 def attend_paged(call: Call, layer: Layer) -> Tensor:
@@ -55,38 +74,60 @@ def attend_paged(call: Call, layer: Layer) -> Tensor:
     why = special(call) or no_kernel(layer.settings.backend, call.query, k, v)
     if why is not None:
         raise HeadwiseError(f"generate_batch cannot serve this call: {why}")
-    step = _step_of(lengths, more["cu_seq_lens_k"], call.window, layer)
-    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap}
-    out: Tensor | None = None
-    for ragged, plan in ((step.long, layer.plan), (step.short, None)):
-        if ragged is not None:
-            window = None if plan is not None else call.window
-            done = attend_layer(layer, plan, call.query, k, v, sinks=call.sinks, window=window, ragged=ragged, **how)
-            # What a launch does not serve it leaves at zero.
-            out = done if out is None else out.add_(done)
-            layer.count("sparse" if plan is not None else "dense by kernel")
-    if step.steps is not None:
+    step = _step_of(lengths, more["cu_seq_lens_k"], call.window)
+    out = _several(step, call, k, v, layer)
+    if step.ones is not None:
         layer.count("decode by kernel")
-        found = _decode(step.steps, call, k, v, layer.settings.backend)
+        found = _decode(step.ones, call, k, v, layer.settings.backend)
         if out is None:
             out = found.new_zeros(1, call.query.shape[2], *found.shape[1:]).transpose(1, 2)
-        out[0, :, step.steps.rows] = found.transpose(0, 1)
+        out[0, :, step.ones.rows] = found.transpose(0, 1)
     if out is None:
         out = call.query.new_zeros(*call.query.shape[:3], v.shape[3])
     return out.transpose(1, 2)
 
 
-def _decode(steps: _Steps, call: Call, k: Tensor, v: Tensor, backend: str) -> Tensor:
+def _several(step: _Step, call: Call, k: Tensor, v: Tensor, layer: Layer) -> Tensor | None:
+    """(1, H, T, E) of the requests that ask several tokens, zeros for others; None where there are none."""
+    q, outs = call.query, []
+    sparse: list[_Request] = []
+    dense: list[_Request] = []
+
+    def launch(requests: tuple[_Request, ...], plan: LayerPlan | None) -> Tensor:
+        how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+        window = None if plan is not None else call.window
+        return attend_layer(layer, plan, q, k, v, window=window, ragged=step.ragged(requests), **how)
+
+    for request in step.several:
+        q_len, k_len = request.q_len, request.k_len
+        long = layer.plan is not None and q_len >= layer.fewest and k_len >= layer.settings.dense_below
+        gains = long and layer.gains(q, k, q_len, k_len)
+        if gains is None:
+            ways = partial(launch, (request,), layer.plan), partial(launch, (request,), None)
+            if (done := layer.turns.measure(q, k, (q_len, k_len), *ways)) is not None:
+                layer.count("sparse")
+                outs.append(done)
+                continue
+        (sparse if gains else dense).append(request)
+    for requests, plan, how in ((sparse, layer.plan, "sparse"), (dense, None, "dense by kernel")):
+        if requests:
+            layer.count(how)
+            outs.append(launch(tuple(requests), plan))
+    # What a launch does not serve it leaves at zero.
+    return reduce(Tensor.add_, outs) if outs else None
+
+
+def _decode(ones: _Ones, call: Call, k: Tensor, v: Tensor, backend: str) -> Tensor:
     """(n, H, E): each request's query over its own keys, which lie between others'."""
-    q = call.query[0, :, steps.rows].transpose(0, 1)[:, :, None]
-    many = len(steps.starts)
-    starts = steps.starts
+    q = call.query[0, :, ones.rows].transpose(0, 1)[:, :, None]
+    many = len(ones.starts)
+    starts = ones.starts
     if call.window is not None:
-        starts = torch.maximum(starts, steps.ends - call.window)
+        starts = torch.maximum(starts, ones.ends - call.window)
     out = decode_attention(
         *(q, k.expand(many, -1, -1, -1), v.expand(many, -1, -1, -1)),
         starts=starts,
-        ends=steps.ends,
+        ends=ones.ends,
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
@@ -95,36 +136,25 @@ def _decode(steps: _Steps, call: Call, k: Tensor, v: Tensor, backend: str) -> Te
     return out[:, :, 0]
 
 
-def _step_of(cu_q: Tensor, cu_k: Tensor, window: int | None, layer: Layer) -> _Paged:
-    """What a step does, worked out by the first layer of each sort and kept on the step's own list of lengths."""
-    known: dict[Any, _Paged] = getattr(cu_q, "headwise", {})
-    key = (window, layer.plan is None)
-    if key not in known:
-        known[key] = _work_out(cu_q.tolist(), cu_k.tolist(), layer, cu_q.device)
+def _step_of(cu_q: Tensor, cu_k: Tensor, window: int | None) -> _Step:
+    """What a step asks, worked out by the first layer of each type and kept on the step's own list of lengths."""
+    known: dict[int | None, _Step] = getattr(cu_q, "headwise", {})
+    if window not in known:
+        known[window] = _work_out(cu_q.tolist(), cu_k.tolist(), cu_q.device)
         cu_q.headwise = known  # type: ignore[attr-defined]
-    return known[key]
+    return known[window]
 
 
-def _work_out(cu_q: list[int], cu_k: list[int], layer: Layer, device: torch.device) -> _Paged:
-    requests = [
-        (q[0], q[1] - q[0], k[0], k[1] - k[0])
-        for q, k in zip(pairwise(cu_q), pairwise(cu_k), strict=True)
-        # Padding of a step has none.
-        if q[1] > q[0]
-    ]
-    ones = [(q_start, k_start, k_len) for q_start, q_len, k_start, k_len in requests if q_len == 1]
-    several = [each for each in requests if each[1] > 1]
-    below = layer.settings.dense_below
-    long = [each for each in several if layer.plan is not None and each[1] >= layer.fewest and each[3] >= below]
-    steps = None
-    if ones:
-        rows, starts, k_lens = torch.tensor(ones, dtype=torch.int32, device=device).unbind(1)
-        steps = _Steps(rows.long(), starts.contiguous(), starts + k_lens)
-    return _Paged(_ragged(long), _ragged([each for each in several if each not in long]), steps)
-
-
-def _ragged(requests: list[tuple[int, int, int, int]]) -> Ragged | None:
-    return Ragged.of((0, *request) for request in requests) if requests else None
+def _work_out(cu_q: list[int], cu_k: list[int], device: torch.device) -> _Step:
+    pairs = zip(pairwise(cu_q), pairwise(cu_k), strict=True)
+    # Padding of a step has no queries.
+    requests = [_Request(q[0], q[1] - q[0], k[0], k[1] - k[0]) for q, k in pairs if q[1] > q[0]]
+    ones = [(each.q_start, each.k_start, each.k_len) for each in requests if each.q_len == 1]
+    several = tuple(each for each in requests if each.q_len > 1)
+    if not ones:
+        return _Step(several, None)
+    rows, starts, k_lens = torch.tensor(ones, dtype=torch.int32, device=device).unbind(1)
+    return _Step(several, _Ones(rows.long(), starts.contiguous(), starts + k_lens))
 
 
 class Batching:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
@@ -135,6 +135,14 @@ class Layer:
         """From how many queries on a past the patterns gain."""
         assert self.plan is not None
         return Turns(self.plan)
+
+    def gains(self, q: Tensor, k: Tensor, q_len: int, k_len: int) -> bool | None:
+        """Whether the patterns gain with these of a call's queries and keys; None where that is to be measured."""
+        if self.settings.backend == "reference":
+            return True
+        gained = self.turns.gains(q, k, q_len, k_len)
+        # What is watched is served once.
+        return True if gained is None and self.settings.watch is not None else gained
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import Headwise, apply_dense
+from runtime import Headwise, apply_dense, measured
+from runtime.attention import turns
+from runtime.attention.turns import Turns
 from tests.runtime.omnikv import DECODE
 
 LENGTHS = (200, 20, 150, 64, 129, 1)
@@ -59,6 +62,36 @@ def test_a_long_prompt_is_sparse(build: Any, artifact_for: Any, ids: Any) -> Non
         assert model.generate(torch.tensor([prompts[0]]), **ALONE)[0, 200:].tolist() == alone[0]
         assert model.config._attn_implementation == "headwise"
     assert "init_continuous_batching" not in vars(model)
+
+
+@pytest.mark.parametrize("gained", [False, True])
+def test_a_chunk_on_a_past_is_served_the_faster_way(
+    gained: bool, build: Any, artifact_for: Any, ids: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "folder", lambda: tmp_path)
+    monkeypatch.setattr(turns, "LEAST", 1)
+    monkeypatch.setattr(turns, "_MARGIN", float("inf") if gained else 0.0)
+    both_ways: list[tuple[int, int]] = []
+    former = Turns.measure
+
+    def measure(self: Turns, q: Any, k: Any, lengths: tuple[int, int], *ways: Any) -> Any:
+        both_ways.append(lengths)
+        return former(self, q, k, lengths, *ways)
+
+    monkeypatch.setattr(Turns, "measure", measure)
+    model, prompt = build(), ids(250)[0].tolist()
+    with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
+        alone = model.generate(torch.tensor([prompt]), **ALONE)[0, 250:].tolist()
+        for _ in range(2):
+            before = copy.deepcopy(handle.stats())
+            # 160 tokens, and 90 behind them.
+            assert together(model, [prompt], batch=160) == [alone]
+            after = handle.stats()
+            assert after["sparse"] - before["sparse"] == (4 if gained else 2)
+            dense = after["dense"].get("dense by kernel", 0) - before["dense"].get("dense by kernel", 0)
+            assert dense == (0 if gained else 2)
+        # The second layer has the same patterns, and the second run knows.
+        assert both_ways == [(90, 250)]
 
 
 def test_dense_by_our_kernel_serves_it_too(build: Any, ids: Any) -> None:
