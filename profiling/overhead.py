@@ -2,7 +2,8 @@
 
 A prompt below dense_below and a decode step without a decode section are served as without an artifact; the same
 forward with one and without is timed in turn, and so is decode by Headwise's own kernel. The time that Python spends in
-the attention function is told apart: see profiling.speed.python_time.
+the attention function is told apart: see profiling.speed.python_time. With --beside, so is what a prefill takes beside
+attention: see profiling.speed.beside.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import transformers
 from artifacts import Artifact, Dense, HeadwiseError, Prefill, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.models.loading import LoadedModel, load_model
+from profiling.speed.beside import Beside, beside_attention
 from profiling.speed.latency import interleaved, medians, prefill
 from profiling.speed.python_time import PythonTime, python_time
 from profiling.speed.ratios import Ratio, ratio_of_pairs
@@ -36,12 +38,16 @@ Contexts = dict[str, Callable[[], AbstractContextManager[object]]]
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadConfig:
-    """Which model, prompts of how many tokens, how often each is timed, and in how many threads."""
+    """Which model, prompts of how many tokens, how often each is timed, and in how many threads.
+
+    beside: lengths of which the time beside attention is measured.
+    """
 
     model: str = "smollm2"
     dtype: str = "bfloat16"
     device: str = "cpu"
     lengths: tuple[int, ...] = (64, 256, 1024, 2048)
+    beside: tuple[int, ...] = ()
     repeats: int = 30
     threads: int = 2
 
@@ -62,6 +68,7 @@ class Overhead:
 
     rows: list[Row]
     python: list[PythonTime]
+    beside: list[Beside]
 
 
 def run(config: OverheadConfig) -> Overhead:
@@ -74,6 +81,7 @@ def run(config: OverheadConfig) -> Overhead:
         ("repeats", config.repeats),
         ("threads", config.threads),
         *(("length", n) for n in config.lengths),
+        *(("beside", n) for n in config.beside),
     ):
         if value < 1:
             raise HeadwiseError(f"--{name} must be at least 1, got {value}")
@@ -83,7 +91,7 @@ def run(config: OverheadConfig) -> Overhead:
     with torch.no_grad():
         rows = [row for tokens in config.lengths for row in _rows(loaded, headwise, tokens, config)]
         python = python_time(loaded.model, headwise, idle(loaded, 1), max(64, *config.lengths))
-        return Overhead(rows=rows, python=python)
+        return Overhead(rows=rows, python=python, beside=beside_attention(loaded.model, config.beside))
 
 
 def idle(loaded: LoadedModel, dense_below: int) -> Headwise:
@@ -148,6 +156,11 @@ def report(config: OverheadConfig, found: Overhead) -> str:
         lines.append(f"{row.what:8}{row.tokens:7} tokens  plain {1000 * row.plain_s:9.2f} ms  times as long: {told}")
     for part in found.python:
         lines.append(f"Python in a layer's call, {part.what}: {part.microseconds:.1f} us, {part.own:.1f} us of it ours")
+    for one in found.beside:
+        times = f"{one.seconds / found.beside[0].seconds:.2f} times what {found.beside[0].tokens} take"
+        lines.append(
+            f"beside attention{one.tokens:7} tokens{one.seconds:9.2f} s, linear layers {one.linear_s:.2f}: {times}"
+        )
     return "\n".join(lines)
 
 
@@ -158,6 +171,9 @@ def parser() -> ArgumentParser:
     arguments.add_dtype(made, default=defaults.dtype)
     arguments.add_device(made, default=defaults.device)
     arguments.add_length(made, "tokens of the prompts", several=True, default=defaults.lengths, old="--lengths")
+    made.add_argument(
+        "--beside", type=int, nargs="+", metavar="N", default=(), help="lengths whose time beside attention is measured"
+    )
     made.add_argument("--repeats", type=int, default=defaults.repeats, help="rounds; default: %(default)s")
     made.add_argument("--threads", type=int, default=defaults.threads, help="of the CPU; default: %(default)s")
     arguments.add_json(made)
@@ -168,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     to_json, lengths = options.pop("json"), tuple(options.pop("length"))
-    config = OverheadConfig(**options, lengths=lengths)
+    config = OverheadConfig(**options | {"lengths": lengths, "beside": tuple(options["beside"])})
     found = run(config)
     record = {**asdict(config), "processor": platform.processor(), **asdict(found)}
     arguments.deliver(report(config, found), record, to_json)

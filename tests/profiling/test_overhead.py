@@ -26,7 +26,8 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:
-        assert overhead.main(["--length", "20", "300", "--repeats", "2", "--threads", "1", "--json"]) == 0
+        lengths = ["--length", "20", "300", "--beside", "100", "200"]
+        assert overhead.main([*lengths, "--repeats", "2", "--threads", "1", "--json"]) == 0
     finally:
         torch.set_num_threads(threads)
     found = json.loads(capsys.readouterr().out)
@@ -44,9 +45,11 @@ def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         "sparse prefill",
     ]
     assert all(part["microseconds"] > 0 and part["own"] >= 0 for part in found["python"])
+    assert [one["tokens"] for one in found["beside"]] == [100, 200]
+    assert all(0 < one["linear_s"] < one["seconds"] for one in found["beside"])
 
 
-@pytest.mark.parametrize("name", ["repeats", "threads", "length"])
+@pytest.mark.parametrize("name", ["repeats", "threads", "length", "beside"])
 def test_sizes_that_are_none(name: str) -> None:
     with pytest.raises(HeadwiseError, match=f"--{name} must be at least 1, got 0"):
         overhead.main([f"--{name}", "0"])
