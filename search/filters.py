@@ -84,6 +84,8 @@ def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
         raise HeadwiseError(f"--rule {options.rule} chooses by itself: leave out --{given[0].replace('_', '-')}")
     if options.rule == "kascade" and options.heads == "pooled":
         raise HeadwiseError("--rule kascade maps KV heads one to one: leave out --heads pooled")
+    if options.rule == "loss" and options.heads not in (None, "pooled"):
+        raise HeadwiseError(f"--rule loss has one choice for all heads: leave out --heads {options.heads}")
     if options.dense_layers is not None and options.layers is None:
         raise HeadwiseError("--dense-layers goes with --layers: else the search chooses both")
     if not 0 < options.sparse < 1:

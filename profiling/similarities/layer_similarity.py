@@ -209,7 +209,6 @@ def watched(
     """Decode a prompt as the configuration says, watched by what `make` makes of the stream and each step's find."""
     assert config.length is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
-    continuation = [token for token, _ in expected] + list(prompt.input_ids[config.length :])
     finds = [find for _, find in expected[: config.steps]]
     finds += [None] * (config.steps - len(finds))
     stream = ResidualStream(loaded.model)
@@ -229,10 +228,17 @@ def watched(
             done,
             steps=config.steps,
             tail=TAIL,
-            continuation=() if config.greedy else continuation,
+            continuation=() if config.greedy else continuation(config, loaded.tokenizer, prompt),
             avoid=ends if isinstance(ends, list) else [] if ends is None else [ends],
         )
     return meter
+
+
+def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The tokens that are known to follow a prompt: the expected answer, or what stands there in a text."""
+    assert config.length is not None
+    expected = [token for token, _ in _expected(Encoder(tokenizer), prompt)]
+    return expected + list(prompt.input_ids[config.length :])
 
 
 def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | None]]:

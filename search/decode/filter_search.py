@@ -25,6 +25,7 @@ from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers
 from search.common.amending import amend
 from search.decode.coverage import GRID, compared, least_coverage
+from search.decode.decode_loss import decode_loss
 from search.decode.filter_layers import (
     Choice,
     Rules,
@@ -38,7 +39,7 @@ from search.decode.filter_layers import (
 )
 from search.decode.found import Found, Score, named
 from search.decode.head_map import KINDS, allowed, head_map, of_heads, pair_costs, with_heads
-from search.decode.rules import RULES, by_kascade
+from search.decode.rules import RULES, by_kascade, by_loss
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -116,7 +117,13 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
             judge = measure(again, loaded, ledger, prompts=between)
             tried = [score(choose(config, former, kind), judge) for kind in kinds]
             kind = kinds[int(np.argmin([each.error for each in tried]))]
-        choice, pooled = choose(config, former, kind), choose(config, former, "pooled")
+        pooled = choose(config, former, "pooled")
+        if config.rule == "loss":
+            prompts = chain.from_iterable(mine.values())
+            losses = decode_loss(again, loaded, artifact, config.budget, prompts)
+            choice = by_loss(losses, former.layers, config.rules)
+        else:
+            choice = choose(config, former, kind)
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
         if config.target_error is not None:
             found = _with_coverage(config, found, replace(measured, top_k=former.about["top_k"]), loaded, mine, others)

@@ -1,15 +1,17 @@
-"""Kascade's rule (arXiv 2512.16391, section 3) for which layers and heads choose, to compare ours with.
+"""Rules of others for which layers and heads choose, to compare ours with.
 
-Anchors are found by dynamic programming over similarities, weighted by how much a layer's attention turns the residual
-stream, and each KV head is mapped to the anchor's KV head that is most similar. Similarity is the least share that the
-anchor's tokens keep of what the head's own keep: over decode steps here, over tiles of a prompt there.
+IndexCache (arXiv 2603.12201): one layer after the other gives up choosing, each time the one without which the language
+model's loss is least. Kascade (arXiv 2512.16391, section 3): anchors are found by dynamic programming over
+similarities, weighted by how much a layer's attention turns the residual stream, and each KV head is mapped to the
+anchor's KV head that is most similar. Similarity is the least share that the anchor's tokens keep of what the head's
+own keep: over decode steps here, over tiles of a prompt there.
 
 Shapes: L layers, G KV heads, U sets of a layer's KV heads that can choose, all of them last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +19,18 @@ import numpy as np
 
 from search.decode.filter_layers import Choice, Rules, served
 
-RULES = ("error", "kascade")
+RULES = ("error", "kascade", "loss")
+
+
+def by_loss(loss: Callable[[Choice], float], layers: Sequence[int], rules: Rules) -> Choice:
+    """IndexCache's greedy search: as many layers attend to everything as may, the first one of them."""
+    full = list(layers)
+    while len(full) > rules.full(len(layers)):
+        # The first layer has none before it that could choose for it.
+        full = min(
+            ([kept for kept in full if kept != gone] for gone in full[1:]), key=lambda t: loss(of_full(t, layers))
+        )
+    return of_full(full, layers)
 
 
 def by_kascade(

@@ -103,6 +103,37 @@ def test_kascades_rule_maps_single_heads(command: list[str], tmp_path: Path) -> 
         filters.main([*command, "--out", str(out), "--rule", "kascade", "--max-error", "1"])
 
 
+def test_the_rule_by_loss_decodes_as_the_runtime_does(tiny_model: Path, found: Path) -> None:
+    from profiling.models.loading import load_model
+    from profiling.prompts.prompt import make_prompts
+    from profiling.similarities.layer_similarity import SimilarityConfig, continuation
+    from search.decode.decode_loss import decode_loss
+    from search.decode.filter_layers import Choice
+
+    loaded = load_model(str(tiny_model), dtype="float32")
+    config = SimilarityConfig(model="tiny", tasks=("kv_retrieval",), length=LENGTH, steps=6, top_k=1)
+    prompts = make_prompts("kv_retrieval", loaded.tokenizer, length=LENGTH, samples=2, seed=0)
+    rights = [continuation(config, loaded.tokenizer, prompt)[:6] for prompt in prompts]
+    for budget, dense in ((30, False), (LENGTH + 20, True)):
+        loss = decode_loss(config, loaded, artifacts.load(found), budget, prompts)(Choice((0,), ()))
+        expected = []
+        for prompt, right in zip(prompts, rights, strict=True):
+            ids = torch.tensor([[*prompt.input_ids, *right]])
+            with torch.no_grad():
+                logits = loaded.model(ids).logits[0, LENGTH - 1 : -1]
+            expected.append(torch.nn.functional.cross_entropy(logits, torch.tensor(right)))
+        assert (abs(loss - float(torch.stack(expected).mean())) < 1e-4) == dense
+
+
+def test_indexcaches_rule_has_one_choice_for_all_heads(command: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "cfg.yaml"
+    filters.main([*command, "--out", str(out), "--budget", "0.25", "--rule", "loss"])
+    section = artifacts.load(out).decode
+    assert section is not None and section.omnikv.filter_layers == (0,) and section.omnikv.head_map is None
+    with pytest.raises(HeadwiseError, match="--rule loss has one choice for all heads: leave out --heads head"):
+        filters.main([*command, "--out", str(out), "--rule", "loss", "--heads", "head"])
+
+
 def test_the_least_coverage_within_an_error(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

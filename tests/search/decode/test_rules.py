@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from search.decode.filter_layers import Choice, Rules, served
-from search.decode.rules import best_anchors, by_kascade, of_full
+from search.decode.rules import best_anchors, by_kascade, by_loss, of_full
 
 CHOOSERS = ((0,), (1,), (0, 1))
 
@@ -34,6 +34,21 @@ def test_the_map_is_the_most_similar_single_head() -> None:
     assert choice.takes is not None
     for layer, filter_layer in served(layers, choice).items():
         assert choice.takes[layer] == tuple(least[filter_layer, :2, layer].argmax(axis=0))
+
+
+def test_the_greedy_search_by_loss_takes_the_least_each_time() -> None:
+    weights = np.random.default_rng(1).random(6)
+    seen: list[set[int]] = []
+
+    def loss(choice: Choice) -> float:
+        full = {*choice.filter_layers, *choice.dense_layers}
+        seen.append(full)
+        return sum(weights[layer] for layer in range(6) if layer not in full)
+
+    choice = by_loss(loss, range(6), Rules(sparse=0.5))
+    kept = {0, *(1 + np.argsort(weights[1:])[-2:]).tolist()}
+    assert {*choice.filter_layers, *choice.dense_layers} == kept
+    assert len(seen) == 5 + 4 + 3 and all(0 in full for full in seen)
 
 
 def test_an_anchor_that_serves_nobody_is_dense() -> None:
