@@ -20,7 +20,7 @@ from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import DEFAULT_TASKS, SimilarityConfig
 from search.decode.filter_layers import Rules
 from search.decode.filter_search import FilterSearch, run
-from search.decode.found import report
+from search.decode.found import record, report
 from search.decode.head_map import KINDS
 from search.decode.rules import RULES
 
@@ -61,6 +61,7 @@ def parser() -> ArgumentParser:
     arguments.add_seed(p, SimilarityConfig.seed)
     arguments.add_dtype(p)
     arguments.add_device(p)
+    arguments.add_json(p)
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
@@ -164,10 +165,11 @@ def _layers(option: str, text: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    config = config_from(parser().parse_args(argv), arguments.as_typed("search.filters", argv))
+    options = parser().parse_args(argv)
+    command = arguments.as_typed("search.filters", argv)
+    config = config_from(options, command)
     _, found = run(config)
-    print(report(found))
-    print(f"wrote {config.out}")
+    arguments.deliver(f"{report(found)}\nwrote {config.out}", {"command": command, **record(found)}, options.json)
     return 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,33 @@ class Found:
     @property
     def random_error(self) -> float:
         return float(np.mean([score.error for score in self.random]))
+
+
+def record(found: Found) -> dict[str, Any]:
+    """The figures of the report as plain data, with what they were measured on."""
+    scores = {
+        **{"chosen_on": found.made_by, "held_out": found.held_out, "one_for_all": found.pooled},
+        **{
+            "evenly_spaced": found.even,
+            **{f"tried {kind}": score for kind, score in zip(KINDS, found.tried, strict=False)},
+        },
+    }
+    about = found.profile.about
+    return {
+        "scores": {
+            name: {
+                **{"kept": score.kept, "error": score.error, "mapped": score.choice.takes is not None},
+                **{"filter_layers": score.choice.filter_layers, "dense_layers": score.choice.dense_layers},
+            }
+            for name, score in scores.items()
+        },
+        "random": {"choices": len(found.random), "kept": found.random_kept, "error": found.random_error},
+        "coverage": found.coverage,
+        "points": [asdict(point) for point in found.points],
+        "settings": {name: about[name] for name in ("model", "length", "steps", "samples", "top_k", "sets", "dtype")},
+        "tasks": about["tasks"],
+        "versions": about["versions"],
+    }
 
 
 def _whose(found: Found) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,11 @@ def test_the_least_coverage_within_an_error(
 ) -> None:
     out = tmp_path / "cfg.yaml"
     options = [*command, "--out", str(out), "--budget", "0.25", "--heads", "head", "--target-error"]
-    filters.main([*options, "0.5"])
+    filters.main([*options, "0.5", f"--json={tmp_path / 'figures.json'}"])
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    held_out = figures["scores"]["held_out"]
+    assert held_out["mapped"] and held_out["filter_layers"] == [0] and 0 < held_out["error"] < 1
+    assert [point["coverage"] is None for point in figures["points"]][-1] is False and figures["coverage"]
     loose = artifacts.load(out).decode
     assert "coverage" in capsys.readouterr().out
     assert loose is not None and loose.omnikv.coverage is not None and 0.5 <= loose.omnikv.coverage < 1
