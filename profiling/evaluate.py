@@ -150,7 +150,9 @@ def parser() -> ArgumentParser:
     p.add_argument("--text", help="long text: adds perplexity by position, and is the haystack of the needle")
     arguments.add_length(p, "prompt lengths (default: the model's positions)", several=True, old="--lengths")
     p.add_argument("--methods", nargs="+", help=f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})")
-    p.add_argument("--samples", type=int, help="prompts of each task, length and, for the needle, depth (default 10)")
+    p.add_argument(
+        "--samples", type=int, help="prompts, or contexts, of each task, length and, for the needle, depth (default 12)"
+    )
     p.add_argument("--depths", nargs="+", type=float, help="where the needle lies (default: 0 0.25 0.5 0.75 1)")
     p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
     arguments.add_seed(p, Evaluation.seed)

@@ -32,6 +32,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "rivals": ("profiling.rivals", "an artifact beside OpenVINO GenAI, dense and with XAttention"),
         "fidelity": ("profiling.fidelity", "what each head keeps, and what a conversion costs"),
         "separation": ("profiling.separation", "which tasks tell patterns apart"),
+        "difficulty": ("profiling.difficulty", "how well a model does on tasks, and how many prompts tell a loss"),
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
         "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),

@@ -20,7 +20,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, unseen_prompts
 from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
+from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.trials import VERSION, trials
 
@@ -28,11 +28,14 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "needle"
 OUTPUT = "evaluation.json"
+# What prompts have in common that are no samples of their own.
+UNIT = "unit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What to evaluate. samples: prompts of each task and length; of each depth as well where there is a grid.
+    """What to evaluate. samples: prompts of each task and length, or contexts with all their questions, and of each
+    depth where there is a grid.
 
     share: of a prompt's keys and values that caches under policies keep.
     """
@@ -40,7 +43,7 @@ class Evaluation:
     tasks: tuple[str, ...] = DEFAULT_TASKS
     lengths: tuple[int, ...]
     methods: tuple[str, ...]
-    samples: int = 10
+    samples: int = 12
     depths: tuple[float, ...] = DEPTHS
     share: float = 0.2
     seed: int = 1000
@@ -105,14 +108,14 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
 
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
-    how: dict[str, Any] = {"samples": config.samples, "seed": config.seed, "seen": seen, "shorter": True}
+    how: dict[str, Any] = {"seed": config.seed, "seen": seen, "shorter": True}
     sets = []
     for name in config.tasks:
         task = parse_task(name)
         gridded = task.kind == GRID and not any(parameter == "depth" for parameter, _ in task.parameters)
         for depth in config.depths if gridded else (None,):
             placed = task if depth is None else replace(task, parameters=(*task.parameters, ("depth", depth)))
-            made = unseen_prompts(placed, tokenizer, length=length, **how)
+            made = unseen_prompts(placed, tokenizer, length=length, samples=config.samples * per_context(placed), **how)
             prompts = tuple(made.prompts)
             sets.append(Set(task=task.name, length=length, depth=depth, prompts=prompts, overlapping=made.overlapping))
     return sets
@@ -178,6 +181,11 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
             shown.update(sum(each.length for each, _, _ in some))
 
 
+def _units(prompts: Sequence[Prompt]) -> tuple[int, ...]:
+    places = {at: number for number, group in enumerate(by_context(prompts)) for at in group}
+    return tuple(places[at] for at in range(len(prompts)))
+
+
 class _Units:
     """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
@@ -193,10 +201,15 @@ class _Units:
 
 
 def groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:
-    """(task, length, records by method), depths together; all methods' records are of the same prompts in order."""
+    """(task, length, records by method), depths together; all methods' records are of the same prompts in order.
+
+    Each record says its UNIT: prompts of one context, and the same thing at several depths, are one.
+    """
     found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for outcome in outcomes:
         methods = found.setdefault((outcome.task, outcome.length), {})
-        methods.setdefault(outcome.method, []).extend(outcome.records)
+        units = _units(outcome.prompts) or range(len(outcome.records))
+        told = [{**record, UNIT: (outcome.task, at)} for record, at in zip(outcome.records, units, strict=True)]
+        methods.setdefault(outcome.method, []).extend(told)
     for (task, length), methods in found.items():
         yield task, length, methods

@@ -14,7 +14,7 @@ from artifacts import Artifact
 from profiling.evaluation.measure import Evaluation, Outcome
 from profiling.evaluation.method_table import says
 from profiling.evaluation.methods import Methods
-from profiling.evaluation.rows import ALL, BASELINE, NLL, PERPLEXITY, SCORE, curves, figures, grid
+from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.evaluation.times import Times, machine
 from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import told_overlap
@@ -130,7 +130,7 @@ def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
     found = []
     for task in sorted(tasks, key=lambda name: name != ALL):
         measures = {each["measure"] for each in here if each["task"] == task}
-        found += [(task, measure) for measure in (SCORE, PERPLEXITY) if measure in measures]
+        found += [(task, measure) for measure in (SCORE, CHOICE, PERPLEXITY) if measure in measures]
         if task == ALL and NLL in measures:
             found.append((task, NLL))
     return found
@@ -212,9 +212,7 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
             own, dense = (figure(record, task, length, name, kind) for name in ("headwise", BASELINE))
             if own and dense:
                 name = f"{kind}: {task}"
-                # A text's figure counts blocks, evidence counts prompts.
-                count = record["settings"]["samples"] if kind == PERPLEXITY else own["count"]
-                entries.append(_entry(name, own["value"], dense["value"], length, count, "", common))
+                entries.append(_entry(name, own["value"], dense["value"], length, own["count"], "", common))
     for timed in record["prefill"]:
         if timed["method"] == HEADWISE:
             count = len(timed["rounds"])

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from profiling.evaluation.intervals import Interval, bootstrap, differs, mean_interval, paired_difference
-from profiling.evaluation.measure import Outcome, groups
+from profiling.evaluation.intervals import (
+    CONFIDENCE,
+    Interval,
+    bootstrap,
+    holm,
+    mean_interval,
+    paired_difference,
+    sign_flip,
+)
+from profiling.evaluation.measure import UNIT, Outcome, groups
 from profiling.quality.trials import BLOCK, FORCED
 
 ALL = "all answers"
 BASELINE = "dense"
-SCORE, ACCURACY, NLL = "score", "token accuracy", "nll of the answer"
+SCORE, ACCURACY, NLL, CHOICE = "score", "token accuracy", "nll of the answer", "forced choice"
 PERPLEXITY, DECODED = "perplexity", f"perplexity, last {FORCED} tokens"
 COPIES = "nll of far copies"
 # Whether more of it is better.
-MEASURES = {SCORE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False, COPIES: False}
+MEASURES = {SCORE: True, CHOICE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False, COPIES: False}
 _FIELDS = {
     SCORE: "score",
+    CHOICE: "choice",
     ACCURACY: "token_accuracy",
     NLL: "nll",
     PERPLEXITY: "blocks",
@@ -34,12 +43,14 @@ _SHOWN = 5e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A measure of one method on one task at one length, with a 95% interval of `count` prompts, or blocks of a text.
+    """A measure of one method on one task at one length, with a 95% interval over `count` units.
 
-    difference, and its bounds: the mean of method - dense over the same prompts; of a perplexity, its ratio to dense's
+    A unit is a context with all its questions, a window of a text, or the same thing at every depth: never a token.
+    difference, and its bounds: the mean of method - dense over the same units; of a perplexity, its ratio to dense's
     less 1. None for dense, and where dense was not run.
-    verdict: "better" or "worse" than dense where 0 is outside these bounds and the difference shows in three decimals,
-        "" otherwise.
+    p: of that difference, by sign_flip; corrected: after Holm's correction for all figures of the length and measure.
+    verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the difference shows in three
+        decimals, "" otherwise.
     """
 
     task: str
@@ -53,6 +64,8 @@ class Figure:
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
+    p: float | None = None
+    corrected: float | None = None
     verdict: str = ""
 
 
@@ -69,7 +82,25 @@ def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
     for length, methods in pooled.items():
         if answered[length] > 1:
             found += _of_task(ALL, length, methods)
-    return found
+    return _judged(found)
+
+
+def _judged(found: list[Figure]) -> list[Figure]:
+    """With verdicts: the looks of a table, which are corrected together, are those at its length by its measure."""
+    tables: dict[tuple[int, str], list[int]] = {}
+    for at, figure in enumerate(found):
+        if figure.p is not None:
+            tables.setdefault((figure.length, figure.measure), []).append(at)
+    judged = list(found)
+    for places in tables.values():
+        for at, corrected in zip(places, holm([found[at].p or 0.0 for at in places]), strict=True):
+            difference = found[at].difference or 0.0
+            # Sums in another order are another number, and always on the same side.
+            apart = corrected < 1 - CONFIDENCE and abs(difference) >= _SHOWN
+            better = (difference > 0) == MEASURES[found[at].measure]
+            verdict = ("better" if better else "worse") if apart else ""
+            judged[at] = replace(found[at], corrected=corrected, verdict=verdict)
+    return judged
 
 
 def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -> list[Figure]:
@@ -85,16 +116,16 @@ def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -
 
 
 def _values(records: Sequence[dict[str, Any]], measure: str) -> list[float]:
-    """One number a prompt, or a block of a text; empty where any prompt has none, but for texts that copy nothing."""
-    values: list[float] = []
-    for record in records:
+    """One number a unit; empty where any prompt has none, but for texts that copy nothing."""
+    units: dict[Any, list[float]] = {}
+    for at, record in enumerate(records):
         value = record.get(_FIELDS[measure])
         if value is None and measure == COPIES:
             continue
         if value is None:
             return []
-        values += value if isinstance(value, list) else [value]
-    return values
+        units.setdefault(record.get(UNIT, at), []).append(float(np.mean(value)))
+    return [float(np.mean(values)) for values in units.values()]
 
 
 def _figure(
@@ -116,19 +147,14 @@ def _figure(
     if base is None:
         return made
     difference = paired_difference(own, base)
-    # Sums in another order are another number, and always on the same side.
-    apart = differs(own, base) and abs(difference.value) >= _SHOWN
     if perplexity:
         difference = _through(difference, math.expm1)
-    better = (difference.value > 0) == MEASURES[measure]
-    return Figure(
-        **{
-            **vars(made),
-            "difference": difference.value,
-            "difference_low": difference.low,
-            "difference_high": difference.high,
-            "verdict": ("better" if better else "worse") if apart else "",
-        }
+    return replace(
+        made,
+        difference=difference.value,
+        difference_low=difference.low,
+        difference_high=difference.high,
+        p=sign_flip([a - b for a, b in zip(own, base, strict=True)]),
     )
 
 

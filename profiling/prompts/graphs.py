@@ -34,6 +34,8 @@ _MOST = 12
 # Digits of a node's name, each of which may be a token, and what may come with them.
 _NAME = 12
 _SAMPLE, _TRIES = 32, 256
+# Answers for other nodes, to choose from.
+_WRONG = 3
 
 
 def graphwalks(
@@ -66,13 +68,19 @@ def graphwalks(
         edges: list[Edge] = []
         lines = whole_items(encode, _lines(edges, nodes, rng), room)
         edges = edges[: len(lines)]
-        by_start = _by(edges, operation)
+        by_start, steps = _by(edges, operation), depth if operation == "bfs" else 1
+        answers: dict[str, list[str]] = {}
         for _ in range(_TRIES):
             node = _name(rng.randrange(nodes))
-            found = _reached(by_start, node, depth if operation == "bfs" else 1)
-            if 1 <= len(found) <= _MOST:
-                ids = laid_out(encode, task, length, head, flat(lines), encode(question(node, depth)))
-                return Prompt(ids, _listed(found), metric="nodes", references=tuple(found))
+            if 1 <= len(found := _reached(by_start, node, steps)) <= _MOST:
+                answers.setdefault(node, found)
+            if len(answers) > _WRONG:
+                break
+        if answers:
+            node, found = next(iter(answers.items()))
+            ids = laid_out(encode, task, length, head, flat(lines), encode(question(node, depth)))
+            choices = tuple(dict.fromkeys(map(_listed, answers.values())))
+            return Prompt(ids, _listed(found), metric="nodes", references=tuple(found), choices=choices)
         raise HeadwiseError(
             f"length {length} is too small for {task}: of {len(edges)} edges none leads to an answer; try {2 * length}"
         )

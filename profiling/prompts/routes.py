@@ -23,6 +23,7 @@ _STEP = "From {0}, take a {2} to {1}."
 _QUESTION = "\nThe route from {} to {}:\n<Route>"
 _END = "</Route>"
 _BY = ("bus", "train", "plane", "ferry")
+_WRONG = 3
 _EXAMPLE = (("Ardun", "Belzo", "train"), ("Belzo", "Corvin", "bus"), ("Corvin", "Ardun", "ferry"))
 
 
@@ -52,7 +53,14 @@ def paths(
         lines = [*needed, *whole_items(encode, others(), room)]
         rng.shuffle(lines)
         ids = laid_out(encode, _TASK, length, head, flat(lines), question)
-        return Prompt(ids, _route(route), metric="route_partial" if partial else "route")
+        # One step by another way is wrong.
+        wrong = []
+        for at in rng.sample(range(steps), min(_WRONG, steps)):
+            a, b, by = route[at]
+            other = rng.choice([way for way in _BY if way != by])
+            wrong.append(_route([*route[:at], (a, b, other), *route[at + 1 :]]))
+        right = _route(route)
+        return Prompt(ids, right, metric="route_partial" if partial else "route", choices=(right, *wrong))
 
     return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]
 

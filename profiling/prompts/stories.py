@@ -164,7 +164,10 @@ def _multihop(made: list[Chapter], empty: set[int], asked: int, rng: random.Rand
 
 def _filtering(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
     right = [str(at + 1) for at in sorted(empty)]
-    return Question(_FILTER, ", ".join(right), "chapters", tuple(right))
+    some = (sorted(rng.sample(range(len(made)), _EMPTY)) for _ in range(3))
+    lists = dict.fromkeys([", ".join(right), *(", ".join(str(at + 1) for at in each) for each in some)])
+    choices = tuple(f"{numbers}{_END}" for numbers in lists)
+    return Question(_FILTER, ", ".join(right), "chapters", tuple(right), choices)
 
 
 FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], Question]] = {

@@ -5,7 +5,9 @@ Shapes: S prompt length, A answer length, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +19,9 @@ from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import negative_log_likelihood
-from profiling.quality.contexts import Prefilled, prefilled
+from profiling.quality.contexts import Prefilled, fed, prefilled
 from profiling.quality.divergence import forced_log_probs
-from profiling.quality.forced import answer_ids, asks, scored_answers
+from profiling.quality.forced import answer_ids, asks, forced, scored_answers
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256
@@ -29,8 +31,10 @@ FORCED = 128
 _COPIES = 8
 # Tokens that an answer may have beside the right one's.
 _EXTRA = 2
+# Choices that are compared of those that a prompt has, the right one among them.
+_CHOICES = 8
 # Raised where the same prompt under the same method would give another record.
-VERSION = 2
+VERSION = 3
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
@@ -61,7 +65,8 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
 
     Two sequences go on from the prefill side by side: the model's own choices, and, where it is known, the right
     answer's tokens, each after the right ones before it (teacher forcing). A prompt with `scored` ranges has the share
-    of these that are right for its score, and their means; what follows its end is left out.
+    of these that are right for its score, and their means; what follows its end is left out. Where a prompt has wrong
+    answers beside the right one, `choice` is whether this is the likeliest of them, a token on average.
     """
     if prompt.scored:
         inside = scored_answers(prompt, start)
@@ -73,6 +78,7 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
         }
     cache, logits = start.cache, start.last[None]
     right = answer_ids(tokenizer, prompt) if asks(prompt) else ()
+    wrong = wrong_answers(model, tokenizer, prompt, start) if right else []
     limit = new_tokens(tokenizer, prompt)
     ends = _ends(model, tokenizer)
     if right:
@@ -102,12 +108,25 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
         "score": score(prompt, text),
         "token_accuracy": _mean(hits) if hits else None,
         "nll": _mean(losses) if losses else None,
+        "choice": float(_mean(losses) < min(wrong)) if wrong else None,
     }
 
 
 def new_tokens(tokenizer: Any, prompt: Prompt) -> int:
     """How many tokens an answer may have."""
     return prompt.new_tokens or len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) + _EXTRA
+
+
+def wrong_answers(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> list[float]:
+    """-log p of a token, on average, of each wrong answer among a prompt's choices; the prefill's cache stays."""
+    if prompt.answer not in prompt.choices:
+        return []
+    found = []
+    for choice in [choice for choice in prompt.choices if choice != prompt.answer][: _CHOICES - 1]:
+        ids = answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))
+        after = [fed(model, ids[:-1], copy.deepcopy(start.cache))] if ids[1:] else []
+        found.append(forced(torch.cat([start.last[None], *after]), ids).mean)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:

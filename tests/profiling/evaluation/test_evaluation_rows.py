@@ -10,6 +10,7 @@ import pytest
 from profiling.evaluation.measure import Outcome
 from profiling.evaluation.rows import ALL, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.pictures.charts import Bar, Series, heatmap, intervals, lines
+from profiling.prompts.prompt import Prompt
 
 
 def outcome(method: str, scores: list[float], task: str = "passkey", depth: float | None = None) -> Outcome:
@@ -26,7 +27,7 @@ def of(found: list[Any], method: str, measure: str, task: str = "passkey") -> An
     return next(f for f in found if (f.method, f.measure, f.task) == (method, measure, task))
 
 
-def test_a_difference_is_called_only_where_it_is_outside_the_interval() -> None:
+def test_a_difference_is_called_only_where_chance_is_ruled_out() -> None:
     right, few, none = [1.0] * 12, [1.0] * 11 + [0.0], [0.0] * 12
     found = figures([outcome("dense", right), outcome("near", few), outcome("far", none)])
     near, far = of(found, "near", SCORE), of(found, "far", SCORE)
@@ -49,21 +50,41 @@ def test_tasks_are_pooled_and_depths_are_one_task() -> None:
             text("dense", [1.0, 1.0]),
         ]
     )
-    assert of(found, "dense", SCORE, "needle").count == 4
+    needle = of(found, "dense", SCORE, "needle")
+    assert (needle.count, needle.value) == (2, 0.75), "the same needle at two depths is one"
     pooled = of(found, "dense", SCORE, ALL)
-    assert (pooled.count, pooled.value) == (6, 0.5)
+    assert (pooled.count, pooled.value) == (4, pytest.approx(1.5 / 4))
     cells = grid([outcome("dense", [1, 0], "needle", 0.0), outcome("dense", [1, 1], "needle", 1.0)])
     assert [(cell.depth, cell.score) for cell in cells] == [(0.0, 0.5), (1.0, 1.0)]
 
 
-def test_perplexity_is_that_of_blocks_and_its_difference_a_ratio() -> None:
+def test_perplexity_is_that_of_windows_and_its_difference_a_ratio() -> None:
     low, high = [[1.0, 2.0], [1.5, 2.5]], [[1.1, 2.1], [1.6, 2.6]]
     found = figures([text("dense", *low), text("sparse", *high)])
     own = of(found, "sparse", PERPLEXITY, "text:a.txt")
-    assert own.value == pytest.approx(math.exp(1.85)) and own.count == 4
+    assert own.value == pytest.approx(math.exp(1.85)) and own.count == 2
     assert own.difference == pytest.approx(math.expm1(0.1)) and own.low < own.value < own.high
     (curve,) = curves([text("dense", *low)])
     assert curve.perplexity == pytest.approx((math.exp(1.25), math.exp(2.25)))
+
+
+def test_questions_of_one_context_are_one_look_at_it() -> None:
+    scores = [1.0, 0.0, 1.0, 1.0]
+    records = tuple({"score": score} for score in scores)
+    prompts = tuple(Prompt((context, question), "a", turn=1) for context in (1, 2) for question in (3, 4))
+    (found,) = figures([Outcome(task="t", length=2, depth=None, method="dense", records=records, prompts=prompts)])
+    assert (found.count, found.value) == (2, 0.75)
+
+
+def test_many_looks_at_a_table_are_corrected_together() -> None:
+    # Of 8 pairs all favour dense: p is 2 / 2^8. One such look is worse; the least of 7 is not, 7 / 128 > 0.05.
+    right, wrong = [1.0] * 8, [0.0] * 8
+    alone = figures([outcome("dense", right), outcome("m0", wrong)])
+    assert of(alone, "m0", SCORE).p == of(alone, "m0", SCORE).corrected == 2 / 256
+    assert of(alone, "m0", SCORE).verdict == "worse"
+    found = figures([outcome("dense", right), *(outcome(f"m{i}", wrong) for i in range(7))])
+    assert [f.corrected for f in found if f.measure == SCORE and f.p] == [pytest.approx(7 / 128)] * 7
+    assert all(f.verdict == "" for f in found if f.measure == SCORE)
 
 
 def test_a_method_without_dense_beside_it_has_no_difference() -> None:

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.evaluation.intervals import bootstrap, differs, mean_interval, paired_difference, wilson
+from profiling.evaluation.intervals import (
+    bootstrap,
+    differs,
+    holm,
+    mean_interval,
+    paired_difference,
+    prompts_needed,
+    sign_flip,
+    wilson,
+)
 
 Z = 1.959963984540054
 
@@ -104,3 +113,36 @@ def test_bad_use() -> None:
         paired_difference([1, 0], [1, 0, 1])
     with pytest.raises(HeadwiseError, match="confidence must lie between 0 and 1, got 95"):
         wilson(1, 2, confidence=95)
+
+
+def test_signs_are_flipped_in_every_way() -> None:
+    # Of the 8 ways to sign 1, 2 and 4 two have a sum as far from 0 as 7, and four one as far as 5: 7, 5 (-1), and less.
+    assert sign_flip([1, 2, 4]) == 2 / 8
+    assert sign_flip([-1, 2, 4]) == 4 / 8
+    assert sign_flip([0, 0]) == 1 and sign_flip([0, 3]) == 1
+    # Right and wrong answers: 9 against 1 of 10 that differ is McNemar's exact test, 2 (1 + 10) / 2^10.
+    assert sign_flip([1] * 9 + [-1] + [0] * 30) == pytest.approx(22 / 1024)
+    # Too many to count them all: near what counting gives, and never 0.
+    some = np.random.default_rng(3).normal(0.5, 1, 13).tolist()
+    assert sign_flip(some, resamples=9000) == pytest.approx(sign_flip(some, resamples=1 << 13), abs=0.02)
+    assert sign_flip([1.0] * 60, resamples=999) == 1 / 1000
+
+
+def test_chance_is_called_a_difference_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    called = [sign_flip(rng.standard_cauchy(12).tolist()) < 0.05 for _ in range(400)]
+    assert 0.02 < np.mean(called) < 0.09
+
+
+def test_holm_by_hand() -> None:
+    # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, and the last no less than the one before.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == [] and holm([0.2]) == [0.2] and holm([0.9, 0.8]) == [1, 1]
+
+
+def test_how_many_prompts_tell_a_loss() -> None:
+    # A spread of 1: (1.96 + 0.8416)^2 = 7.849 over 0.05^2.
+    assert prompts_needed([-1, 0, 1]) == math.ceil(7.84888 / 0.0025)
+    assert prompts_needed([0.1, 0.1, 0.1]) == 6
+    with pytest.raises(HeadwiseError, match="at least 2 prompts"):
+        prompts_needed([0.1])

@@ -80,3 +80,18 @@ def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedM
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
     assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
+
+
+def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded: LoadedModel) -> None:
+    ids = tuple(range(60, 90))
+    choices = ("ab", "cde", "xyz w", "q")
+    costs = {}
+    for choice in choices:
+        ((fit,),) = forced_answers(loaded.model, loaded.tokenizer, [Prompt(ids, choice)])
+        costs[choice] = fit.mean
+    for choice in choices:
+        found = trial(loaded.model, loaded.tokenizer, Prompt(ids, choice, choices=choices), DENSE)
+        assert found["choice"] == float(choice == min(costs, key=lambda each: costs[each]))
+        assert found["nll"] == pytest.approx(costs[choice], rel=1e-4)
+    for prompt in (Prompt(ids, "ab"), Prompt(ids, "ab", choices=("c", "d"))):
+        assert trial(loaded.model, loaded.tokenizer, prompt, DENSE)["choice"] is None
