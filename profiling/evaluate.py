@@ -51,6 +51,7 @@ DEFAULT_METHODS = (
 )
 _QUICK_METHODS = ("dense", "headwise", "headwise_static", "a_shape")
 _QUICK_LENGTH, _QUICK_SAMPLES = 2048, 2
+_QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
     names = options.methods or (_QUICK_METHODS if quick else DEFAULT_METHODS)
     known = method_names(artifact)
     chosen = known if "all" in names else [name for name in names if options.methods or name in known]
-    tasks = list(options.tasks or DEFAULT_TASKS)
+    tasks = list(options.tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS))
     if options.text:
         tasks = [f"{task}:{options.text}" if task == "needle" else task for task in tasks] + [f"text:{options.text}"]
     quality = Evaluation(

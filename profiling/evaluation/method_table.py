@@ -16,15 +16,22 @@ from artifacts.kv_cache import Policy
 from profiling.speed.baselines import KERNEL, MODEL
 
 _SINKS = 4
+# The attention mass that top-p keeps.
+TOP_P = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One row of METHODS. sizes: a name of SIZES, where one size is fitted for all heads."""
+    """One row of METHODS. sizes: a name of SIZES, where one size is fitted for all heads.
+
+    chosen: how tiles are chosen by what they hold: "random", "top_k" or "top_p"; "keys" are single keys. The choice
+        costs more than attention, so that they are never timed.
+    """
 
     says: str
     source: str
     sizes: str | None = None
+    chosen: str | None = None
 
 
 METHODS: dict[str, Kind] = {
@@ -52,6 +59,16 @@ METHODS: dict[str, Kind] = {
         says="sinks, a window, and tiles of the past looked up by a few of their keys; its decode is a full cache's",
         source="InfLLM, Xiao et al. 2024",
         sizes="infllm",
+    ),
+    "random_tiles": Kind(says="tiles drawn at random at the artifact's density", source="baseline", chosen="random"),
+    "oracle": Kind(says="of each query the keys of the highest exact scores", source="upper limit", chosen="keys"),
+    "oracle_tiles": Kind(
+        says="tiles of the most attention mass, the same number", source="upper limit", chosen="top_k"
+    ),
+    "top_p_tiles": Kind(
+        says=f"as many of those tiles as hold {TOP_P:g} of each row's mass",
+        source="Twilight, Lin et al. 2025",
+        chosen="top_p",
     ),
 }
 

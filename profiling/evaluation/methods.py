@@ -39,8 +39,11 @@ from profiling.evaluation.method_table import (
     OMNIKV,
     OWN,
     TAIL,
+    TOP_P,
     method_names,
 )
+from profiling.inside.chosen_tiles import attend_to, mass_scores, random_scores, share_beside
+from profiling.inside.oracle import choosing, oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
@@ -64,6 +67,7 @@ class Method:
     identity: a hash of all that its results depend on but model, prompt and number format.
     evicts: its cache is no plain one, so that what it does shows in decode only.
     sizes: in words.
+    applied: puts it on a model where it is no artifact and none of the dense attentions; never timed.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Method:
     evicts: bool
     sizes: str
     dense: str = MODEL
+    applied: Callable[[Any], AbstractContextManager[object]] | None = None
 
     @cached_property
     def headwise(self) -> Headwise | None:
@@ -82,6 +87,8 @@ class Method:
 
     def apply(self, model: Any) -> AbstractContextManager[object]:
         """The method at work on the model, until it is left."""
+        if self.applied is not None:
+            return self.applied(model)
         return dense(model, self.dense) if self.headwise is None else self.headwise.apply(model, check_weights=False)
 
     def cache(self, model: Any) -> Any:
@@ -150,6 +157,8 @@ class Methods:
             artifact, sizes = _with_tail(self._patterns_of(), tail), f"{len(self.artifact.patterns)} patterns"
             density = self._remember(f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail))
             make, identity = partial(Headwise, artifact, self.arrays), _identity(artifact)
+        elif METHODS[kind].chosen:
+            return self._chosen(name, kind, length, (tail or TAIL) if tailed else 0)
         elif kind == "headwise_static":
             make, sizes = partial(self._frozen, length, tail), "frozen"
             density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
@@ -180,6 +189,34 @@ class Methods:
         prefill = self.artifact.prefill.model_copy(update=update)
         patterns = {pattern_name(pattern): pattern}
         return self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill}), found["density"]
+
+    def _chosen(self, name: str, kind: str, length: int, tail: int) -> Method:
+        """Tiles or keys chosen by their scores or drawn, as much of them as the artifact computes."""
+        how = METHODS[kind].chosen
+        density = self._density or self._remember(
+            f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
+        )
+        share = share_beside(density, length, tail)
+        applied: Callable[[Any], AbstractContextManager[object]] = partial(oracle, density=share, tail=tail)
+        if how != "keys":
+            attend = partial(
+                attend_to,
+                scores=random_scores if how == "random" else mass_scores,
+                share=TOP_P if how == "top_p" else share,
+                by_mass=how == "top_p",
+                tail=tail,
+            )
+            applied = partial(choosing, attend=attend)
+        return Method(
+            name=name,
+            make=lambda: None,
+            density=None if how == "top_p" else density,
+            kept=1.0,
+            identity=_digest("chosen", 1, kind, tail, None if how == "top_p" else density),
+            evicts=False,
+            sizes=f"mass {TOP_P:g}" if how == "top_p" else f"density {density:.3f}",
+            applied=applied,
+        )
 
     def _frozen(self, length: int, tail: int) -> Headwise:
         patterns, arrays = {}, {}

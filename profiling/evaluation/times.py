@@ -117,7 +117,8 @@ class _Clock:
         searched = config.crossover and config.low < longest
         with phase("speed", 2 * len(config.lengths) + config.memory + searched, "measurements") as shown:
             for length in config.lengths:
-                made = [self._methods.make(name, length) for name in dict.fromkeys((*_DENSE, *config.methods))]
+                named = (self._methods.make(name, length) for name in dict.fromkeys((*_DENSE, *config.methods)))
+                made = [method for method in named if method.applied is None]
                 prefill |= self._timed("prefill", made, length)
                 shown.update()
                 decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)

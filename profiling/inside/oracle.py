@@ -8,7 +8,7 @@ Shapes: H query heads, G KV heads, Q query length, K key length, D head dim; bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,8 @@ from profiling.inside.capture import attending_with
 
 NAME = "headwise_oracle"
 _BLOCK = 64
+Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
+"""From q, k, v, the scale and the layer's number to the output (1, H, Q, D)."""
 
 
 @contextmanager
@@ -38,9 +40,20 @@ def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
     """
     if not 0 < density <= 1:
         raise HeadwiseError(f"density must be above 0 and at most 1, got {density}")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        return top_k_attention(q, k, v, density=density, tail=tail, scale=scale)
+
+    with choosing(model, attend):
+        yield
+
+
+@contextmanager
+def choosing(model: Any, attend: Attend) -> Iterator[None]:
+    """Prefill by `attend` in layers that see the whole prompt; by sdpa in others, and what comes after it."""
     from transformers.masking_utils import sdpa_mask
 
-    with attending_with(model, NAME, partial(_attention, density=density, tail=tail), sdpa_mask):
+    with attending_with(model, NAME, partial(_attention, attend=attend), sdpa_mask):
         yield
 
 
@@ -52,8 +65,7 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    density: float,
-    tail: int,
+    attend: Attend,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -62,7 +74,7 @@ def _attention(
         out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
         return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return top_k_attention(query, key, value, density=density, tail=tail, scale=scale).transpose(1, 2), None
+    return attend(query, key, value, scale, int(module.layer_idx)).transpose(1, 2), None
 
 
 def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: int, scale: float) -> Tensor:

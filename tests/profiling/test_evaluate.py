@@ -121,7 +121,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
 def test_quick_is_a_first_look(command: Command) -> None:
     record = command("--quick", "--repeats", "1", "--steps", "1")
     assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "headwise_static", "a_shape"]
-    assert {each["task"] for each in record["figures"]} == {*DEFAULT_TASKS, "all answers"}
+    assert {each["task"] for each in record["figures"]} == {"line_turns@questions=4", *DEFAULT_TASKS[1:], "all answers"}
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
 

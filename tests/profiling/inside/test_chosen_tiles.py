@@ -1,0 +1,102 @@
+"""Tiles by what they hold: masses against the softmax written out, choices against all others, attention by a mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from kernels.index import TILE
+from profiling.inside.chosen_tiles import (
+    attend_to,
+    mass_scores,
+    random_scores,
+    share_beside,
+    top_k_index,
+    top_p_index,
+)
+
+SCALE = 0.3
+
+
+def made(length: int, heads: int = 4, groups: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = ((1, heads, length, 16), (1, groups, length, 16), (1, groups, length, 16))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(H, S, S) attention by the definition."""
+    keys = k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
+    scores = q[0] @ keys.transpose(1, 2) * SCALE
+    causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    return scores.masked_fill(~(causal if mask is None else causal & mask), float("-inf")).softmax(-1)
+
+
+@pytest.mark.parametrize("length", [1, 63, 640, 1000])
+def test_masses_are_those_of_the_softmax(length: int) -> None:
+    q, k, _ = made(length)
+    found, whole = mass_scores(q, k, SCALE, 0), weights(q, k)
+    for row in range(found.shape[1]):
+        rows = whole[:, row * TILE : (row + 1) * TILE].mean(1)
+        for tile in range(row + 1):
+            torch.testing.assert_close(found[:, row, tile], rows[:, tile * TILE : (tile + 1) * TILE].sum(-1))
+    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:2]))
+
+
+@pytest.mark.parametrize(("by_mass", "share"), [(False, 0.4), (True, 0.8)])
+@pytest.mark.parametrize("tail", [0, 64])
+def test_attention_is_that_of_the_chosen_tiles(by_mass: bool, share: float, tail: int) -> None:
+    q, k, v = made(1000)
+    out = attend_to(q, k, v, SCALE, 3, scores=mass_scores, share=share, by_mass=by_mass, tail=tail)
+    build = top_p_index if by_mass else top_k_index
+    index = build(mass_scores(q, k, SCALE, 3), 1000, share, tail=tail)
+    index.validate()
+    expected = weights(q, k, index.to_mask()[0]) @ v[0].repeat_interleave(2, 0)
+    torch.testing.assert_close(out[0], expected, atol=2e-4, rtol=2e-4)
+    assert not torch.allclose(expected, weights(q, k) @ v[0].repeat_interleave(2, 0), atol=1e-2)
+
+
+def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs() -> None:
+    q, k, _ = made(1280)
+    masses = mass_scores(q, k, SCALE, 0)
+    for index, mass in ((top_k_index(masses, 1280, 0.5), None), (top_p_index(masses, 1280, 0.7), 0.7)):
+        seen = index.to_mask()[0].unflatten(1, (20, TILE)).unflatten(3, (20, TILE))[:, :, -1, :, 0]
+        for row in range(2, 20):
+            for head in range(4):
+                taken = seen[head, row, : row + 1]
+                free = taken.clone()
+                free[[0, row]] = False
+                others = ~taken
+                assert taken[0] and taken[row]
+                if free.any() and others.any():
+                    assert masses[head, row, : row + 1][free].min() >= masses[head, row, : row + 1][others].max()
+                if mass is None:
+                    assert int(taken.sum()) == max(2, round(0.5 * (row + 1)))
+                else:
+                    held = float(masses[head, row, : row + 1][taken].sum())
+                    assert held >= mass - 1e-6
+                    assert not free.any() or held - float(masses[head, row, : row + 1][free].min()) < mass
+
+
+def test_random_tiles_differ_by_layer_and_head_and_not_by_prompt() -> None:
+    (q, k, _), (other, keys, _) = made(1280), made(1280)
+    one = top_k_index(random_scores(q, k, SCALE, 1), 1280, 0.5)
+    assert torch.equal(one.tiles, top_k_index(random_scores(other * 2, keys, SCALE, 1), 1280, 0.5).tiles)
+    assert not torch.equal(one.tiles, top_k_index(random_scores(q, k, SCALE, 2), 1280, 0.5).tiles)
+    assert not torch.equal(one.tiles[:, 0], one.tiles[:, 1])
+
+
+@pytest.mark.parametrize("density", [0.3, 0.6])
+def test_the_dense_tail_is_counted(density: float) -> None:
+    share = share_beside(density, 4096, 64)
+    index = top_k_index(torch.rand(2, 64, 64), 4096, share, tail=64)
+    assert float(index.density().mean()) == pytest.approx(density, abs=0.01)
+    assert share < density and share_beside(density, 4096, 0) == pytest.approx(density)
+
+
+def test_a_share_that_is_none_is_an_error() -> None:
+    with pytest.raises(HeadwiseError, match="a share must be above 0 and at most 1, got 0"):
+        attend_to(*made(64), SCALE, 0, scores=random_scores, share=0, by_mass=False, tail=0)
