@@ -36,7 +36,8 @@ from profiling.speed.latency import interleaved
 from profiling.speed.lossless_speed import lossless_table, measure_lossless
 from runtime import Headwise
 from runtime import load as load_headwise
-from runtime.caches.make import OFFLOADS, CacheBytes, cache_bytes
+from runtime.caches.make import OFFLOADS
+from runtime.caches.memory import CacheBytes, cache_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

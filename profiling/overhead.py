@@ -8,7 +8,6 @@ attention: see profiling.speed.beside.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ import transformers
 
 from artifacts import Artifact, Dense, HeadwiseError, Prefill, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from profiling.evaluation.times import machine
 from profiling.models.loading import LoadedModel, load_model
 from profiling.speed.beside import Beside, beside_attention
 from profiling.speed.latency import interleaved, medians, prefill
@@ -186,7 +186,12 @@ def main(argv: list[str] | None = None) -> int:
     to_json, lengths = options.pop("json"), tuple(options.pop("length"))
     config = OverheadConfig(**options | {"lengths": lengths, "beside": tuple(options["beside"])})
     found = run(config)
-    record = {**asdict(config), "processor": platform.processor(), **asdict(found)}
+    record = {
+        "command": arguments.as_typed("profiling.overhead", argv),
+        **asdict(config),
+        "machine": machine(config.device),
+        **asdict(found),
+    }
     arguments.deliver(report(config, found), record, to_json)
     return 0
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from runtime.headwise import Headwise, apply_dense, load, memory_report, warm_up
 
 if TYPE_CHECKING:
-    from runtime.applied import Handle
+    from runtime.handle import Handle
 
 __all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "warm_up"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Handle":
-        from runtime.applied import Handle
+        from runtime.handle import Handle
 
         return Handle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from artifacts.sidecar import Array
-    from runtime.applied import Handle
-    from runtime.caches.make import MemoryReport
+    from runtime.caches.memory import MemoryReport
+    from runtime.handle import Handle
 
 _log = logging.getLogger("headwise")
 
@@ -96,9 +96,9 @@ def memory_report(cache: Cache) -> MemoryReport:
 
     Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
     """
-    from runtime.caches import make
+    from runtime.caches import memory
 
-    return make.memory_report(cache)
+    return memory.memory_report(cache)
 
 
 class Headwise:

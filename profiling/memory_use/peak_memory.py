@@ -28,7 +28,8 @@ from profiling.evaluation.methods import Method
 from profiling.models.loading import LoadedModel, load_model
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load
-from runtime.caches.make import OFFLOADS, cache_bytes
+from runtime.caches.make import OFFLOADS
+from runtime.caches.memory import cache_bytes
 from runtime.layers import text_config
 
 _WARM = 192

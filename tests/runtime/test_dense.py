@@ -177,9 +177,15 @@ def test_a_whole_model_densely_by_our_kernel_needs_no_artifact(build: Any, ids: 
     former = model.config._attn_implementation
     with apply_dense(model) as applied:
         assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
-        assert applied.settings.calls.total()[BY_KERNEL] == 2
+        assert applied.stats()["dense"][BY_KERNEL] == 2 and set(applied.stats()) == {"dense"}
+        assert 'model="LlamaForCausalLM"' in applied.prometheus()
         with pytest.raises(HeadwiseError, match="applied already"):
             apply_dense(model)
+        cache = applied.new_cache()
+        assert torch.equal(model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False), expected)
+        assert {type(layer).__name__ for layer in cache.layers} == {"GrowingLayer"}
+        with pytest.raises(HeadwiseError, match="needs a decode section"):
+            applied.lossless()
     assert model.config._attn_implementation == former
     with apply_dense(model, by="model") as applied:
         assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)

@@ -1,0 +1,78 @@
+"""What a cache holds, in bytes and in tokens: any of transformers' caches, and those that Headwise makes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from runtime.omnikv.groups import total
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Cache
+    from transformers.cache_utils import CacheLayerMixin
+
+
+class LayerMemory(NamedTuple):
+    """Bytes of one layer on the device, slots seen (padding included), and tokens kept: the most and the mean of heads.
+
+    A layer in a context bank keeps all tokens there; its bytes are in the report's totals only.
+    """
+
+    layer: int
+    device: int
+    seen: int
+    kept: int
+    mean_kept: float
+
+
+class MemoryReport(NamedTuple):
+    """What a cache holds by layer, and bytes in all on the devices that compute and in CPU memory's context bank."""
+
+    layers: tuple[LayerMemory, ...]
+    device: int
+    bank: int
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of memory that a cache holds: on the devices that compute, and in the context bank in CPU memory."""
+
+    device: int
+    bank: int
+
+
+def cache_bytes(cache: Cache) -> CacheBytes:
+    """Bytes that any cache of transformers holds, room for new tokens included: what the allocator gave out for it."""
+    groups = {id(group): group for layer in cache.layers if (group := getattr(layer, "group", None)) is not None}
+    slots, bank = total(list(groups.values()))
+    return CacheBytes(_held(*cache.layers) + slots, bank)
+
+
+def memory_report(cache: Cache) -> MemoryReport:
+    """What a cache holds, layer by layer, and in all. See LayerMemory."""
+    layers = []
+    for number, layer in enumerate(cache.layers):
+        seen = int(layer.get_seq_length())
+        policies = getattr(layer, "policies", None)
+        if policies is not None:
+            kept = max((policy.kept for policy in policies), default=0)
+            mean = layer.mean_kept
+        else:
+            keys = getattr(layer, "keys", None)
+            kept = keys.shape[-2] if keys is not None and keys.numel() else seen if hasattr(layer, "group") else 0
+            mean = float(kept)
+        layers.append(LayerMemory(number, _held(layer), seen, kept, mean))
+    return MemoryReport(tuple(layers), *cache_bytes(cache))
+
+
+def _held(*layers: CacheLayerMixin) -> int:
+    """Bytes that these layers hold on the device that computes; tensors may share them."""
+    memories = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
+
+
+def _tensors(layer: CacheLayerMixin) -> list[Tensor]:
+    """The tensors that a cache layer holds on the device that computes."""
+    if (policies := getattr(layer, "policies", None)) is not None:
+        return [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
+    found = (getattr(layer, name, None) for name in ("keys", "values", "history"))
+    return [tensor for tensor in found if tensor is not None]

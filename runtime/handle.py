@@ -1,0 +1,176 @@
+"""What is at work on a model: puts itself into its configuration, and takes itself off again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+
+from torch import nn
+
+from artifacts import Artifact, HeadwiseError
+from runtime import metrics, warm
+from runtime.allocator import keep_freed_memory
+from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
+from runtime.attention.paged import Batching
+from runtime.attention.state import Layer, Settings, forget, remember
+from runtime.caches.make import make_cache
+from runtime.caches.memory import CacheBytes, cache_bytes
+from runtime.layers import text_config
+from runtime.low_memory.model import LowMemory
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+    from runtime.lossless.generate import Lossless
+
+
+class _Name(str):
+    """The attention's name in the configuration it is applied to; a copy of that has the attention from before."""
+
+    former: str
+
+    def __new__(cls, name: str, former: str) -> _Name:
+        made = super().__new__(cls, name)
+        made.former = former
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.former
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[str], tuple[str]]:
+        return str, (self.former,)
+
+
+class Handle:
+    """What is at work on a model: an artifact, or dense attention. A context manager; undo() ends it.
+
+    settings: how calls are served, and the counts of what served them.
+    """
+
+    def __init__(
+        self, artifact: Artifact | None, model: PreTrainedModel, layers: dict[nn.Module, Layer], settings: Settings
+    ) -> None:
+        self._artifact = artifact
+        self._model: PreTrainedModel | None = model
+        self._former = _implementations(model.config)
+        self._modules = list(layers)
+        self.settings = settings
+        self._first_heads = {layer.number: layer.first_head for layer in layers.values()}
+        config = text_config(model)
+        register()
+        remember(config, layers, settings)
+        former = _implementations(config)
+        config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
+        self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
+        # A model without a head, or of an older transformers, has none.
+        batches = hasattr(model, "init_continuous_batching")
+        self._lossless: Lossless | None = None
+        self._batching = Batching(model, config, _no_batching(model, settings)) if batches else None
+        if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
+            keep_freed_memory()
+
+    @property
+    def _applied_to(self) -> PreTrainedModel:
+        if self._model is None:
+            raise HeadwiseError("this artifact is no longer applied: its handle was undone")
+        return self._model
+
+    def undo(self) -> None:
+        """Give the model its former attention back, nested configurations too; later calls do nothing."""
+        if self._model is None:
+            return
+        model, self._model = self._model, None
+        model.config._attn_implementation = self._former
+        forget(text_config(model), self._modules)
+        self._modules = []
+        for part in (self._batching, self._low_memory):
+            if part is not None:
+                part.remove()
+        self._batching = self._low_memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def new_cache(self, *, offload: str = "auto") -> Cache:
+        """An empty cache for one generation: see Headwise.new_cache."""
+        return make_cache(self._artifact, self._applied_to, offload)
+
+    def lossless(self, *, drafts: int | None = None) -> Lossless:
+        """What `generate(custom_generate=...)` decodes one sequence with, so that it loses nothing against dense.
+
+        Tokens are drafted by chosen tokens alone and verified together by dense attention; of the cache drafts share
+        it all. Greedy decoding writes the tokens of dense attention, to the rounding of the dtype: several queries at
+        once round unlike one. Sampling has its distribution (speculative sampling, Leviathan et al. 2023, algorithm 1).
+
+            model.generate(**inputs, custom_generate=handle.lossless(), max_new_tokens=512)
+
+        Args:
+            drafts: tokens to draft for each verification, 0 to 15; None measures what is fastest, and decodes densely
+                on contexts where drafts gain nothing. What was sampled with a seed then depends on the clock.
+
+        Raises:
+            HeadwiseError: the artifact has no decode section, or has a kv_cache section; drafts is out of range, or
+                None where several processes share the model.
+        """
+        from runtime.lossless.generate import Lossless
+
+        self._lossless = made = Lossless(self._artifact, self._applied_to, self.settings, drafts)
+        return made
+
+    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
+        """See runtime.warm_up; with the caches that new_cache() makes."""
+        return warm.warm_up(self._applied_to, lengths, self.new_cache)
+
+    def cache_bytes(self, cache: Cache) -> CacheBytes:
+        """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
+        return cache_bytes(cache)
+
+    def stats(self) -> dict[str, Any]:
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more sections.
+
+        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
+        are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
+        kv_cache section "kept" are calls served from a cache under policies.
+
+        After lossless(), "lossless" has of its latest loop the "rounds", tokens "drafted" and "accepted", "dense_steps"
+        without drafts, "tokens_per_round", each verification's own token included, and "off_below", the length of
+        context below which drafts were found to gain nothing (0: none was).
+
+        Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
+        form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
+        head, from "first_head" on: mean "density", mean "recall" and "lowest_recall" as estimated from the last
+        queries (None where there was none), and "fallbacks", sequences that went dense for want of recall. Reading
+        waits for devices.
+        """
+        result = metrics.stats(self._artifact, self.settings, self._first_heads)
+        return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
+
+    def prometheus(self, *, model: str | None = None) -> str:
+        """What stats() says in Prometheus' text format, by layer and head; `model` names the model in every line."""
+        if model is None:
+            model = type(self._applied_to).__name__ if self._artifact is None else self._artifact.model.name
+        return metrics.prometheus(model, self.settings, self._first_heads)
+
+
+def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:
+    """Why transformers' continuous batching is not served, None where it is."""
+    if settings.decode is not None:
+        return "with a decode section: transformers' pages hold every token"
+    if settings.evicts:
+        return "with a kv_cache section: transformers' pages hold every token"
+    if settings.low_memory:
+        return "with low_memory=True"
+    if model.device.type != "cpu":
+        return f"on {model.device.type}, where it has not been tried: undo() the artifact first"
+    return None
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """What a configuration's _attn_implementation can be set to: its own and, by name, those nested in it."""
+    nested = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": config._attn_implementation} | {
+        name: _implementations(part) for name, part in nested.items() if part is not None
+    }
