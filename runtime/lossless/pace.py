@@ -7,7 +7,7 @@ al. 2023, equation 1).
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 from kernels.decode import MAX_QUERIES
@@ -20,6 +20,8 @@ _MARGIN = 1.03
 _LONGER = 1.25
 # Seconds of how many rounds of a kind are kept.
 _LATEST = 8
+# A choice serves so many rounds: on a CPU to choose takes half as long as to attend.
+_SERVES = 4
 
 
 class Plan(NamedTuple):
@@ -30,7 +32,7 @@ class Plan(NamedTuple):
 
 
 # The first rounds of a generation: dense steps, then enough drafts for an estimate.
-_FIRST = Plan(0, False), Plan(0, False), Plan(0, True), Plan(3, True), Plan(7, True), Plan(3, True)
+_FIRST = Plan(0, False), Plan(0, False), Plan(0, True), Plan(3, False), Plan(3, True)
 
 
 class Pace:
@@ -47,7 +49,7 @@ class Pace:
         self._first = list(_FIRST if self.fixed is None else _FIRST[2:3])
         self._draft: deque[float] = deque(maxlen=_LATEST)
         self._verify: dict[int, deque[float]] = {}
-        self._judged = self._stood = 0
+        self._judged = self._stood = self._rounds = 0
 
     def plan(self, length: int, room: int) -> Plan:
         """The next round on a context of `length` tokens, with at most `room` drafts."""
@@ -56,9 +58,9 @@ class Pace:
         if self._first:
             plan = self._first.pop(0)
         elif self.fixed is not None:
-            plan = Plan(self.fixed, True)
+            plan = Plan(self.fixed, self._chooses())
         else:
-            plan = Plan(max(range(MOST + 1), key=self._speed), True)
+            plan = Plan(max(range(MOST + 1), key=self._speed), self._chooses())
             if self._speed(plan.drafts) < _MARGIN * self._speed(0):
                 self.off_below = int(_LONGER * length)
                 self.begin()
@@ -69,11 +71,17 @@ class Pace:
         """What a round gave and took."""
         if plan.drafts:
             self._draft.append(draft_seconds / plan.drafts)
+        # A dense step that chooses is no measure of one that does not.
         if plan.drafts or not plan.chooses:
             self._verify.setdefault(plan.drafts, deque(maxlen=_LATEST)).append(verify_seconds)
         # What comes after the first that fell was not judged.
         self._judged += min(stood + 1, plan.drafts)
         self._stood += stood
+
+    def _chooses(self) -> bool:
+        """Whether the choice has served its rounds."""
+        self._rounds += 1
+        return self._rounds % _SERVES == 0
 
     def _speed(self, drafts: int) -> float:
         """Tokens a second of rounds with so many drafts."""
@@ -83,7 +91,7 @@ class Pace:
 
     def _verification(self, drafts: int) -> float:
         """Seconds to verify so many drafts: as seen, or on the line through the nearest two that were."""
-        seen = {count: median(seconds) for count, seconds in self._verify.items()}
+        seen = {count: mean(seconds) for count, seconds in self._verify.items()}
         nearest = sorted(seen, key=lambda count: abs(count - drafts))[:2]
         if drafts in seen or len(seen) < 2:
             return seen[nearest[0]]
