@@ -26,7 +26,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "compare": ("profiling.compare", "dense attention against an artifact: time, perplexity, answers"),
         "evaluate": ("profiling.evaluate", "every method side by side: tasks, perplexity, speed, as one page"),
         "lm-eval": ("profiling.lm_eval", "lm-evaluation-harness, with an artifact in its model"),
-        "report": ("profiling.report", "the page of an evaluation again"),
+        "report": ("profiling.report", "the standing page of a model's methods, in the minutes given"),
         "decode": ("profiling.decode", "decode: time a token, perplexity, answers, bytes of the cache"),
         "versus": ("profiling.versus", "artifacts of one model side by side"),
         "rivals": ("profiling.rivals", "an artifact beside OpenVINO GenAI, dense and with XAttention"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from profiling.evaluation.fronts import section
 from profiling.evaluation.record import figure, methods_at, speedup_of, summary_tasks, told_crossover, told_seen
 from profiling.evaluation.rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
 from profiling.pictures.charts import Bar, Series, heatmap, intervals, legend, lines
@@ -20,6 +21,7 @@ def page(record: dict[str, Any]) -> str:
         f"<h1>{model}: sparse attention beside dense</h1>",
         _in_short(record),
         *[_length(record, length) for length in record["settings"]["lengths"]],
+        section(record),
         _needle(record),
         _positions(record),
         _speed(record),
@@ -255,7 +257,11 @@ def _made_with(record: dict[str, Any]) -> str:
     told = {**record["machine"], **record["versions"], **record["settings"]}
     items = "".join(f"<li>{escape(str(key))}: {escape(plain(value))}</li>" for key, value in told.items())
     digest = escape(str(record["artifact"]["content_sha256"]))
-    notes = "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
+    left = record.get("left_out", {"what": []})
+    missing = (
+        f"<p>Left out of {left['minutes']:g} minutes: {escape('; '.join(left['what']))}.</p>" if left["what"] else ""
+    )
+    notes = missing + "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
     return (
         f"{notes}<h2>Made with</h2><p><code>{escape(record['command'])}</code></p><p>Artifact <code>{digest}</code></p>"
         f"<details><summary>Machine, versions and settings</summary><ul>{items}</ul></details>"

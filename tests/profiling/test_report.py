@@ -1,0 +1,121 @@
+"""The standing report: what fits the minutes, what is left out, and quality against time in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling import report
+from profiling.evaluation.fronts import Front, Point, front_of, told
+from profiling.evaluation.measure import evaluate
+from search.published.config import HeadSearch
+from search.published.head_budget import run
+from tests.search.conftest import save_tiny
+
+LENGTH = 900
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    model = save_tiny(folder / "tiny")
+    run(
+        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8", dtype="float32", command="x")
+    )
+    return folder
+
+
+def asked(searched: Path, out: Path, *more: str) -> list[str]:
+    base = [str(searched / "cfg.yaml"), "--model", str(searched / "tiny"), "--out", str(out), "--dtype", "float32"]
+    return [*base, "--length", str(LENGTH), "--methods", "headwise", "random_tiles", *more]
+
+
+def test_what_fits_is_measured_and_the_rest_is_named(
+    searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds: list[tuple[str, int]] = []
+
+    def counted(config: Any, *given: Any) -> Any:
+        rounds.append((config.tasks[0], config.samples))
+        return evaluate(config, *given)
+
+    monkeypatch.setattr(report, "evaluate", counted)
+    monkeypatch.setattr(report, "ROUNDS", (2, 4))
+    out = tmp_path / "out"
+    tasks = ("--task", "passkey", "--task", "babilong_qa1")
+    # The first task is always run; after it the time is up.
+    assert report.main(asked(searched, out, *tasks, "--minutes", "0.0001")) == 0
+    record = json.loads((out / "evaluation.json").read_text())
+    assert rounds == [("passkey", 2)]
+    assert record["left_out"]["what"] == [
+        "babilong_qa1 at 900 tokens, 2 prompts",
+        "passkey at 900 tokens, 4 prompts",
+        "babilong_qa1 at 900 tokens, 4 prompts",
+    ]
+    html = (out / "index.html").read_text()
+    assert "Left out of 0.0001 minutes: babilong_qa1 at 900 tokens, 2 prompts" in html
+    rounds.clear()
+    assert report.main(asked(searched, out, *tasks, "--minutes", "30")) == 0
+    assert rounds == [("passkey", 2), ("babilong_qa1", 2), ("passkey", 4), ("babilong_qa1", 4)]
+    record = json.loads((out / "evaluation.json").read_text())
+    assert record["left_out"]["what"] == []
+    counts = {(f["task"], f["measure"]): f["count"] for f in record["figures"] if f["method"] == "random_tiles"}
+    assert counts["passkey", "score"] == counts["babilong_qa1", "forced choice"] == 4
+    timed = {each["method"] for each in record["prefill"]}
+    assert timed == {"dense", "dense_kernel", "headwise"}, "what chooses by scores is not timed"
+    html = (out / "index.html").read_text()
+    assert "Quality against time" in html and "Left out" not in html and "Not told apart from dense" in html
+    (out / "index.html").unlink()
+    capsys.readouterr()
+    assert report.main([str(out)]) == 0
+    assert (out / "index.html").read_text() == html and "900 tokens" in capsys.readouterr().out
+
+
+def test_a_front_is_what_none_beats() -> None:
+    points = [
+        Point(method=m, value=v, seconds=s, verdict=t)
+        for m, v, s, t in (
+            ("fast", 0.3, 1.0, "worse"),
+            ("good", 0.8, 2.0, ""),
+            ("slow", 0.7, 3.0, ""),
+            ("dense", 0.9, 4.0, ""),
+            ("same", 0.9, 4.0, ""),
+        )
+    ]
+    assert front_of(points, higher=True) == ("fast", "good", "dense", "same")
+    assert front_of(points, higher=False) == ("fast",)
+    found = Front(task="t", length=1, measure="score", points=tuple(points), front=("fast", "good", "dense", "same"))
+    assert told(found) == (
+        "Beaten by none in both time and quality: fast, good, dense, same. Worse than dense: fast. "
+        "Not told apart from dense by these prompts: good, slow, same."
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (("--minutes", "0"), "--minutes must be above 0, got 0"),
+        (("--task", "riddle"), "unknown task 'riddle'"),
+    ],
+)
+def test_bad_use(searched: Path, tmp_path: Path, more: tuple[str, ...], line: str) -> None:
+    with pytest.raises(HeadwiseError, match=line):
+        report.main(asked(searched, tmp_path / "out", *more))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_artifact_needs_a_model_and_a_folder_neither(searched: Path, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="a report of an artifact needs --model MODEL and --out FOLDER"):
+        report.main([str(searched / "cfg.yaml")])
+    with pytest.raises(HeadwiseError, match=r"needs an artifact, such as cfg\.yaml, got"):
+        report.main([str(tmp_path), "--model", "smollm2"])
+    with pytest.raises(HeadwiseError, match="cannot be read: no such file or directory; give a folder that"):
+        report.main([str(tmp_path)])
+    (tmp_path / "evaluation.json").write_text("{}")
+    with pytest.raises(HeadwiseError, match="is of no evaluation by this version"):
+        report.main([str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
