@@ -55,8 +55,8 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
         if where == "attention":
             from runtime.attention import kernel as served
 
-            failing = Failing(served.sparse_attention, {1, 2, 5}, FAULTS[name])
-            monkeypatch.setattr("runtime.attention.kernel.sparse_attention", failing)
+            failing = Failing(served.launch, {1, 2, 5}, FAULTS[name])
+            monkeypatch.setattr("runtime.attention.kernel.launch", failing)
         else:
             failing = Failing(LayerPlan.build, {1, 2, 5}, FAULTS[name])
             monkeypatch.setattr(LayerPlan, "build", lambda *args, **kwargs: failing(*args, **kwargs))
@@ -77,8 +77,8 @@ def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> 
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         expected = model(prompt).logits
-        failing = Failing(served.sparse_attention, {2}, FAULTS["launch"])
-        monkeypatch.setattr("runtime.attention.kernel.sparse_attention", failing)
+        failing = Failing(served.launch, {2}, FAULTS["launch"])
+        monkeypatch.setattr("runtime.attention.kernel.launch", failing)
         with pytest.raises(HeadwiseError) as error:
             model(prompt)
         assert torch.equal(model(prompt).logits, expected)
@@ -93,9 +93,7 @@ def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, mo
 
     model = build()
     with apply(model):
-        monkeypatch.setattr(
-            "runtime.attention.kernel.sparse_attention", Failing(served.sparse_attention, {1}, lambda: error)
-        )
+        monkeypatch.setattr("runtime.attention.kernel.launch", Failing(served.launch, {1}, lambda: error))
         with pytest.raises(type(error)):
             model(ids(200))
 
