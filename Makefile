@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-.PHONY: docs hub-kernel test test-all test-lm-eval test-oldest test-vllm test-wheel demo fuzz lint clean
+.PHONY: docs hub-kernel test test-all test-lm-eval test-oldest test-vllm test-wheel demo fuzz gpu lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -71,6 +71,12 @@ $(LM_EVAL_VENV)/.installed: pyproject.toml constraints.txt
 	$(LM_EVAL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
 		--editable '.[search,lm-eval]' pytest
 	@touch $@
+
+# Everything worth knowing about Headwise on this machine's GPU, in build/gpu. It installs nothing: PYTHON has a torch for it.
+MINUTES ?= 9
+
+gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m profiling.gpu_report --out build/gpu --minutes $(MINUTES) $(REPORT)
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.
 fuzz: $(VENV)/.installed

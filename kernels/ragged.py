@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels.copies import Copy
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
@@ -25,7 +27,7 @@ class Ragged:
     q_lens: tuple[int, ...]
     k_starts: tuple[int, ...]
     k_lens: tuple[int, ...]
-    _tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: dict[torch.device, Copy] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len({len(part) for part in self._columns}) != 1 or not self.rows:
@@ -97,9 +99,8 @@ class Ragged:
     def table(self, device: torch.device) -> Tensor:
         """(S, 5) int32 of row, q_start, q_len, k_start, k_len; made once for each device, without waiting for it."""
         if device not in self._tables:
-            made = torch.tensor(self.flat, dtype=torch.int32).view(-1, 5)
-            self._tables[device] = made.to(device, non_blocking=True)
-        return self._tables[device]
+            self._tables[device] = Copy.of(torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device)
+        return self._tables[device].read()
 
     def fault(self, q_shape: Sequence[int], k_shape: Sequence[int] | None) -> str | None:
         """Why the sequences do not lie in q (B, H, Q, D) and k (B, G, K, D; None for paged keys); None if they do."""

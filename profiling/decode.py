@@ -123,15 +123,15 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             loaded.model, headwise, windows, tokens=size, drafts=config.drafts, repeats=config.repeats
         )
         return [], _record(config, hashes, {"lossless": [asdict(each) for each in written]})
-    methods = _methods(
+    compared = methods(
         loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
     )
-    seconds, held = _times(config, loaded, methods) if config.repeats else ({}, {})
+    seconds, held = step_seconds(config, loaded, compared) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
     rows: list[Row] = []
     base: Tensor | None = None
-    for method in methods:
+    for method in compared:
         if method.name == KERNEL:
             if seconds:
                 rows.append(_row(config, method.name, seconds, held, (), (), None, None))
@@ -164,7 +164,8 @@ def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, An
     }
 
 
-def _methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[_Method]:
+def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[_Method]:
+    """Both dense attentions, and each artifact with each way to keep keys that are not chosen."""
     from transformers import DynamicCache
 
     model = loaded.model
@@ -187,7 +188,7 @@ def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, sa
 
 
 @torch.no_grad()
-def _times(
+def step_seconds(
     config: Comparison, loaded: LoadedModel, methods: Sequence[_Method]
 ) -> tuple[dict[str, list[float]], dict[str, CacheBytes]]:
     """Seconds of `steps` tokens in turn, and the bytes of each method's cache."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.attention.recall import dense_where, estimate_recall
-from kernels.patterns.base import on_device
+from kernels.copies import on_device
 from kernels.ragged import Ragged
 from runtime.attention.state import Layer
 

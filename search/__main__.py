@@ -64,6 +64,8 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "this machine": {
         "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),
         "bench": ("profiling.bench", "the kernels against torch's"),
+        "gpu-build": ("profiling.gpu_build", "what is known of the GPU kernels without a GPU"),
+        "gpu-report": ("profiling.gpu_report", "everything worth knowing about a GPU, in minutes"),
         "costs": ("profiling.kernels", "what attention costs on it, as a table for searches"),
         "overhead": ("profiling.overhead", "what an applied artifact costs where it does nothing"),
         "turns": ("profiling.turns", "short turns on a long past, by patterns and densely"),

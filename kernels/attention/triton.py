@@ -6,7 +6,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import Launch, architecture, choose, serves, split, unavailable
+from kernels.attention.triton_tuned import best
 from kernels.breaker import building, failure
+from kernels.copies import on_device
 from kernels.dispatch import derivative_wanted
 from kernels.index import PAD, TILE, SparseIndex, ascending, num_tiles
 from kernels.ragged import Ragged
@@ -101,9 +102,9 @@ def prepare(
     # A window that holds all keys costs a comparison for each of them.
     window = None if index.window is None or index.window >= index.k_len else index.window
     has_tiles = tiles.shape[-1] > 0
-    launch = launch or choose(
-        target or architecture(q.device), dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=has_tiles
-    )
+    sizes: dict[str, Any] = {"dim": max(dim, v_dim), "itemsize": q.element_size(), "has_tiles": has_tiles}
+    if launch is None:
+        launch = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes)
     out, lse = _results(q, v_dim, ragged, out)
     tables = _tables(index, launch.rows, window)
     walk, held = tables["walk"], tables["held"]
@@ -112,7 +113,7 @@ def prepare(
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, **tables,
         "tiles": tiles.contiguous(), "columns": columns.contiguous(),
-        "dense_tail": _tail_table(index.dense_tail, q.device) if any(index.dense_tail) else walk,
+        "dense_tail": on_device(index.dense_tail, q.device, torch.int32) if any(index.dense_tail) else walk,
         "pages": walk if block_table is None else block_table.contiguous(),
         "places": walk if ragged is None else ragged.table(q.device),
         "sinks": lse if sinks is None else sinks.float().contiguous(),
@@ -172,12 +173,6 @@ def _between(ragged: Ragged, batch: int, q_len: int) -> Iterator[tuple[int, slic
             end = start + length
         if end < q_len:
             yield row, slice(end, q_len)
-
-
-@functools.cache
-def _tail_table(dense_tail: tuple[int, ...], device: torch.device) -> Tensor:
-    """(H) int32 on the device, made once for a layer's plan and without waiting for it."""
-    return torch.tensor(dense_tail, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _factors(scale: float, softcap: float | None) -> dict[str, float]:

@@ -208,8 +208,9 @@ def _attend_columns(
     `dense_last` is 1 where the second query tile has all keys without them.
     """
     lane = tl.arange(0, KEYS)
-    # A load whose address another load gives takes two stages more to be as far ahead.
-    for start in tl.range(first, count, KEYS, num_stages=STAGES + 2):
+    # A load whose address another load gives takes two stages more to be as far ahead. With one query tile a program it
+    # is one more: the other takes the shared memory without which two programs fit a multiprocessor of Hopper.
+    for start in tl.range(first, count, KEYS, num_stages=STAGES + 1 if ROWS == 1 and STAGES > 2 else STAGES + 2):
         present = start + lane < count
         column = tl.load(columns + start + lane, mask=present, other=0)
         tile = column // TILE

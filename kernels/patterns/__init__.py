@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, cat_heads, cat_sequences, dense_index, num_tiles, with_dense_tail
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
@@ -101,7 +101,6 @@ class LayerPlan:
         grouped = [head for heads in self._kinds.values() for head in heads]
         # Where each head stands in the concatenation of the kinds.
         self._place = sorted(range(len(grouped)), key=grouped.__getitem__)
-        self._places: dict[torch.device, Tensor] = {}
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
         self._lengths: dict[int, LayerPlan] = {}
         if growth is not None:
@@ -127,7 +126,6 @@ class LayerPlan:
                 grown = {pattern: self.growth.grown(pattern, k_len) for pattern in dict.fromkeys(self.patterns)}
                 some = [grown[pattern] for pattern in self.patterns]
                 plan = LayerPlan(some, self.num_kv_heads, dense_tail=self.dense_tail)
-                plan._places = self._places
                 if len(self._lengths) == _LENGTHS:
                     del self._lengths[next(iter(self._lengths))]
             self._lengths[tiles] = plan
@@ -192,10 +190,8 @@ class LayerPlan:
         if self.dense_tail and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE:
             # Every row is one of the tail: there is nothing to choose.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-        if q.device not in self._places:
-            self._places[q.device] = torch.tensor(self._place).to(q.device, non_blocking=True)
         parts = [
             cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale, window=window)
             for cls, heads in self._kinds.items()
         ]
-        return cat_heads(parts, self._places[q.device], self._place)
+        return cat_heads(parts, on_device(tuple(self._place), q.device), self._place)

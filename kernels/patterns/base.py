@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from kernels.index import SparseIndex
@@ -87,14 +85,3 @@ class Pattern:
     ) -> SparseIndex:
         """The index of h heads in one call; arguments as in `prepare`."""
         return cls.prepare(patterns, heads, q, k, scale=scale, window=window)(patterns)
-
-
-@lru_cache(maxsize=4096)
-def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers known on the host as a 1-D tensor, made once for each device and copied there without waiting.
-
-    Shared by all who ask: not to be written to.
-    """
-    with torch.inference_mode(False):
-        made = torch.tensor(values, dtype=dtype, device="cpu")
-        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

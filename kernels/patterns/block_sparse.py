@@ -12,9 +12,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns import cpu
-from kernels.patterns.base import SHARE, Pattern, on_device
+from kernels.patterns.base import SHARE, Pattern
 from kernels.patterns.choose import best_places
 
 # Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its cores.

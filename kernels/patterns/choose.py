@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.breaker import CannotBuildError
+from kernels.copies import on_device
 from kernels.index import PAD
 from kernels.patterns import cpu, triton
-from kernels.patterns.base import on_device
 
 # Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the order on the run.
 _UNITS = 2.0**40

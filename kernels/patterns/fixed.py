@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_rows, num_tiles
-from kernels.patterns.base import Pattern, on_device
+from kernels.patterns.base import Pattern
 
 
 @dataclass(frozen=True, kw_only=True)

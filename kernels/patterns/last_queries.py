@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.breaker import CannotBuildError
+from kernels.copies import on_device
 from kernels.patterns import cpu, triton
-from kernels.patterns.base import on_device
 
 # Bytes of attention rows held at once: on a GPU enough to be busy at 128K tokens and little at 1M; on a CPU what stays
 # near its cores and is not handed back to the system after each use.

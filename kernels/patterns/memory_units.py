@@ -12,8 +12,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
-from kernels.patterns.base import Pattern, on_device
+from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.fixed import counted, reach

@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kernels.copies import Copy
 from kernels.index import PAD, TILE, SparseIndex, num_tiles
 from kernels.patterns.fixed import Fixed
 
@@ -56,7 +57,7 @@ class Static(Fixed):
     @classmethod
     def entries(cls, patterns: Sequence[Self], k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """See Fixed.entries."""
-        diagonals, columns = _tables(tuple(patterns), device)
+        diagonals, columns = (table.read() for table in _tables(tuple(patterns), device))
         return _below(num_tiles(k_len), diagonals), _below(k_len, columns)
 
 
@@ -82,18 +83,18 @@ def _unpadded(entries: list[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _tables(patterns: tuple[Static, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(patterns: tuple[Static, ...], device: torch.device) -> tuple[Copy, Copy]:
     """Diagonals and columns of all patterns as they are on a prompt without end; shared: not to be written to."""
     diagonals = [sorted({0, *p.diagonals}) for p in patterns]
     columns = [sorted({*range(TILE), *p.columns}) for p in patterns]
     return _table(diagonals, device), _table(columns, device)
 
 
-def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Copy:
     width = max(map(len, rows))
     with torch.inference_mode(False):
         made = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32, device="cpu")
-        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+        return Copy.of(made, device)
 
 
 def _below(limit: int, entries: Tensor) -> Tensor:

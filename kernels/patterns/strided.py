@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.index import PAD, num_tiles
-from kernels.patterns.base import on_device
 from kernels.patterns.fixed import Fixed, reach, sink_columns
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, choose, split, unavailable
 from kernels.breaker import building, failure
+from kernels.copies import on_device
 from kernels.dispatch import say_once
 from kernels.index import PAD, TILE, num_tiles
-from kernels.patterns.base import on_device
 
 _LOG2E = 1.4426950408889634
 _MAX_DIM = 256

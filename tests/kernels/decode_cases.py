@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.decode import Decoded, decode_attention, reference, triton
 from kernels.index import PAD
+from tests.kernels.triton_memory import memory_checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +269,8 @@ def main(names: list[str]) -> None:
             if splits is None
             else serve(triton, case, splits=splits)
         )
-        found[name] = run(case, torch.device("cpu"), op, ("sum", "max")[at % 2])
+        with memory_checked():
+            found[name] = run(case, torch.device("cpu"), op, ("sum", "max")[at % 2])
     print(json.dumps(found))
 
 

@@ -176,7 +176,8 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float,
     """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a process or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
-        [sys.executable, decode_cases.__file__, *names_in_this_run(request)],
+        [sys.executable, "-m", decode_cases.__name__, *names_in_this_run(request)],
+        cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

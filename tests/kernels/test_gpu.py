@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 
+from kernels import copies
 from kernels.attention import reference, sparse_attention, triton
 from kernels.attention.triton_launch import Launch, architecture, choose
 from kernels.index import PAD, TILE
@@ -186,7 +187,7 @@ def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) ->
     k = q[:, :1]
     plan = LayerPlan(LAYER, 1, dense_tail=70)
     sparse_attention(q, k, k, plan.build(q, k, window=window, ragged=ragged), backend="triton")
-    triton._tail_table.cache_clear()
+    copies._copied.cache_clear()
     plan = LayerPlan(LAYER, 1, dense_tail=70)
     if ragged is not None:
         ragged = replace(ragged)
@@ -194,6 +195,20 @@ def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) ->
         for _ in range(2):
             index = plan.build(q, k, window=window, ragged=ragged)
             sparse_attention(q, k, k, index, backend="triton", out=torch.empty_like(q))
+
+
+def test_numbers_copied_on_one_stream_are_right_on_another() -> None:
+    """The copy is late, and nobody waits for it on the host."""
+    values = tuple(range(1000, 1500))
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    copies._copied.cache_clear()
+    with no_waiting():
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(200_000_000)
+            copies.on_device(values, DEVICE)
+        with torch.cuda.stream(second):
+            read = copies.on_device(values, DEVICE) + 0
+    assert read.tolist() == list(values)
 
 
 def test_dense_index_is_causal_attention_at_long_length() -> None:

@@ -20,8 +20,9 @@ from kernels.attention.triton_launch import Launch, choose, serves, split
 from kernels.index import PAD, SparseIndex, num_tiles
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
+from profiling.gpu.compiled import TARGETS
+from profiling.gpu.variants import HEAD_DIMS
 from tests.kernels import triton_builders, triton_cases
-from tests.kernels.triton_builds import HEAD_DIMS, TARGETS
 from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,8 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]
     """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a process or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
-        [sys.executable, triton_cases.__file__, *names_in_this_run(request)],
+        [sys.executable, "-m", triton_cases.__name__, *names_in_this_run(request)],
+        cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

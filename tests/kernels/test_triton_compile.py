@@ -1,6 +1,6 @@
 """The Triton kernel compiles for every target without a GPU: no spilled registers, shared memory that fits.
 
-`python tests/kernels/triton_builds.py` compiles the whole matrix, of which these are a part.
+`python -m profiling.gpu_build` compiles the whole matrix, of which these are a part.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 import pytest
 import torch
 
-from tests.kernels.triton_builds import TARGETS, VARIANTS, compile_choice, compile_estimate, compile_for
+from profiling.gpu.compiled import TARGETS
+from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_for
 from tests.sampling import sampled
 
 pytestmark = [

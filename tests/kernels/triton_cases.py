@@ -15,6 +15,7 @@ import torch
 from kernels.attention.triton_launch import Launch
 from tests.kernels import triton_builders
 from tests.kernels.triton_inputs import Case, packed, padded, run, square
+from tests.kernels.triton_memory import memory_checked
 
 # Largest absolute error of standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
 OUT_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -138,7 +139,8 @@ def main(names: list[str]) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     names = names or [*SMALL, *triton_builders.ESTIMATES, *triton_builders.CHOICES]
-    print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
+    with memory_checked():
+        print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
 
 
 if __name__ == "__main__":

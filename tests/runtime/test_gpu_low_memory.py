@@ -10,23 +10,13 @@ import transformers
 from transformers import DynamicCache
 
 import artifacts
+from profiling.gpu.model import LLAMA_8B
 from profiling.memory_plan import plan, shape_of
 from runtime import Headwise
 from tests.runtime.omnikv import DECODE
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 2**20,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e8},
-}
 CARD = 139 * 10**9
 
 

@@ -1,0 +1,98 @@
+"""What is known of a build without a GPU: registers, spills, shared memory, its hot loop, and how fast it can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kernels.attention.triton_launch import Launch
+from kernels.index import TILE
+from profiling.gpu.compiled import TARGETS, Build
+from profiling.gpu.machine_code import hot_loop, whole
+from profiling.gpu.steps import Rows, Setting
+from profiling.gpu.time_model import DEVICES, predict, programs
+from profiling.gpu.variants import (
+    DECODE_VARIANTS,
+    VARIANTS,
+    compile_choice,
+    compile_decode,
+    compile_estimate,
+    compile_for,
+)
+
+# Operations a second on computed tiles that head dim 128 is to reach, in units of the device's own.
+GOAL = 450e12 / 989e12
+# Of the sorts of calls those that differ most.
+ATTENTION = ("diagonals, columns", "lists", "diagonals, lists, columns", "a serving engine")
+DECODE = ("all keys", "tokens, scores")
+
+
+def names(targets: Sequence[str], dims: Sequence[int], *, every: bool = False) -> list[str]:
+    """The builds of a table, such as "sm_90 128 attention: lists"; `every` sort of call, or those that differ most."""
+    attention, decode = (tuple(VARIANTS), tuple(DECODE_VARIANTS)) if every else (ATTENTION, DECODE)
+    kinds = [f"attention: {name}" for name in attention] + [f"decode: {name}" for name in decode] + ["builders:"]
+    return [f"{target} {dim} {kind}" for target, dim, kind in itertools.product(targets, dims, kinds)]
+
+
+def pieces(step: str, setting: Setting) -> list[str]:
+    """See profiling.gpu.steps: the builds of this device, of which a rehearsal compiles none."""
+    if setting.small or torch.version.hip is not None or not torch.cuda.is_available():
+        return []
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return names([target], [128, 64, 256]) if target in TARGETS else []
+
+
+def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
+    """Compile what a name says; facts of each kernel by its name."""
+    place, _, variant = piece.partition(":")
+    target, dim, kind = place.split()
+    how: dict[str, Any] = {"head_dim": int(dim), "dtype": torch.bfloat16}
+    if kind == "attention":
+        launch, build = compile_for(target, **how, **VARIANTS[variant.strip()])
+        return {"attention": _facts(build, target, launch, int(dim))}
+    if kind == "decode":
+        built = compile_decode(target, **how, **DECODE_VARIANTS[variant.strip()])
+    else:
+        built = {**compile_estimate(target, **how), "choice": compile_choice(target, n=16_385)}
+    return {name: _facts(build, target) for name, build in built.items()}
+
+
+def _facts(build: Build, target: str, launch: Launch | None = None, dim: int = 0) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "registers": build.registers, "spilled": build.spilled, "shared": build.shared, "warps": build.warps,
+    }  # fmt: skip
+    if not build.machine:
+        return facts
+    loop = hot_loop(build.machine)
+    facts |= {"programs": programs(build, target), "local": whole(build.machine).local}
+    facts |= {"loop": None if loop is None else asdict(loop), "wgmma": "wgmma" in build.assembly}
+    if launch is not None:
+        facts["launch"] = asdict(launch)
+        if loop is not None and target in DEVICES:
+            queries = launch.rows * TILE
+            facts["predicted"] = asdict(predict(loop, build, target, queries=queries, keys=launch.keys, dim=dim))
+    return facts
+
+
+def lines(rows: Rows) -> list[Sequence[str]]:
+    """A line for each kernel. TF/s are what the time model allows at most."""
+    head = ("build", "kernel", "registers", "spilled", "local", "shared", "programs", "loop", "tensor", "copies")
+    table: list[Sequence[str]] = [(*head, "at most TF/s", "bound by", "goal")]
+    for piece, kernels in rows.items():
+        for name, facts in kernels.items():
+            loop, best = facts.get("loop") or {}, facts.get("predicted")
+            copies = "TMA" if loop.get("bulk_copies") else "cp.async" if loop.get("async_copies") else "-"
+            goal = f"{GOAL * DEVICES[piece.split()[0]].flops / 1e12:.0f}" if best else "-"
+            table.append(
+                (
+                    piece.rstrip(":"), name, str(facts["registers"]), str(facts["spilled"]),
+                    str(facts.get("local", "-")), str(facts["shared"]), str(facts.get("programs", "-")),
+                    str(loop.get("instructions", "-")), str(loop.get("tensor", "-")), copies if loop else "-",
+                    f"{best['flops'] / 1e12:.0f}" if best else "-", best["bound"] if best else "-", goal,
+                )
+            )  # fmt: skip
+    return table

@@ -1,0 +1,131 @@
+"""Times every build of the attention kernel that fits, so that the launch table need not be guessed.
+
+The step "builds" compiles them, several at a time, into Triton's cache on disk; the step "sweep" times one after the
+other. A build whose result is wrong has no time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
+from typing import Any
+
+from kernels.attention import triton
+from kernels.attention.triton_launch import Launch, architecture, choose
+from profiling.gpu.attention import make_index, size_of
+from profiling.gpu.steps import Rows, Setting
+from profiling.speed.attention_speed import check
+from profiling.speed.latency import in_turn, medians
+
+# What heads of a layer hold -> the patterns that stand for it. Lists are served one query tile a program.
+SORTS = {"paired": ("vertical_slash", "a_shape"), "lists": ("block_sparse",)}
+_LENGTH, _SMALL_LENGTH = 32_768, 200
+
+
+def pieces(step: str, setting: Setting) -> list[str]:
+    """One for each build, such as "paired 128 rows=2 keys=64 warps=8 stages=3 registers=255"."""
+    if step == "builds" and setting.small:
+        return []
+    dims = (64,) if setting.small else (128, 64, 256)
+    return [
+        f"{'compile ' * (step == 'builds')}{sort} {dim} {_words(build)}"
+        for dim, sort in itertools.product(dims, SORTS)
+        for build in candidates(sort, dim, small=setting.small)
+    ]
+
+
+def candidates(sort: str, dim: int, *, small: bool = False) -> list[Launch]:
+    """Builds that may be the fastest for a sort of heads and a head dim, the most likely first."""
+    if small:
+        # Small steps are all that an interpreted build can differ in.
+        return [Launch(rows=rows, keys=32, warps=4, stages=1) for rows in ((2, 1) if sort == "paired" else (1,))]
+    one = [
+        Launch(rows=1, keys=keys, warps=warps, stages=stages)
+        for keys, warps, stages in ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 3), (32, 4, 4), (64, 8, 3))
+    ]
+    two = [
+        Launch(rows=2, keys=keys, warps=8, stages=stages, registers=255)
+        for keys, stages in ((64, 3), (64, 2), (64, 4), (32, 4))
+    ]
+    if dim > 128:
+        one = [Launch(rows=1, keys=keys, warps=8, stages=stages) for keys, stages in ((32, 3), (64, 2), (32, 2))]
+        two = [Launch(rows=2, keys=32, warps=8, stages=stages, registers=255) for stages in (3, 2)]
+    return one if sort == "lists" else two + one
+
+
+def run(piece: str, setting: Setting) -> dict[str, Any]:
+    """Seconds of a launch by this build and by the table's, in turn; in the step "builds" only whether it is right."""
+    words = piece.split()
+    only = words[0] == "compile"
+    sort, dim, *words = words[only:]
+    return (_right if only else _timed)(sort, int(dim), build_of(words), setting)
+
+
+def build_of(words: Sequence[str]) -> Launch:
+    """The build that a piece's words say."""
+    values = {name: int(value) for name, value in (word.split("=") for word in words)}
+    return Launch(**values)  # type: ignore[arg-type]
+
+
+def _words(build: Launch) -> str:
+    return " ".join(f"{name}={value}" for name, value in asdict(build).items() if isinstance(value, int))
+
+
+@cache
+def _problem(sort: str, dim: int, setting: Setting) -> tuple[Any, Any, Any, Any]:
+    size = replace(size_of(_SMALL_LENGTH if setting.small else _LENGTH, setting), head_dim=dim)
+    return make_index(size, SORTS[sort], setting)
+
+
+def _right(sort: str, dim: int, build: Launch, setting: Setting) -> dict[str, Any]:
+    q, k, v, index = _problem(sort, dim, setting)
+    out, _ = triton.sparse_attention(q, k, v, index, scale=dim**-0.5, softcap=None, launch=build)
+    check(out, q, k, v, index, "this build")
+    return {}
+
+
+def _timed(sort: str, dim: int, build: Launch, setting: Setting) -> dict[str, Any]:
+    _right(sort, dim, build, setting)
+    q, k, v, index = _problem(sort, dim, setting)
+    target = architecture(q.device)
+    own = choose(target, dim=dim, itemsize=q.element_size(), has_tiles=index.tiles.shape[-1] > 0)
+    runs = {
+        name: partial(triton.sparse_attention, q, k, v, index, scale=dim**-0.5, softcap=None, launch=launch)
+        for name, launch in (("this", build), ("table", own))
+    }
+    seconds = medians(in_turn(runs, repeats=1 if setting.small else 5, device=setting.device))
+    return {
+        "sort": sort, "dim": dim, "build": asdict(build), "target": target, "own": build == own,
+        "seconds": seconds["this"], "table_seconds": seconds["table"], "flops": float(index.flops(dim).sum()),
+    }  # fmt: skip
+
+
+def fastest(rows: Rows) -> dict[str, dict[str, Any]]:
+    """Of each sort and head dim the row of the fastest build, against the table's timed beside it."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in rows.values():
+        key = f"{row['sort']} {row['dim']}"
+        if key not in best or row["seconds"] < best[key]["seconds"]:
+            best[key] = dict(row)
+    return best
+
+
+def lines(rows: Rows) -> list[Sequence[str]]:
+    """Every build; the fastest of its sort and head dim is marked."""
+    timed = [row for row in rows.values() if row]
+    if not timed:
+        return [("builds that compile and are right",), (str(len(rows)),)]
+    best = fastest(rows)
+    table: list[Sequence[str]] = [("heads", "dim", "build", "ms", "TF/s", "x the table's", "")]
+    for row in sorted(timed, key=lambda row: (-row["dim"], row["sort"], row["seconds"])):
+        first = row["build"] == best[f"{row['sort']} {row['dim']}"]["build"]
+        table.append(
+            (
+                row["sort"], str(row["dim"]), _words(Launch(**row["build"])), f"{1e3 * row['seconds']:.2f}",
+                f"{row['flops'] / row['seconds'] / 1e12:.0f}", f"{row['table_seconds'] / row['seconds']:.2f}",
+                "fastest" if first else "",
+            )
+        )  # fmt: skip
+    return table

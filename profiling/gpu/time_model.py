@@ -1,0 +1,70 @@
+"""How fast a build of the attention kernel can be at most: its hot loop against the limits of the device.
+
+A step of one program multiplies `queries` x `keys` twice, takes an exponential of each logit, issues the instructions
+of its loop once a warp, and reads its keys and values from the L2 cache. Programs on one multiprocessor overlap; within
+a program Triton runs products and softmax one after the other. The model knows no latencies: it bounds from above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from profiling.gpu.compiled import TARGETS, Build
+from profiling.gpu.machine_code import Code
+
+_REGISTERS, _WARPS, _SHARED_OF_A_PROGRAM = 65_536, 64, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Limits a cycle and multiprocessor, and dense bf16 operations a second of the whole device.
+
+    From NVIDIA's papers on the A100 and H100; the L2 cache's 5,120 bytes a cycle are the A100's, for both.
+    """
+
+    flops: float
+    multiprocessors: int
+    flops_a_cycle: int
+    exponentials_a_cycle: int = 16
+    instructions_a_cycle: int = 4
+    l2_bytes_a_cycle: float = 5120.0
+
+
+DEVICES = {
+    "sm_80": Device(flops=312e12, multiprocessors=108, flops_a_cycle=2048),
+    "sm_90": Device(flops=989e12, multiprocessors=132, flops_a_cycle=4096),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Operations a second at most, what bounds them, and the cycles a step that each limit asks for."""
+
+    flops: float
+    bound: str
+    cycles: dict[str, float]
+
+
+def programs(build: Build, target: str) -> int:
+    """How many programs fit a multiprocessor of an NVIDIA device."""
+    registers = -(-build.registers // 8) * 8 * 32 * build.warps
+    # What one program may have is all but the kilobyte that the system takes.
+    shared = TARGETS[target][1] + _SHARED_OF_A_PROGRAM
+    return min(_REGISTERS // registers, _WARPS // build.warps, shared // (build.shared + _SHARED_OF_A_PROGRAM))
+
+
+def predict(loop: Code, build: Build, target: str, *, queries: int, keys: int, dim: int) -> Prediction:
+    """What the build reaches at most on the device of that target (DEVICES)."""
+    device, resident = DEVICES[target], programs(build, target)
+    work = 4.0 * queries * keys * dim
+    tensor = work / device.flops_a_cycle
+    issue = loop.instructions * build.warps / device.instructions_a_cycle
+    cycles = {
+        "tensor cores": tensor,
+        "issue": issue,
+        "exponentials": queries * keys / device.exponentials_a_cycle,
+        "L2": 2.0 * 2 * keys * dim / (device.l2_bytes_a_cycle / device.multiprocessors),
+        "products, then softmax": (tensor + issue) / resident,
+    }
+    bound = max(cycles, key=lambda name: cycles[name])
+    return Prediction(flops=device.flops * tensor / cycles[bound], bound=bound, cycles=cycles)

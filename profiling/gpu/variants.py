@@ -1,0 +1,177 @@
+"""The launches that calls of every sort make, cross-compiled for a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.attention import triton as backend
+from kernels.attention.triton_launch import Launch, choose
+from kernels.decode import triton as decode
+from kernels.index import SparseIndex, num_tiles
+from kernels.patterns import triton as builders
+from kernels.ragged import Ragged
+from profiling.gpu.compiled import Build, compile_kernel
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+# What an index has beside its own tiles, and how K and V lie. "lists" are served one query tile a program.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "diagonals": {},
+    "diagonals, columns": {"columns": True},
+    "lists": {"diagonals": False, "tiles": True},
+    "diagonals, lists, columns": {"tiles": True, "columns": True},
+    "diagonals, columns, soft-cap": {"columns": True, "softcap": 30.0},
+    "diagonals, columns, pages of 16": {"columns": True, "page": 16},
+    "diagonals, columns, pages of 64": {"columns": True, "page": 64},
+    "diagonals, columns, tail": {"columns": True, "tail": True},
+    "lists, tail": {"diagonals": False, "tiles": True, "tail": True},
+    "diagonals, columns, window": {"columns": True, "window": 100},
+    "diagonals, columns, ragged": {"columns": True, "ragged": True},
+    "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
+    "everything": {
+        "tiles": True,
+        "columns": True,
+        "tail": True,
+        "window": 100,
+        "ragged": True,
+        "page": 16,
+        "softcap": 30.0,
+    },
+}
+DECODE_VARIANTS: dict[str, dict[str, Any]] = {
+    "all keys": {},
+    "tokens, scores": {"tokens": True, "scores": "sum"},
+    "tokens, pages of 16, bounds, window, soft-cap, scores": {
+        "tokens": True,
+        "page": 16,
+        "bounds": True,
+        "window": 100,
+        "softcap": 30.0,
+        "scores": "max",
+    },
+    "pages of 64, bounds": {"page": 64, "bounds": True},
+    "64 rows": {"q_len": 16},
+    "64 rows, tokens, pages of 16, scores": {"q_len": 16, "tokens": True, "page": 16, "scores": "sum"},
+}
+
+
+def compile_for(
+    target: str,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    v_dim: int | None = None,
+    diagonals: bool = True,
+    tiles: bool = False,
+    columns: bool = False,
+    softcap: float | None = None,
+    page: int | None = None,
+    tail: bool = False,
+    window: int | None = None,
+    ragged: bool = False,
+) -> tuple[Launch, Build]:
+    """Compile the launch that a call of this sort would make on the target."""
+    from kernels.attention.triton_kernel import sparse_attention_kernel
+
+    architecture = "hip" if target.startswith("gfx") else target
+    v_dim = v_dim or head_dim
+    launch = choose(architecture, dim=max(head_dim, v_dim), itemsize=dtype.itemsize, has_tiles=tiles)
+    heads, kv_heads, length = 4, 2, 256
+    entries = torch.arange(2, dtype=torch.int32)
+    index = SparseIndex(
+        q_len=length,
+        k_len=length,
+        diagonals=entries[: 2 if diagonals else 1].expand(1, heads, -1),
+        tiles=torch.zeros(1, heads, num_tiles(length), int(tiles), dtype=torch.int32),
+        columns=torch.zeros(1, heads, int(columns), dtype=torch.int32),
+        dense_tail=(64,) * heads if tail else (),
+        window=window,
+        ragged=Ragged.left_padded([length], length, length) if ragged else None,
+    )
+    q = torch.empty(1, heads, length, head_dim, dtype=dtype)
+    k, v = (torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim))
+    table = None
+    if page is not None:
+        k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
+        table = torch.zeros(1, length // page, dtype=torch.int32)
+    call = backend.prepare(q, k, v, index, scale=1.0, softcap=softcap, block_table=table, launch=launch)
+    return launch, compile_kernel(
+        sparse_attention_kernel, call.arguments, call.constants, backend.build_options(launch), target
+    )
+
+
+def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: int | None = None) -> dict[str, Build]:
+    """Compile the launches of vertical-slash's estimate for a layer on the target, by name."""
+    from kernels.patterns import triton_kernels
+
+    q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
+    architecture = "hip" if target.startswith("gfx") else target
+    heads, last = range(4), [128] * 4
+    plan = builders.plan(q, k, heads, last, scale=1.0, window=window, target=architecture)
+    some = torch.empty(1, 4, 256)
+    launches = {
+        "normalisers": plan.normalisers(some),
+        "masses": plan.masses(0, some, some, some, some),
+        "more masses": plan.masses(1, some, some, some, some),
+    }
+    return {
+        name: compile_kernel(getattr(triton_kernels, one.kernel), one.arguments, one.constants, one.options, target)
+        for name, one in launches.items()
+    }
+
+
+def compile_choice(target: str, *, n: int) -> Build:
+    """Compile the choice of the best out of n on the target."""
+    from kernels.patterns import triton_kernels
+
+    _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1)
+    return compile_kernel(triton_kernels.best_places_kernel, one.arguments, one.constants, one.options, target)
+
+
+def compile_decode(
+    target: str,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    v_dim: int | None = None,
+    q_len: int = 1,
+    tokens: bool = False,
+    page: int | None = None,
+    bounds: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    scores: str = "none",
+) -> dict[str, Build]:
+    """Compile the launches that a call of this sort would make on the target, by name."""
+    from kernels.decode import triton_kernel
+
+    heads, kv_heads, length = 8, 2, 2048
+    q = torch.empty(1, heads, q_len, head_dim, dtype=dtype)
+    k, v = (torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim or head_dim))
+    table = None
+    if page is not None:
+        k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
+        table = torch.zeros(1, length // page, dtype=torch.int32)
+    ends = torch.ones(1, dtype=torch.int32) if bounds else None
+    launches, *_ = decode.prepare(
+        q,
+        k,
+        v,
+        tokens=torch.zeros(1, 512, dtype=torch.int32) if tokens else None,
+        starts=ends,
+        ends=ends,
+        window=window,
+        scale=1.0,
+        softcap=softcap,
+        scores=scores,
+        block_table=table,
+        splits=4,
+        target="hip" if target.startswith("gfx") else target,
+    )
+    return {
+        one.kernel: compile_kernel(
+            getattr(triton_kernel, one.kernel), one.arguments, one.constants, one.options, target
+        )
+        for one in launches
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+"""python -m profiling.gpu_build: what is known of the Triton kernels without a GPU, as a table.
+
+Compiles the builds of the launch table for each architecture and reads what became of them: registers, spills, shared
+memory, programs on a multiprocessor, loads and stores of local memory, the instructions of the hot loop; and how fast
+attention can be at most by a simple model of the A100 and the H100, beside the goal.
+
+    python -m profiling.gpu_build --target sm_90 --head-dims 128
+    python -m profiling.gpu_build --json docs/results/gpu_builds.json
+
+The exit status is 3 where a build spills, uses local memory or does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+from artifacts import HeadwiseError, arguments
+from artifacts.command_line import FOUND, ArgumentParser, run_command
+from profiling.gpu import builds, sources
+from profiling.gpu.compiled import TARGETS
+from profiling.gpu.page import markdown
+from profiling.progress import phase
+
+# Four words spilled are the compiler's choice, to fit another program on a multiprocessor.
+_SPILLED = 16
+
+
+def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """A line for each kernel with something that it must not have."""
+    for piece, kernels in rows.items():
+        limit = TARGETS[piece.split()[0]][1]
+        for name, facts in kernels.items():
+            if facts["spilled"] > _SPILLED:
+                yield f"{piece} {name}: {facts['spilled']} bytes spilled at {facts['registers']} registers"
+            if (facts.get("loop") or {}).get("local"):
+                yield f"{piece} {name}: its hot loop reads or writes local memory"
+            if facts["shared"] > limit:
+                yield f"{piece} {name}: {facts['shared']} bytes of shared memory, the device has {limit}"
+
+
+def parser() -> ArgumentParser:
+    """The command line of python -m profiling.gpu_build."""
+    p = ArgumentParser(prog="python -m profiling.gpu_build", description=__doc__)
+    p.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="(default: all of them)")
+    p.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256], metavar="N", help="(default 64 128 256)")
+    p.add_argument("--every", action="store_true", help="every sort of call, not only those that differ most")
+    arguments.add_json(p)
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line entry point: 0, or 3 where a build is not as it should be."""
+    options = parser().parse_args(argv)
+    for dim in options.head_dims:
+        if not 16 <= dim <= 512:
+            raise HeadwiseError(f"--head-dims must be from 16 to 512, got {dim}")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise HeadwiseError("TRITON_INTERPRET is 1: kernels are interpreted in this process, not compiled; unset it")
+    names = builds.names(options.target, options.head_dims, every=options.every)
+    rows = {}
+    with phase("builds", len(names), "builds") as shown:
+        for name in names:
+            rows[name] = builds.run(name)
+            shown.update()
+    wrong = list(faults(rows))
+    table = builds.lines(rows)
+    record = {
+        "command": arguments.as_typed("profiling.gpu_build", argv),
+        "environment": {"triton": version("triton"), "kernels": sources.digest(), "device": None},
+        "rows": rows,
+        "wrong": wrong,
+    }
+    arguments.deliver("\n".join([*markdown(table), *(f"WRONG  {line}" for line in wrong)]), record, options.json)
+    return FOUND if wrong else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,69 @@
+"""Counts what a layer's prefill and a decode step launch. As a script (TRITON_INTERPRET=1) it prints them as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from unittest import mock
+
+import torch
+
+from kernels.attention import sparse_attention
+from kernels.decode import decode_attention
+from kernels.patterns import LayerPlan, make
+from profiling.gpu.launches import Counts, counting
+
+# What heads of a layer hold -> its patterns, in turn.
+LAYERS = {
+    "vertical-slash": [make("vertical_slash", vertical=80, slash=90)],
+    "A-shape": [make("a_shape", sink=64, window=64)],
+    "block-sparse": [make("block_sparse", blocks=2)],
+    "all three": [
+        make("vertical_slash", vertical=80, slash=90),
+        make("a_shape", sink=64, window=64),
+        make("block_sparse", blocks=2),
+        make("dense"),
+    ],
+}
+LENGTHS = (256, 512)
+
+
+def prefill(name: str, length: int) -> Counts:
+    """The second call of a plan: what is made once is there."""
+    q = torch.randn(1, 4, length, 64, dtype=torch.float16)
+    k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
+    patterns = LAYERS[name]
+    plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
+    # What is left is Triton's, as on a GPU.
+    with torch.no_grad(), mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        plan.build(q, k)
+        with counting() as counts:
+            sparse_attention(q, k, v, plan.build(q, k), backend="triton")
+    return counts
+
+
+def decode(chosen: bool, scores: bool, length: int) -> Counts:
+    """One token, over all keys or over 64 chosen ones."""
+    q = torch.randn(1, 4, 1, 64, dtype=torch.float16)
+    k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
+    tokens = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous() if chosen else None
+    with torch.no_grad(), counting() as counts:
+        decode_attention(q, k, v, tokens=tokens, scores="sum" if scores else "none", backend="triton")
+    return counts
+
+
+def main() -> None:
+    """Everything at both lengths."""
+    found = {}
+    for length in LENGTHS:
+        for name in LAYERS:
+            found[f"prefill, {name}, {length}"] = asdict(prefill(name, length))
+        for what, chosen, scores in (
+            ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False, True),
+        ):  # fmt: skip
+            found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""How often a layer's prefill and a decode step launch something: bars, counted under Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiling.gpu.launches import counting
+from tests.kernels import launches
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Any]:
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", launches.__name__],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_a_layer_launches_little_and_waits_for_nothing(counted: dict[str, Any]) -> None:
+    for name, counts in counted.items():
+        assert counts["waits"] == [], name
+        if name.startswith("prefill"):
+            assert 1 <= len(counts["ours"]) <= 6, name
+            assert counts["ours"][-1] == "sparse_attention_kernel"
+            # Torch's, around the kernels: no more than there are now.
+            assert counts["torch"] <= (95 if "all three" in name else 55), name
+        else:
+            assert len(counts["ours"]) == (3 if "scores" in name else 2) and counts["torch"] == 0, name
+
+
+@pytest.mark.slow
+def test_nothing_is_allocated_that_grows_with_the_square_of_the_length(counted: dict[str, Any]) -> None:
+    short, long = launches.LENGTHS
+    for name, counts in counted.items():
+        if name.endswith(f", {short}"):
+            longer = counted[name.removesuffix(str(short)) + str(long)]
+            assert longer["largest"] <= counts["largest"] * long // short, name
+            assert longer["ours"] == counts["ours"], name
+
+
+def test_what_waits_and_what_is_made_is_counted() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    import torch
+
+    with counting() as counts:
+        x = torch.zeros(100)
+        x.view(10, 10).T.add_(1)
+        torch.empty(1000)
+        float(x[0])
+    assert counts.waits == ["_local_scalar_dense"] and counts.ours == []
+    # zeros, add and the read; views and memory that nobody writes to launch nothing.
+    assert counts.torch == 3 and counts.largest == 4000

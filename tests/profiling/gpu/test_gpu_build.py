@@ -1,0 +1,119 @@
+"""What is read from machine code and worked out from it, by hand on small texts and on a compiled build."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling import gpu_build
+from profiling.gpu import builds
+from profiling.gpu.compiled import Build
+from profiling.gpu.machine_code import Code, hot_loop, whole
+from profiling.gpu.time_model import DEVICES, predict, programs
+
+# Two loops side by side in one around both, of which the first is leaner, and a narrow loop after them.
+MACHINE = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   STL [R1], R2 ;
+.L_x_1:
+        /*0020*/              @!P3 LDGSTS.E.BYPASS.128 [R5], desc[UR4][R6.64] ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
+        /*0040*/                   MUFU.EX2 R3, R4 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, R128, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*0060*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
+        /*0080*/                   LDL R9, [R1] ;
+        /*0090*/                   FADD R3, R4, R5 ;
+        /*00a0*/                   MUFU.EX2 R3, R4 ;
+        /*00b0*/                   HGMMA.64x128x16.F32.BF16 R24, R128, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*00c0*/               @P1 BRA `(.L_x_2) ;
+        /*00d0*/               @P0 BRA `(.L_x_0) ;
+.L_x_3:
+        /*00e0*/                   HGMMA.64x16x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
+        /*00f0*/               @P1 BRA `(.L_x_3) ;
+        /*0100*/                   EXIT ;
+.L_x_4:
+        /*0110*/                   BRA `(.L_x_4);
+"""
+BUILD = Build(shared=132_624, registers=238, spilled=0, assembly="", warps=8, machine=MACHINE)
+
+
+def test_the_hot_loop_is_the_leanest_of_those_that_multiply_most() -> None:
+    loop = hot_loop(MACHINE)
+    assert loop == Code(instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0)
+    everything = whole(MACHINE)
+    assert (everything.tensor, everything.local, everything.instructions) == (5, 2, 18)
+    assert hot_loop("") is None
+    assert hot_loop(MACHINE.replace("HGMMA", "FFMA")) is None
+
+
+def test_programs_that_fit_a_multiprocessor() -> None:
+    # 65,536 registers and 228 KiB of shared memory, of which each program takes one more.
+    assert programs(BUILD, "sm_90") == 1
+    small = replace(BUILD, registers=128, warps=4, shared=30_000)
+    assert programs(small, "sm_90") == 4
+    assert programs(replace(small, shared=75_000), "sm_90") == 3
+    assert programs(replace(small, registers=32, shared=0, warps=8), "sm_90") == 8
+
+
+def test_the_model_by_hand() -> None:
+    loop = Code(instructions=400, tensor=12, exponentials=32, async_copies=8, bulk_copies=0, local=0)
+    found = predict(loop, BUILD, "sm_90", queries=128, keys=64, dim=128)
+    # 4 * 128 * 64 * 128 operations at 4,096 a cycle; 400 instructions of 8 warps, 4 a cycle; 8,192 exponentials.
+    assert found.cycles["tensor cores"] == 1024 and found.cycles["issue"] == 800
+    assert found.cycles["exponentials"] == 512
+    assert found.cycles["L2"] == pytest.approx(2 * 2 * 64 * 128 / (5120 / 132))
+    assert found.bound == "products, then softmax" and found.cycles[found.bound] == 1824
+    assert found.flops == pytest.approx(DEVICES["sm_90"].flops * 1024 / 1824)
+    # Two programs hide each other's softmax: the tensor cores are what is left.
+    two = predict(loop, replace(BUILD, registers=120, shared=60_000), "sm_90", queries=128, keys=64, dim=128)
+    assert two.bound == "tensor cores" and two.flops == DEVICES["sm_90"].flops
+
+
+@pytest.mark.slow
+def test_what_is_known_of_a_build_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    (name,) = (name for name in builds.names(["sm_90"], [128]) if name.endswith("a serving engine"))
+    facts = builds.run(name)["attention"]
+    assert facts["wgmma"] and facts["spilled"] == 0 and facts["programs"] >= 1
+    loop = facts["loop"]
+    assert loop["tensor"] and loop["async_copies"] + loop["bulk_copies"] and loop["exponentials"]
+    assert loop["local"] == 0
+    assert 0 < facts["predicted"]["flops"] <= DEVICES["sm_90"].flops
+    monkeypatch.setattr(builds, "names", lambda *_, **__: [name])
+    to = tmp_path / "builds.json"
+    assert gpu_build.main(["--target", "sm_90", "--json", str(to)]) == 0
+    assert json.loads(to.read_text())["rows"] == {name: {"attention": facts}}
+
+
+def facts(**changes: Any) -> dict[str, dict[str, Any]]:
+    one = {"registers": 200, "spilled": 0, "shared": 1000, "warps": 4, "loop": {"local": 0}} | changes
+    return {"sm_90 128 attention: lists": {"attention": one}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spilled": 24}, "24 bytes spilled at 200 registers"),
+        ({"loop": {"local": 1}}, "its hot loop reads or writes local memory"),
+        ({"shared": 10**6}, "1000000 bytes of shared memory, the device has 232448"),
+    ],
+)
+def test_what_a_build_must_not_have_is_said(changes: dict[str, Any], said: str) -> None:
+    assert list(gpu_build.faults(facts())) == []
+    assert list(gpu_build.faults(facts(**changes))) == [f"sm_90 128 attention: lists attention: {said}"]
+
+
+def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(HeadwiseError, match="--head-dims must be from 16 to 512, got 8"):
+        gpu_build.main(["--head-dims", "8"])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(HeadwiseError, match="TRITON_INTERPRET is 1"):
+        gpu_build.main([])
