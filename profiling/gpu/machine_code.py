@@ -47,13 +47,13 @@ def whole(text: str) -> Code:
 
 
 def hot_loop(text: str) -> Code | None:
-    """The innermost loop that multiplies the most, the leanest of those that are equal; None without any.
+    """The loop that multiplies the most and stands in no other, the leanest of those that are equal; None without any.
 
-    A kernel of attention has one for tiles, one for columns and one for its own tiles, and narrow ones for values that
-    are not finite.
+    A kernel of attention has one for tiles, one for columns and one for its own tiles. Those that stand in another, which
+    goes through a few columns of the output at a time, are for values that are not finite.
     """
-    found = [(work, -len(names), names) for names in _innermost(text) if (work := _work(names)) > 0]
-    return Code.of(max(found)[2]) if found else None
+    found = [(not nested, work, -len(names), names) for names, nested in _innermost(text) if (work := _work(names))]
+    return Code.of(max(found)[3]) if found else None
 
 
 def _work(names: Sequence[str]) -> int:
@@ -68,8 +68,8 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             yield found[1], found[2]
 
 
-def _innermost(text: str) -> Iterator[list[str]]:
-    """The names in each loop that holds no other: from a label to the last branch back to it."""
+def _innermost(text: str) -> Iterator[tuple[list[str], bool]]:
+    """The names in each loop that holds no other, from a label to the last branch back, and whether it is in another."""
     names: list[str] = []
     labels: dict[str, int] = {}
     loops: dict[int, int] = {}
@@ -82,5 +82,6 @@ def _innermost(text: str) -> Iterator[list[str]]:
             if found[1].startswith("BRA") and back and back[1] in labels:
                 loops[labels[back[1]]] = len(names)
     for start, end in loops.items():
-        if not any(start <= other < end and (other, until) != (start, end) for other, until in loops.items()):
-            yield names[start:end]
+        others = [loop for loop in loops.items() if loop != (start, end)]
+        if not any(start <= other < end for other, _ in others):
+            yield names[start:end], any(other <= start and end <= until for other, until in others)

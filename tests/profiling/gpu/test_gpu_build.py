@@ -16,10 +16,9 @@ from profiling.gpu.compiled import Build
 from profiling.gpu.machine_code import Code, hot_loop, whole
 from profiling.gpu.time_model import DEVICES, predict, programs
 
-# Two loops side by side in one around both, of which the first is leaner, and a narrow loop after them.
+# Two loops side by side, of which the first is leaner, a narrow one, and one that multiplies more inside of another.
 MACHINE = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_0:
         /*0010*/                   STL [R1], R2 ;
 .L_x_1:
         /*0020*/              @!P3 LDGSTS.E.BYPASS.128 [R5], desc[UR4][R6.64] ;
@@ -34,10 +33,15 @@ MACHINE = """
         /*00a0*/                   MUFU.EX2 R3, R4 ;
         /*00b0*/                   HGMMA.64x128x16.F32.BF16 R24, R128, gdesc[UR12].tnspB, R24, gsb0 ;
         /*00c0*/               @P1 BRA `(.L_x_2) ;
-        /*00d0*/               @P0 BRA `(.L_x_0) ;
 .L_x_3:
         /*00e0*/                   HGMMA.64x16x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
         /*00f0*/               @P1 BRA `(.L_x_3) ;
+.L_x_5:
+        /*00f1*/                   NOP ;
+.L_x_6:
+        /*00f2*/                   HGMMA.64x256x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
+        /*00f3*/               @P1 BRA `(.L_x_6) ;
+        /*00f4*/               @P1 BRA `(.L_x_5) ;
         /*0100*/                   EXIT ;
 .L_x_4:
         /*0110*/                   BRA `(.L_x_4);
@@ -49,7 +53,7 @@ def test_the_hot_loop_is_the_leanest_of_those_that_multiply_most() -> None:
     loop = hot_loop(MACHINE)
     assert loop == Code(instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0)
     everything = whole(MACHINE)
-    assert (everything.tensor, everything.local, everything.instructions) == (5, 2, 18)
+    assert (everything.tensor, everything.local, everything.instructions) == (6, 2, 21)
     assert hot_loop("") is None
     assert hot_loop(MACHINE.replace("HGMMA", "FFMA")) is None
 
