@@ -51,15 +51,16 @@ def pieces(step: str, setting: Setting) -> list[str]:
 def run(piece: str, setting: Setting) -> dict[str, Any]:
     """Seconds of each way to serve, in turn."""
     what, length = piece.split()
-    loaded = _loaded(setting)
-    headwise = _headwise(setting)
+    loaded = loaded_model(setting)
+    headwise = sparse_model(setting)
     with torch.no_grad():
         found = (_prefill if what == "prefill" else _decode)(loaded, headwise, int(length), setting)
     return {"what": what, "tokens": int(length), "seconds": found}
 
 
 @cache
-def _loaded(setting: Setting) -> LoadedModel:
+def loaded_model(setting: Setting) -> LoadedModel:
+    """The model with random weights; a tiny one in a rehearsal."""
     config = transformers.LlamaConfig(**_TINY if setting.small else LLAMA_8B)
     with torch.device(setting.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.dtype)).eval()
@@ -67,9 +68,9 @@ def _loaded(setting: Setting) -> LoadedModel:
 
 
 @cache
-def _headwise(setting: Setting) -> Headwise:
+def sparse_model(setting: Setting) -> Headwise:
     """Half of the heads vertical-slash, a quarter each A-shape and block-sparse; OmniKV with two filter layers."""
-    model = _loaded(setting).model
+    model = loaded_model(setting).model
     small = setting.small
     patterns: dict[str, Pattern] = {
         "vs": VerticalSlash(vertical=64 if small else 1000, slash=64 if small else 2048),

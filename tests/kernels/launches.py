@@ -11,7 +11,9 @@ import torch
 from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
+from profiling.gpu import model
 from profiling.gpu.launches import Counts, counting
+from profiling.gpu.steps import Setting
 
 # What heads of a layer hold -> its patterns, in turn.
 LAYERS = {
@@ -52,6 +54,20 @@ def decode(chosen: bool, scores: bool, length: int) -> Counts:
     return counts
 
 
+def model_step(length: int) -> Counts:
+    """One token of a model of three layers with OmniKV: the first is dense, the second chooses, the third follows."""
+    setting = Setting(device="cpu", dtype="float16", small=True)
+    loaded, headwise = model.loaded_model(setting), model.sparse_model(setting)
+    ids = torch.randint(3, 90, (1, length))
+    with torch.no_grad(), headwise.apply(loaded.model, check_weights=False) as handle:
+        cache = handle.new_cache(offload="never")
+        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+        loaded.model(ids[:, :1], past_key_values=cache)
+        with counting() as counts:
+            loaded.model(ids[:, :1], past_key_values=cache)
+    return counts
+
+
 def main() -> None:
     """Everything at both lengths."""
     found = {}
@@ -62,6 +78,7 @@ def main() -> None:
             ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False, True),
         ):  # fmt: skip
             found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
+        found[f"model step, OmniKV, {length}"] = asdict(model_step(length))
     print(json.dumps(found))
 
 
