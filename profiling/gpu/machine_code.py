@@ -49,8 +49,8 @@ def whole(text: str) -> Code:
 def hot_loop(text: str) -> Code | None:
     """The loop that multiplies the most and stands in no other, the leanest of those that are equal; None without any.
 
-    A kernel of attention has one for tiles, one for columns and one for its own tiles. Those that stand in another, which
-    goes through a few columns of the output at a time, are for values that are not finite.
+    A kernel of attention has one for tiles, one for columns and one for its own tiles. Those for values that are not
+    finite stand in another, which goes through a few columns of the output at a time.
     """
     found = [(not nested, work, -len(names), names) for names, nested in _innermost(text) if (work := _work(names))]
     return Code.of(max(found)[3]) if found else None
@@ -69,7 +69,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _innermost(text: str) -> Iterator[tuple[list[str], bool]]:
-    """The names in each loop that holds no other, from a label to the last branch back, and whether it is in another."""
+    """The names in each loop that holds no other, from a label to the last branch back; and whether one holds it."""
     names: list[str] = []
     labels: dict[str, int] = {}
     loops: dict[int, int] = {}
