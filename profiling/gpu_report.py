@@ -15,6 +15,7 @@ does what is left and what failed. The fastest builds are kept in the cache fold
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from typing import Any
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.files import atomic_write
+from kernels.native.build import cache_folder
 from profiling.gpu import builds_kept, sources
 from profiling.gpu.page import page
 from profiling.gpu.steps import STEPS, Setting, Step
@@ -67,7 +69,9 @@ def run(config: Config) -> dict[str, Any]:
             or of other kernels.
     """
     deadline = time.monotonic() + 60 * config.minutes
-    environment = _REHEARSAL if config.setting.small else {}
+    # One cache of compiled kernels for all steps, which is the tests' own.
+    environment = {"TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or str(cache_folder().parent / "triton")}
+    environment |= _REHEARSAL if config.setting.small else {}
     _make(config.out / "logs")
     facts = _facts(config, environment)
     record: dict[str, Any] = {
