@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.dispatch import BACKENDS
+
 # What makes the host wait for the device.
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item")
 # Launch nothing: they only look at memory differently, or reserve it.
@@ -49,6 +51,16 @@ class _Operations(TorchDispatchMode):
                 if isinstance(x, Tensor):
                     self.counts.largest = max(self.counts.largest, x.numel() * x.element_size())
         return found
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Triton's interpreter does all that Triton does on a GPU, and native code for the CPU nothing of it."""
+    with (
+        mock.patch("kernels.patterns.cpu.serves", return_value=False),
+        mock.patch("kernels.dispatch._by_device", lambda kind: BACKENDS),
+    ):
+        yield
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +23,7 @@ _BROKEN = 17
 
 def main(name: str) -> int:
     """Do the pieces; 17 where the device no longer serves this process."""
-    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+    with os.fdopen(os.dup(1), "w", buffering=1) as out, ExitStack() as context:
         os.dup2(2, 1)
 
         def say(**what: Any) -> None:
@@ -31,6 +32,10 @@ def main(name: str) -> int:
         given = json.load(sys.stdin)
         setting = Setting(**given["setting"])
         module = import_module(name)
+        if setting.small:
+            from profiling.gpu.launches import as_on_gpu
+
+            context.enter_context(as_on_gpu())
         for piece in given["pieces"]:
             say(begin=piece)
             try:

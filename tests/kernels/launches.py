@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from unittest import mock
 
 import torch
 
@@ -12,7 +11,7 @@ from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
 from profiling.gpu import model
-from profiling.gpu.launches import Counts, counting
+from profiling.gpu.launches import Counts, as_on_gpu, counting
 from profiling.gpu.steps import Setting
 
 # What heads of a layer hold -> its patterns, in turn.
@@ -36,8 +35,7 @@ def prefill(name: str, length: int) -> Counts:
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     patterns = LAYERS[name]
     plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
-    # What is left is Triton's, as on a GPU.
-    with torch.no_grad(), mock.patch("kernels.patterns.cpu.serves", return_value=False):
+    with torch.no_grad(), as_on_gpu():
         plan.build(q, k)
         with counting() as counts:
             sparse_attention(q, k, v, plan.build(q, k), backend="triton")
@@ -59,7 +57,7 @@ def model_step(length: int) -> Counts:
     setting = Setting(device="cpu", dtype="float16", small=True)
     loaded, headwise = model.loaded_model(setting), model.sparse_model(setting)
     ids = torch.randint(3, 90, (1, length))
-    with torch.no_grad(), headwise.apply(loaded.model, check_weights=False) as handle:
+    with torch.no_grad(), as_on_gpu(), headwise.apply(loaded.model, check_weights=False) as handle:
         cache = handle.new_cache(offload="never")
         loaded.model(ids, past_key_values=cache, logits_to_keep=1)
         loaded.model(ids[:, :1], past_key_values=cache)
