@@ -42,7 +42,7 @@ def test_a_layer_launches_little_and_waits_for_nothing(counted: dict[str, Any]) 
             # Torch's, around the kernels: no more than there are now.
             assert counts["torch"] <= (95 if "all three" in name else 55), name
         elif name.startswith("model"):
-            # Two a layer, and the scores and the choice of the one that chooses. The rest of the model is among torch's.
+            # Two a layer, and scores and choice of the one that chooses. The rest of the model is among torch's.
             assert len(counts["ours"]) == 8 and counts["torch"] <= 170, name
         else:
             assert len(counts["ours"]) == (3 if "scores" in name else 2) and counts["torch"] == 0, name
