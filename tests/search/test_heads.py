@@ -16,7 +16,6 @@ from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from runtime import load
 from search.heads import main
-from search.published import head_budget
 from search.published.config import HeadSearch
 from search.published.head_budget import run
 from tests import processes
@@ -190,35 +189,6 @@ def test_model_without_attention(tmp_path: Path) -> None:
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "without attention" in errors[0] and "Traceback" not in said
     assert not list(tmp_path.glob("cfg*"))
-
-
-def test_what_is_damaged_is_searched_again(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, scored = tmp_path / "cfg.yaml", []
-    with monkeypatch.context() as patch:
-        patch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
-        whole = run(config(tiny_model, out))
-    units = sorted((tmp_path / "cfg.yaml.heads.ledger").glob("*.unit"), key=lambda file: file.stat().st_size)
-    # The smallest says that the prompt is through.
-    units[0].unlink()
-    data = units[-1].read_bytes()
-    units[-1].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    counted = head_budget.score_layer
-    monkeypatch.setattr(head_budget, "score_layer", lambda *a, **k: scored.append(1) or counted(*a, **k))
-    assert run(config(tiny_model, out)).content_sha256 == whole.content_sha256 and len(scored) == 1
-    assert not list(tmp_path.glob("*.ledger"))
-
-
-def test_other_settings_than_an_interrupted_search_had_are_named(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from artifacts import HeadwiseError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("profiling.ledger.Ledger.remove", lambda ledger: None)
-        run(config(tiny_model, tmp_path / "cfg.yaml"))
-    with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; repeat that command to finish it, or pass --fresh"):
-        run(config(tiny_model, tmp_path / "cfg.yaml", seed=1))
-    run(config(tiny_model, tmp_path / "cfg.yaml", seed=1, fresh=True))
 
 
 def test_layers_without_attention_are_left_alone(tmp_path: Path) -> None:
