@@ -37,8 +37,9 @@ from search.model.costs import Costs, given_costs
 from search.model.curves import Curves
 from search.model.gate import Gate
 from search.model.measured_costs import Timing, costs_of, measured
+from search.model.outcome import Outcome
 from search.model.prompts import calibration_prompts, held_out_prompts, held_out_sets, lengths_of
-from search.model.record import Outcome, write
+from search.model.record import write
 from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import Scoring, score_prompts
 from search.model.task_losses import TaskLoss, by_task

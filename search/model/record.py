@@ -2,99 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
 from artifacts import (
     Artifact,
     Calibration,
-    Evidence,
     Front,
-    Measurement,
-    ModelInfo,
     Prefill,
-    PromptSet,
     SearchCost,
     SearchInfo,
     Summary,
-    TaskFigures,
     front_arrays,
     pattern_name,
     window_arrays,
 )
 from artifacts import Point as FrontPoint
 from artifacts.sections import save_searched
-from kernels.patterns import Pattern
-from profiling.bench import environment
-from profiling.models.loading import LoadedModel
-from profiling.progress import phase
-from profiling.prompts.held_out import Seen
-from profiling.quality.sequences import TokenSequence
-from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from profiling.speed.cost_table import embed
 from search.common.scores import as_artifact_pattern, score_arrays, tool_version, winners
-from search.model.allocation import Allocation, Heads
-from search.model.config import ModelSearch
-from search.model.costs import Costs
-from search.model.crossover import dense_below
-from search.model.curves import Curves
-from search.model.gate import Gated
+from search.model.allocation import Allocation
+from search.model.evidence import evidence, timed
 from search.model.growth import fit
-from search.model.refine import Trial
-from search.model.task_losses import TaskLoss, lost_answers, mean_kl
-from search.model.timing import ANCHOR, MOVED, SDPA, Timings, time_layers
-
-_CHOSEN = "chosen"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Outcome:
-    """What a search found, to be written."""
-
-    config: ModelSearch
-    loaded: LoadedModel
-    model: ModelInfo
-    backend: str
-    searched: Sequence[int]
-    candidates: Mapping[int, tuple[Pattern, ...]]
-    curves: Mapping[int, Mapping[int, Curves]]
-    costs: Costs
-    heads: Heads
-    trials: tuple[Trial, ...]
-    gated: Gated
-    calibration: Sequence[TokenSequence]
-    calibration_sha256: str
-    seen: Seen
-    gradient_fault: str | None
-
-    @property
-    def length(self) -> int:
-        return max(self.candidates)
-
-    @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """The candidates of the longest length."""
-        return self.candidates[self.length]
-
-    def density(self, tail: int) -> np.ndarray:
-        """(L, H, C) tiles computed over those of dense attention."""
-        tiles = self.heads.curves[tail].tiles
-        dense = next(c for c, pattern in enumerate(self.patterns) if pattern.kind == "dense")
-        share: np.ndarray = tiles / tiles[..., dense : dense + 1]
-        return share
+from search.model.outcome import Outcome
+from search.model.task_losses import lost_answers, mean_kl
+from search.model.timing import ANCHOR, Timings
 
 
 def write(outcome: Outcome) -> Artifact:
     """Time what was found, and write the artifact with its sidecar."""
     config, chosen = outcome.config, outcome.gated.chosen.allocation
     here = outcome.costs.of_machine(config.device)
-    timings, below = _timed(outcome, chosen) if here else (None, None)
+    timings, below = timed(outcome) if here else (None, None)
     rows, patterns = chosen.rows(outcome.patterns)
     points = _front(outcome, timings)
     listed = []
@@ -133,7 +71,7 @@ def write(outcome: Outcome) -> Artifact:
         patterns=patterns,
         prefill=prefill,
         costs=section,
-        evidence=_evidence(outcome, timings),
+        evidence=evidence(outcome, timings),
     )
     saved = save_searched(artifact, config.out, {**arrays, **_arrays(outcome, chosen)})
     if config.picture:
@@ -141,25 +79,6 @@ def write(outcome: Outcome) -> Artifact:
 
         draw_pattern_map(config.out, config.out.with_suffix(""))
     return saved
-
-
-def _timed(outcome: Outcome, chosen: Allocation) -> tuple[Timings, int]:
-    """Seconds of what was chosen and of dense attention on a held-out prompt, and from which length on it is faster."""
-    one = outcome.gated.reported_on[0]
-    ids, plans = one.ids[: one.context], chosen.plans(outcome.patterns, outcome.model.num_kv_heads)
-    with phase("timing", 2, "steps") as shown:
-        timings = time_layers(
-            outcome.loaded,
-            ids,
-            {_CHOSEN: plans},
-            outcome.searched,
-            sdpa=True,
-            backend=outcome.backend,
-        )
-        shown.update()
-        below = dense_below(outcome.loaded, ids, plans, faster=timings.ratio(_CHOSEN) > 1, backend=outcome.backend)
-        shown.update()
-    return timings, below
 
 
 def _dense_cost(outcome: Outcome, timings: Timings | None) -> float:
@@ -225,75 +144,6 @@ def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
             winners=winners(*chosen.rows(outcome.patterns)),
         ),
     )
-
-
-def _evidence(outcome: Outcome, timings: Timings | None) -> Evidence:
-    gated = outcome.gated
-    return Evidence(
-        chosen_on=None
-        if gated.chosen_on is None
-        else _prompt_set("held-out, by which the budget was raised", gated.chosen_on),
-        reported_on=_prompt_set("held-out", gated.reported_on),
-        tasks=tuple(figures(task, outcome.length) for task in gated.chosen.tasks),
-        measurements=_measurements(outcome, timings),
-    )
-
-
-def figures(task: TaskLoss, length: int) -> TaskFigures:
-    """A task's losses as an artifact has them."""
-    asked = task.nll is not None
-    return TaskFigures(
-        task=task.task,
-        length=length,
-        prompts=task.answers if asked else task.sequences,
-        kl=task.kl,
-        nll_rise=task.nll,
-        nll_rise_low=task.nll_low if asked else None,
-        nll_rise_high=task.nll_high if asked else None,
-        dense_right=task.dense_right if asked else None,
-        lost=task.lost if asked else None,
-        won=task.won if asked else None,
-        perplexity_ratio=task.perplexity,
-    )
-
-
-def _prompt_set(name: str, found: Sequence[TokenSequence]) -> PromptSet:
-    content = json.dumps([one.digest for one in found]).encode()
-    return PromptSet(name=name, prompts=len(found), sha256=hashlib.sha256(content).hexdigest())
-
-
-def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measurement, ...]:
-    """Times of attention on this machine, beside dense attention and beside what was predicted."""
-    if timings is None:
-        return ()
-    assert outcome.costs.table is not None
-    where = environment(outcome.config.device)
-    shared: dict[str, Any] = {
-        "command": outcome.config.command or "search.heads",
-        "device": where.pop("device"),
-        "versions": where,
-        "length": outcome.length,
-        "samples": 1,
-        "unit": "s",
-    }
-    seconds, name = timings.seconds[_CHOSEN], "attention of one prefill, index build included"
-    measured = [
-        Measurement(name=name, value=seconds, baseline=timings.seconds[dense], baseline_name=said, **shared)
-        for dense, said in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL]))
-        if dense in timings.seconds
-    ]
-    # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
-    anchor = float(np.median([cost.dense_seconds for cost in outcome.costs.table.costs])) * len(outcome.searched)
-    pace = timings.seconds[ANCHOR] / anchor
-    if abs(pace - 1) > MOVED:
-        print(
-            f"dense attention takes {pace:.2f} times what it took when candidates were timed: other work ran beside "
-            "one of the two; --fresh on a quiet machine measures costs again",
-            file=sys.stderr,
-        )
-    predicted = outcome.gated.chosen.allocation.cost * pace
-    measured.append(Measurement(name=name, value=seconds, baseline=predicted, baseline_name="predicted", **shared))
-    return tuple(measured)
 
 
 def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:

@@ -148,16 +148,14 @@ def windowed(artifact: artifacts.Artifact, layer: int, head: int, window: int) -
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.model
-@pytest.mark.parametrize("model, length", [("smollm2", 1024), ("gemma3", 2048)])
-def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(
-    tmp_path: Path, model: str, length: int
-) -> None:
-    """What the search finds passes; with a window of a quarter for one head that retrieves it does not.
+def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(tmp_path: Path) -> None:
+    """SmolLM2: what the search finds passes; with a window of a quarter for one head that retrieves it does not.
 
     By the mean KL over tokens spread over all prompts and by perplexity each would pass.
     """
     from search.heads import main as search
 
+    model, length = "smollm2", 1024
     out = tmp_path / "cfg.yaml"
     asked = ["--model", model, "--out", str(out), "--length", str(length), "--cost", "flops", "--n-trials", "1"]
     assert search([*asked, "--budget", "0.5", "--no-picture"]) == 0
@@ -175,6 +173,5 @@ def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(
         rise = max(task.perplexity - 1 for task in tasks if task.perplexity is not None)
         lost = ", ".join(f"{task.task} {task.lost} of {task.dense_right}" for task in tasks if task.answers)
         print(f"head {head}: mean KL {kl:.4f}, perplexity {rise:+.2%}, answers lost: {lost}")
-        print(Limits().fault(tasks))
         assert kl <= MAX_KL and rise <= MAX_PERPLEXITY, "it would not have passed"
         assert "answers that dense attention gets right are lost" in (Limits().fault(tasks) or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from search.common.check import plans_of
 from search.heads import main
 from search.model.allocation import spent_by
 from search.model.task_losses import Limits, by_task
+from search.model.timing import ANCHOR, SDPA
 from tests.processes import Process, run
 from tests.search.conftest import save_tiny
 
@@ -168,6 +170,34 @@ def test_held_out_prompts_that_raise_the_budget_do_not_report(
     assert raised.chosen_on.sha256 == evidence.reported_on.sha256 != raised.reported_on.sha256
     assert artifact.prefill.front is not None
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
+
+
+def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All runs are real; only the clock is made up: dense attention takes ten times as long as patterns."""
+    timed: list[list[str]] = []
+
+    def in_turn(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        timed.append(list(runs))
+        assert all(run().shape[:2] == (1, 6) for run in runs.values())
+        return {name: 1e-3 if name in (ANCHOR, SDPA) or name.startswith("Dense") else 1e-4 for name in runs}
+
+    monkeypatch.setattr("search.model.measured_costs.in_turn", in_turn)
+    monkeypatch.setattr("search.model.timing.in_turn", in_turn)
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, cost="seconds", n_trials="1")) == 0
+    artifact = artifacts.load(out)
+    assert artifact.search is not None and artifact.search.cost.unit == "seconds" and len(artifact.costs) == 1
+    assert artifact.prefill.dense_below == LENGTH // 2
+    found = {one.baseline_name: one for one in artifact.evidence.measurements}
+    assert [one.value for one in found.values()] == pytest.approx([3e-4] * 3)
+    assert found["dense attention by sdpa"].baseline == pytest.approx(3e-3)
+    # Patterns of all kinds and dense on each layer, then three budgets, then what was found, also on half the prompt.
+    kinds = {name.partition("(")[0] for name in timed[0]}
+    assert kinds == {"AShape", "VerticalSlash", "BlockSparse", "Dense", ANCHOR} and timed[3] == ["0", "1", "2", ANCHOR]
+    assert next(names for names in timed if "chosen" in names) == ["chosen", ANCHOR, SDPA]
+    assert "10.00 times as fast as the better dense" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("after", [1, 5, 8, 11])

@@ -1,0 +1,112 @@
+"""What an artifact says of itself: what held-out tasks lose, and what attention takes on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from artifacts import Evidence, Measurement, PromptSet, TaskFigures
+from profiling.bench import environment
+from profiling.progress import phase
+from profiling.quality.sequences import TokenSequence
+from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
+from search.model.crossover import dense_below
+from search.model.outcome import Outcome
+from search.model.task_losses import TaskLoss
+from search.model.timing import ANCHOR, MOVED, SDPA, Timings, time_layers
+
+_CHOSEN = "chosen"
+
+
+def timed(outcome: Outcome) -> tuple[Timings, int]:
+    """Seconds of what was chosen and of dense attention on a held-out prompt, and from which length on it is faster."""
+    one, chosen = outcome.gated.reported_on[0], outcome.gated.chosen.allocation
+    ids, plans = one.ids[: one.context], chosen.plans(outcome.patterns, outcome.model.num_kv_heads)
+    with phase("timing", 2, "steps") as shown:
+        timings = time_layers(
+            outcome.loaded,
+            ids,
+            {_CHOSEN: plans},
+            outcome.searched,
+            sdpa=True,
+            backend=outcome.backend,
+        )
+        shown.update()
+        below = dense_below(outcome.loaded, ids, plans, faster=timings.ratio(_CHOSEN) > 1, backend=outcome.backend)
+        shown.update()
+    return timings, below
+
+
+def evidence(outcome: Outcome, timings: Timings | None) -> Evidence:
+    """Its figures; without timings those of tasks alone."""
+    gated = outcome.gated
+    return Evidence(
+        chosen_on=None
+        if gated.chosen_on is None
+        else _prompt_set("held-out, by which the budget was raised", gated.chosen_on),
+        reported_on=_prompt_set("held-out", gated.reported_on),
+        tasks=tuple(_figures(task, outcome.length) for task in gated.chosen.tasks),
+        measurements=_measurements(outcome, timings),
+    )
+
+
+def _figures(task: TaskLoss, length: int) -> TaskFigures:
+    """A task's losses as an artifact has them."""
+    asked = task.nll is not None
+    return TaskFigures(
+        task=task.task,
+        length=length,
+        prompts=task.answers if asked else task.sequences,
+        kl=task.kl,
+        nll_rise=task.nll,
+        nll_rise_low=task.nll_low if asked else None,
+        nll_rise_high=task.nll_high if asked else None,
+        dense_right=task.dense_right if asked else None,
+        lost=task.lost if asked else None,
+        won=task.won if asked else None,
+        perplexity_ratio=task.perplexity,
+    )
+
+
+def _prompt_set(name: str, found: Sequence[TokenSequence]) -> PromptSet:
+    content = json.dumps([one.digest for one in found]).encode()
+    return PromptSet(name=name, prompts=len(found), sha256=hashlib.sha256(content).hexdigest())
+
+
+def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measurement, ...]:
+    """Times of attention on this machine, beside dense attention and beside what was predicted."""
+    if timings is None:
+        return ()
+    assert outcome.costs.table is not None
+    where = environment(outcome.config.device)
+    shared: dict[str, Any] = {
+        "command": outcome.config.command or "search.heads",
+        "device": where.pop("device"),
+        "versions": where,
+        "length": outcome.length,
+        "samples": 1,
+        "unit": "s",
+    }
+    seconds, name = timings.seconds[_CHOSEN], "attention of one prefill, index build included"
+    measured = [
+        Measurement(name=name, value=seconds, baseline=timings.seconds[dense], baseline_name=said, **shared)
+        for dense, said in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL]))
+        if dense in timings.seconds
+    ]
+    # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
+    anchor = float(np.median([cost.dense_seconds for cost in outcome.costs.table.costs])) * len(outcome.searched)
+    pace = timings.seconds[ANCHOR] / anchor
+    if abs(pace - 1) > MOVED:
+        print(
+            f"dense attention takes {pace:.2f} times what it took when candidates were timed: other work ran beside "
+            "one of the two; --fresh on a quiet machine measures costs again",
+            file=sys.stderr,
+        )
+    predicted = outcome.gated.chosen.allocation.cost * pace
+    measured.append(Measurement(name=name, value=seconds, baseline=predicted, baseline_name="predicted", **shared))
+    return tuple(measured)
