@@ -68,7 +68,12 @@ def test_what_fits_is_measured_and_the_rest_is_named(
     timed = {each["method"] for each in record["prefill"]}
     assert timed == {"dense", "dense_kernel", "headwise"}, "what chooses by scores is not timed"
     html = (out / "index.html").read_text()
-    assert "Quality against time" in html and "Left out" not in html and "Not told apart from dense" in html
+    assert (
+        "Quality against time" in html
+        and "How many prompts it takes" in html
+        and "Left out" not in html
+        and "Not told apart from dense" in html
+    )
     (out / "index.html").unlink()
     capsys.readouterr()
     assert report.main([str(out)]) == 0

@@ -76,6 +76,15 @@ def test_questions_of_one_context_are_one_look_at_it() -> None:
     assert (found.count, found.value) == (2, 0.75)
 
 
+def test_how_many_prompts_a_loss_takes_follows_from_the_pairs() -> None:
+    # Differences -1, 0, 0, 0: a spread of 0.5, and (2.8016 * 0.5 / 0.05)^2.
+    found = figures([outcome("dense", [1.0] * 4), outcome("m", [0.0, 1.0, 1.0, 1.0])])
+    assert of(found, "m", SCORE).needed == math.ceil((2.80159 * 0.5 / 0.05) ** 2) == 785
+    assert of(found, "m", NLL).needed is None and of(found, "dense", SCORE).needed is None
+    alone = figures([outcome("dense", [1.0]), outcome("m", [0.0])])
+    assert of(alone, "m", SCORE).needed is None, "one prompt has no spread"
+
+
 def test_many_looks_at_a_table_are_corrected_together() -> None:
     # Of 8 pairs all favour dense: p is 2 / 2^8. One such look is worse; the least of 7 is not, 7 / 128 > 0.05.
     right, wrong = [1.0] * 8, [0.0] * 8
