@@ -55,7 +55,7 @@ def test_decode_with_chosen_tokens(
             given = {"attention_mask": real[:, :end], "position_ids": positions[:, begin:end]}
             model(tokens, past_key_values=cache, use_cache=True, **given)
         # All six layers in each of three steps: 2 and 4 filter, 3 and 5 are served, over both devices.
-        assert handle.stats()["decode"] == 3 * 6
+        assert handle.settings.calls.total()["chosen"] == 3 * 6
 
 
 def test_the_mask_of_a_step_says_on_any_device_where_sequences_start(
