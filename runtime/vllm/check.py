@@ -16,8 +16,7 @@ from artifacts.command_line import FOUND, ArgumentParser
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
 from runtime.vllm.fit import misfits
-from runtime.vllm.options import KEY, Options
-from runtime.vllm.served import ranges
+from runtime.vllm.options import KEY, Options, ranges
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0",)
@@ -94,6 +93,10 @@ def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
         found.setdefault(how, []).append(number)
     for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
         yield f"layers {ranges(numbers)}: {how}"
+    if artifact.decode is not None:
+        section = artifact.decode.omnikv
+        served = [layer for layer in range(len(artifact.prefill.layers)) if section.filter_of(layer) is not None]
+        yield f"decode: layers {ranges(served)} read what layers {ranges(list(section.filter_layers))} choose"
 
 
 def _notes() -> Iterator[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,23 @@ from kernels.index import SparseIndex
 
 # Counting what an index computes takes longer than building it: of so many indices of a layer one is counted.
 _COUNTED = 16
+SPARSE, CHOSEN = "sparse", "chosen"
 # Seconds between two lines in the log, or two states of the file.
 _LOGGED, _WRITTEN = 10.0, 1.0
 
 
 class Counters:
-    """Counts that only grow. One thread serves."""
+    """Counts of whole steps only grow. One thread serves."""
 
     def __init__(self, file: Path | None = None) -> None:
         """With `file`, the folder it is in is made, and the report is kept there."""
         self.pieces: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        # Tokens of the latest step's pieces that are to be served sparsely.
+        self._sparse: list[int] = []
+        # Requests that decode by chosen tokens, in all steps, and in the latest.
+        self.decodes: Counter[str] = Counter()
+        self._chosen = 0
         self._indices: Counter[int] = Counter()
         # By device, and there until somebody asks: nothing waits for it.
         self._computed: dict[torch.device, Tensor] = {}
@@ -38,9 +45,30 @@ class Counters:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._write()
 
-    def piece(self, how: str, tokens: int) -> None:
-        """A prompt, or a chunk of one, of so many tokens is served so: "sparse", or the reason why it is dense."""
-        self.pieces[how] += 1
+    def step(self, pieces: Iterable[tuple[str, int]], chosen: int = 0) -> None:
+        """The prompts, or chunks of some, of a new step: "sparse" or the reason why one is dense, and its tokens.
+
+        chosen: how many requests decode by chosen tokens in it.
+        """
+        self._sparse, self._chosen = [], chosen
+        self.decodes[CHOSEN] += chosen
+        for how, tokens in pieces:
+            self._add(how, tokens)
+            if how == SPARSE:
+                self._sparse.append(tokens)
+
+    def fell_back(self, reason: str) -> None:
+        """A layer left what the step has here to the parent: all of it counts as dense, by the first reason."""
+        for tokens in self._sparse:
+            self._add(SPARSE, -tokens, -1)
+            self._add(reason, tokens)
+        if self._chosen:
+            self.decodes[CHOSEN] -= self._chosen
+            self.decodes[reason] += self._chosen
+        self._sparse, self._chosen = [], 0
+
+    def _add(self, how: str, tokens: int, pieces: int = 1) -> None:
+        self.pieces[how] += pieces
         self.tokens[how] += tokens
 
     def index(self, layer: int, index: SparseIndex) -> None:
@@ -59,9 +87,11 @@ class Counters:
     def report(self) -> dict[str, Any]:
         """{"prefills": {"sparse": n, reason: n}, "tokens": {the same in tokens}, "density": share or None}.
 
+        Where there is a decode section, "decode" has {"chosen": n, reason: n}: a request counts in each of its steps.
         A chunk of a prompt counts as a prefill, whatever the number of layers.
         """
-        return {"prefills": dict(self.pieces), "tokens": dict(self.tokens), "density": self.density}
+        report = {"prefills": dict(+self.pieces), "tokens": dict(+self.tokens), "density": self.density}
+        return report | {"decode": dict(+self.decodes)} if +self.decodes else report
 
     def line(self) -> str | None:
         """What to say in the log, None where nothing is new or the last line is too recent."""
@@ -69,7 +99,7 @@ class Counters:
         if total == self._said or now - self._logged < _LOGGED:
             return None
         self._logged, self._said = now, total
-        counts = ", ".join(f"{count} {how}" for how, count in sorted(self.pieces.items(), key=lambda pair: -pair[1]))
+        counts = ", ".join(f"{count} {how}" for how, count in sorted((+self.pieces).items(), key=lambda pair: -pair[1]))
         density = "" if self.density is None else f"; density of the sparse layers {self.density:.2f}"
         return f"prefills so far: {counts}{density}"
 

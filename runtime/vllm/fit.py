@@ -30,13 +30,18 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         compare(expected, found)
     except HeadwiseError as error:
         yield str(error)
-    for section, what in (("decode", "OmniKV's decode"), ("kv_cache", "caches that drop tokens")):
-        if getattr(artifact, section) is not None:
-            flag = section.replace("_", "-")
-            yield (
-                f"the artifact has a {section} section, and vLLM's cache serves no {what}: "
-                f"leave it out (python -m artifacts merge CFG --{flag} none --out NEW)"
-            )
+    if artifact.kv_cache is not None:
+        yield (
+            "the artifact has a kv_cache section, and vLLM's cache serves no caches that drop tokens: "
+            "leave it out (python -m artifacts merge CFG --kv-cache none --out NEW)"
+        )
+    section = None if artifact.decode is None else artifact.decode.omnikv
+    if section is not None and section.selector != "last":
+        yield f"decode.omnikv.selector is {section.selector!r}: vLLM keeps no earlier queries' scores, 'last' is served"
+    if section is not None and tensor_parallel > 1:
+        yield f"--tensor-parallel-size must be 1 with a decode section, got {tensor_parallel}"
+    if section is not None and section.prefill_ratio is not None:
+        yield f"decode.omnikv.prefill_ratio is {section.prefill_ratio}: in vLLM a chunk sees all of the past, use null"
     heads, kv_heads, size = found.num_heads, found.num_kv_heads, tensor_parallel
     if heads % size or (kv_heads % size and size % kv_heads):
         yield f"{heads} query and {kv_heads} KV heads do not divide among {size} processes (--tensor-parallel-size)"

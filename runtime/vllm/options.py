@@ -78,3 +78,14 @@ def options_of(additional_config: Any) -> Options | None:
     if "artifact" not in given:
         raise HeadwiseError(f"{where} needs a field 'artifact'")
     return Options(**given)
+
+
+def ranges(numbers: list[int]) -> str:
+    """0-3, 5 for [0, 1, 2, 3, 5]."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

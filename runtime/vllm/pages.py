@@ -17,8 +17,8 @@ from artifacts import HeadwiseError
 class Keys(NamedTuple):
     """Keys and values of one sequence: as tensors, or in pages that a block table names.
 
-    dense: (1, G, K, D) keys, which indices are built from. k and v: what attention reads: (1, G, K, D), or caches
-    (P, S, G, D) with `table` (1, N) int32.
+    dense: (1, G, K, D) keys, which indices are built from; of no content where none reads them.
+    k and v: what attention reads: (1, G, K, D), or caches (P, S, G, D) with `table` (1, N) int32.
     """
 
     dense: Tensor
@@ -27,8 +27,8 @@ class Keys(NamedTuple):
     table: Tensor | None = None
 
 
-# From a cache (P, G, S, 2 * D) and the pages of a sequence (N,) to its keys.
-Reader = Callable[[Tensor, Tensor, int], Keys]
+# From a cache (P, G, S, 2 * D), the pages of a sequence (N,), K, and whether an index reads the keys, to the keys.
+Reader = Callable[[Tensor, Tensor, int, bool], Keys]
 
 
 def given(key: Tensor, value: Tensor) -> Keys:
@@ -37,10 +37,16 @@ def given(key: Tensor, value: Tensor) -> Keys:
     return Keys(k, k, v)
 
 
-def paged(cache: Tensor, pages: Tensor, k_len: int) -> Keys:
-    """Keys of a cache whose rows hold a token's key and then its value; attention reads them where they lie."""
+def paged(cache: Tensor, pages: Tensor, k_len: int, read: bool = True) -> Keys:
+    """Keys of a cache whose rows hold a token's key and then its value; attention reads them where they lie.
+
+    read: whether the index to be built reads the keys: only then are they gathered.
+    """
     k, v = cache.transpose(1, 2).split(cache.shape[-1] // 2, dim=-1)
-    dense = k[pages].flatten(0, 1)[:k_len].transpose(0, 1)[None]
+    if read:
+        dense = k[pages].flatten(0, 1)[:k_len].transpose(0, 1)[None]
+    else:
+        dense = k.new_empty(1).expand(1, k.shape[2], k_len, k.shape[3])
     return Keys(dense, k, v, pages[None])
 
 
@@ -60,26 +66,45 @@ class Packed:
             HeadwiseError: keys or values are not all there, or their places follow no rule.
         """
         self._size, self._dim = cache.shape[2], cache.shape[3] // 2
+        # Of sizes and strides, how many say where a token is; the others say where its numbers are.
+        self._depths = [0, 0]
         self._rules = [self._rule(write, cache, which) for which in (0, 1)]
 
-    def __call__(self, cache: Tensor, pages: Tensor, k_len: int) -> Keys:
-        """See Reader."""
+    def __call__(self, cache: Tensor, pages: Tensor, k_len: int, read: bool = True) -> Keys:
+        """See Reader; attention reads what is unpacked, whether the index does or not."""
         blocks = cache.index_select(0, pages)
         num_pages, heads, size, width = blocks.shape
         page = size * width
-        read = []
+        both = []
         for sizes, strides, offset in self._rules:
             view = blocks.as_strided((heads, num_pages, *sizes), (page, heads * page, *strides), offset)
-            read.append(view.reshape(1, heads, num_pages * self._size, self._dim)[:, :, :k_len])
-        k, v = read
+            both.append(view.reshape(1, heads, num_pages * self._size, self._dim)[:, :, :k_len])
+        k, v = both
         return Keys(k, k, v)
+
+    def rows(self, cache: Tensor, pages: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (1, G, C, D) of some tokens: (1, C) for all KV heads, or (G, C)."""
+        num_pages, heads, size, width = cache.shape
+        if not cache.is_contiguous():
+            cache, pages = cache.index_select(0, pages), torch.arange(len(pages))
+            num_pages = len(pages)
+        page, head, within = pages[tokens // size].long(), torch.arange(heads)[:, None], (tokens % size).long()
+        read = []
+        for (sizes, strides, offset), depth in zip(self._rules, self._depths, strict=True):
+            shape, steps = (num_pages, heads, *sizes), (heads * size * width, size * width, *strides)
+            view = cache.as_strided(shape, steps, cache.storage_offset() + offset)
+            at = torch.unravel_index(within, sizes[:depth])
+            read.append(view[(page, head, *at)].reshape(1, heads, tokens.shape[-1], self._dim))
+        return read[0], read[1]
 
     def _rule(
         self, write: Callable[[Tensor, Tensor, Tensor, Tensor], None], cache: Tensor, which: int
     ) -> tuple[list[int], list[int], int]:
         """Sizes, strides and offset of the view of a page in which keys (0) or values (1) are (S, D)."""
         offsets = self._places(write, cache.dtype, which)
-        steps = [*_steps(offsets[:, 0].tolist()), *_steps(offsets[0].tolist())]
+        tokens = _steps(offsets[:, 0].tolist())
+        self._depths[which] = len(tokens)
+        steps = [*tokens, *_steps(offsets[0].tolist())]
         told = offsets[0, 0].view(1)
         for size, step in steps:
             told = (told[:, None] + torch.arange(size) * step).view(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from artifacts import Artifact, HeadwiseError
 from artifacts.errors import shorten
 from kernels.patterns import LayerPlan
 from runtime.attention.calls import no_kernel
+from runtime.omnikv.decode import OmniKV
+from runtime.omnikv.roles import Role, roles_of
 from runtime.plans import kernel_patterns, layer_plan
-from runtime.vllm.counters import Counters
+from runtime.vllm.counters import SPARSE, Counters
+from runtime.vllm.decode import Chooser
 from runtime.vllm.fit import misfits
-from runtime.vllm.options import HASH_KEY, Options, options_of
+from runtime.vllm.options import HASH_KEY, Options, options_of, ranges
 
 # Below vLLM's own logger, whose level and format it has.
 _log = logging.getLogger("vllm.headwise")
@@ -41,16 +45,21 @@ class Served:
         self.artifact: Artifact = headwise.artifact
         parallel = config.parallel_config
         self._size = int(parallel.tensor_parallel_size)
+        # Tokens of the longest sequence that the engine takes.
+        self.longest = int(config.model_config.max_model_len)
         self._check(config)
         self._patterns = kernel_patterns(self.artifact, headwise.arrays)
         self._plans: dict[tuple[int, int, int], LayerPlan | None] = {}
         self._reasons: dict[str, str | None] = {}
         self._said: set[str] = set()
         self._told = False
+        # Which layers are sparse here, and which are dense by which reason.
+        self._layers: dict[str, str] = {}
         # Ranks are counted anew in each replica.
         process = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
         atexit.register(self.counters.close)
+        self.chooser = self._chooser(config)
         # One of the builders counts the pieces that they all see.
         self.counting: Any = None
 
@@ -58,6 +67,17 @@ class Served:
     def dense_below(self) -> int:
         """Shorter contexts are left to the parent."""
         return self.artifact.prefill.dense_below
+
+    def serves(self, layer: Any) -> bool:
+        """Whether anything of an attention layer of vLLM is served here."""
+        return self.why_dense(layer) is None or self.role(layer) is not None
+
+    def role(self, layer: Any) -> Role | None:
+        """What the layer does in decode by the decode section; None where the parent decodes."""
+        if self.chooser is None or self._unserved(layer) is not None:
+            return None
+        number = number_of(layer.layer_name)
+        return None if number is None else self.chooser.role(number)
 
     def why_dense(self, layer: Any) -> str | None:
         """Why no prefill of an attention layer of vLLM can be sparse, None where it can."""
@@ -78,11 +98,13 @@ class Served:
             self._plans[key] = layer_plan(self.artifact, self._patterns, key[0], heads, num_kv_heads)
         return self._plans[key]
 
-    def refuse(self, reason: str) -> None:
-        """What should have been sparse is served by the parent: say so, once."""
-        if reason not in self._said:
-            self._said.add(reason)
-            _log.warning("a prefill is served densely: %s", reason)
+    def refuse(self, reason: str, detail: str = "") -> None:
+        """What should have been sparse in a step is served by the parent: count it, and say so once."""
+        self.counters.fell_back(reason)
+        said = f"{reason}: {detail}" if detail else reason
+        if said not in self._said:
+            self._said.add(said)
+            _log.warning("a prefill is served densely: %s", said)
 
     def say(self, layers: list[Any]) -> None:
         """One line, once: which of these layers are sparse here, and why others are not."""
@@ -93,8 +115,11 @@ class Served:
         for layer in layers:
             if (number := number_of(layer.layer_name)) is not None:
                 by_reason.setdefault(self.why_dense(layer), []).append(number)
+        self._layers = {reason or SPARSE: ranges(numbers) for reason, numbers in by_reason.items()}
         sparse = ranges(by_reason.pop(None, []))
         dense = "".join(f"; {ranges(numbers)} dense: {reason}" for reason, numbers in by_reason.items())
+        if self.chooser is not None:
+            dense += f"; decode: {self.chooser}"
         heads = "" if self._size == 1 else f", heads of rank {self._rank()} of {self._size}"
         _log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): layers %s sparse%s",
@@ -110,7 +135,31 @@ class Served:
     def report(self) -> dict[str, Any]:
         """See runtime.vllm.stats."""
         about = {"artifact": self._path, "content_sha256": self.artifact.content_sha256, "rank": self._rank()}
-        return about | self.counters.report()
+        return about | {"layers": self._layers} | self.counters.report()
+
+    def _chooser(self, config: Any) -> Chooser | None:
+        if self.artifact.decode is None:
+            return None
+        section, total, group = self.artifact.decode.omnikv, self.artifact.model.num_kv_heads, None
+        if self._size > 1:
+            from vllm.distributed import get_tp_group
+
+            group = get_tp_group().device_group
+        here = max(total // self._size, 1)
+        start = self._rank() * total // self._size
+        kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
+        free = [i for i in range(self.artifact.model.num_layers) if not kinds or "sliding" not in kinds[i]]
+        return Chooser(
+            OmniKV(
+                roles=roles_of(section, free, slice(start, start + here)),
+                budget=section.budget,
+                selector=section.selector,
+                window=section.window,
+                backend="auto",
+                coverage=section.coverage,
+                group=group,
+            )
+        )
 
     def _check(self, config: Any) -> None:
         model = config.model_config
@@ -123,6 +172,10 @@ class Served:
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
                 raise HeadwiseError(f"{name} must be 1 with an artifact, got {getattr(parallel, name)}")
+        if self.artifact.decode is not None and parallel.pipeline_parallel_size > 1:
+            raise HeadwiseError(
+                f"--pipeline-parallel-size must be 1 with a decode section, got {parallel.pipeline_parallel_size}"
+            )
         architecture = next(iter(getattr(model.hf_config, "architectures", None) or ()), "")
         for reason in misfits(self.artifact, model.hf_text_config, architecture, tensor_parallel=self._size):
             raise HeadwiseError(reason)
@@ -135,16 +188,27 @@ class Served:
         config.additional_config = {**config.additional_config, HASH_KEY: self.artifact.content_sha256}
 
     def _why_dense(self, layer: Any) -> str | None:
+        if (reason := self._unserved(layer)) is not None:
+            return reason
+        number = number_of(layer.layer_name)
+        assert number is not None
+        row = self.artifact.prefill.layers[number]
+        if row is None:
+            return "left alone by the artifact"
+        return "every head is dense in the artifact" if self._all_dense(row) else None
+
+    def _all_dense(self, row: Sequence[str]) -> bool:
+        return all(self.artifact.patterns[name].kind == "dense" for name in row)
+
+    def _unserved(self, layer: Any) -> str | None:
+        """Why nothing of an attention layer is served here, whatever the artifact says of it."""
         impl, number = layer.impl, number_of(layer.layer_name)
+        if not getattr(impl, "is_served", False):
+            return "a draft model's, or another backend's"
         if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
             return "no causal self-attention"
         if number is None or number >= self.artifact.model.num_layers:
             return "no layer of the artifact's model"
-        row = self.artifact.prefill.layers[number]
-        if row is None:
-            return "left alone by the artifact"
-        if all(self.artifact.patterns[name].kind == "dense" for name in row):
-            return "every head is dense in the artifact"
         if layer.sliding_window is not None:
             return "it slides"
         if impl.alibi_slopes is not None:
@@ -166,9 +230,12 @@ _latest: tuple[weakref.ref[Any], Served | None] | None = None
 
 
 def served(config: Any) -> Served | None:
-    """What a VllmConfig asks for, loaded at the first question; None where that is nothing."""
+    """What a VllmConfig asks for, loaded at the first question; None where that is nothing, and for a draft model's."""
     global _latest
     if _latest is None or _latest[0]() is not config:
+        # vLLM builds what makes drafts with a configuration that it derives from the engine's.
+        if config.speculative_config is not None and HASH_KEY in (config.additional_config or {}):
+            return None
         options = options_of(config.additional_config)
         _latest = weakref.ref(config), None if options is None else Served(options, config)
     return _latest[1]
@@ -183,14 +250,3 @@ def number_of(layer_name: str) -> int | None:
     """The number of a layer by vLLM's name for it, None where the name has none or several."""
     numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else None
-
-
-def ranges(numbers: list[int]) -> str:
-    """0-3, 5 for [0, 1, 2, 3, 5]."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "none"

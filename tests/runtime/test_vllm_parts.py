@@ -20,11 +20,12 @@ from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
 from runtime.vllm.__main__ import main
 from runtime.vllm.batch import Piece, is_long, pieces_of, rest_of
+from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
-from runtime.vllm.forward import SparseBuilder, SparseImpl
-from runtime.vllm.options import Options, options_of
+from runtime.vllm.forward import SparseImpl
+from runtime.vllm.options import Options, options_of, ranges
 from runtime.vllm.pages import Packed, paged
-from runtime.vllm.served import Served, number_of, ranges
+from runtime.vllm.served import Served, number_of
 from tests.runtime.omnikv import DECODE
 
 H, G, D, PAGE = 4, 2, 32, 16
@@ -238,12 +239,15 @@ def engine() -> Any:
     served: Any = object.__new__(Served)
     served.__dict__.update(
         artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128)),
+        longest=512,
+        chooser=None,
+        role=lambda _: None,
         counters=Counters(),
         plan=lambda *_: LayerPlan(patterns * 2, G),
         _said=set(),
     )
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"in_pages": True}))
-    impl.__dict__.update(_served=served, _reader=None)
+    impl.__dict__.update(_served=served, is_served=True, _reader=None)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
     builder.__dict__.update(_served=served)
     served.counting = builder
@@ -297,6 +301,116 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
     assert hasattr(metadata, "headwise") == (sparse > 0)
 
 
+SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last"}
+MAP = (None, None, ((1,), (0,)), ((0, 1), (1,)))
+
+
+def by_choice(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Attention in plain torch (Q, H, D) of the last queries over the keys that each KV head sees, (G, K)."""
+    heads = H // G
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(heads, 1)) * Parent.scale
+    q_len, k_len = logits.shape[1:]
+    mask = torch.ones(q_len, k_len).tril(k_len - q_len).bool()
+    if seen is not None:
+        mask = mask & seen.repeat_interleave(heads, 0)[:, None]
+    weights = logits.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(heads, 1))
+
+
+def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV, heads: list[int]) -> Tensor:
+    """The tokens (K,) that some KV heads of a filter layer choose, in plain torch."""
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(H // G, 1)) * Parent.scale
+    q_len, k_len = logits.shape[1:]
+    weights = logits.masked_fill(~torch.ones(q_len, k_len).tril(k_len - q_len).bool(), float("-inf")).softmax(-1)
+    mine = weights.unflatten(0, (G, H // G))[heads]
+    seen = torch.zeros(k_len, dtype=torch.bool)
+    seen[-q_len:] = True
+    if section.coverage is None:
+        scores = mine.amax((0, 1, 2))
+        scores[-q_len:] = float("inf")
+        seen[scores.topk(max(section.budget, q_len)).indices] = True
+        return seen
+    shares = mine.sum((0, 1, 2)) / mine.sum()
+    for token in shares[:-q_len].argsort(descending=True).tolist():
+        if shares[seen].sum() >= section.coverage or seen.sum() >= section.budget:
+            break
+        seen[token] = True
+    return seen
+
+
+@pytest.mark.parametrize("write", [None, columns, tiles])
+@pytest.mark.parametrize("more", [{}, {"head_map": MAP}, {"coverage": 0.6}, {"coverage": 0.6, "head_map": MAP}])
+def test_layers_read_what_filter_layers_chose(engine: Any, write: Any, more: dict[str, Any]) -> None:
+    from runtime.omnikv.decode import OmniKV
+    from runtime.omnikv.roles import roles_of
+    from runtime.vllm.decode import Chooser
+
+    section = artifacts.OmniKV(**SECTION, budget=40, window=1, **more)
+    roles = roles_of(section, range(4), slice(0, G))
+    omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto", coverage=section.coverage)
+    engine.served.chooser = Chooser(omni)
+    engine.served.role = lambda layer: engine.served.chooser.role(number_of(layer.layer_name))
+    if write is not None:
+        type(engine.impl).in_pages = False
+        type(engine.impl).do_kv_cache_update = staticmethod(lambda layer, *parts: write(*parts))
+        engine.impl.parents_write = write
+    # Decode, short and long; a prefill; drafts to verify.
+    common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200))
+    metadata = engine.builder.build(0, common)
+    spans = list(pairwise(common.query_start_loc_cpu.tolist()))
+    chose: dict[int, list[Any]] = {}
+    for number in (1, 2, 3):
+        cache = torch.full((int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D), float("nan"))
+        # Padding of the last page is read by some layouts, and not used.
+        cache.nan_to_num_(nan=0.0)
+        query, parts = torch.randn(common.num_actual_tokens, H, D), []
+        key, value = torch.empty(2, common.num_actual_tokens, G, D)
+        for i, (start, end) in enumerate(spans):
+            k, v = torch.randn(2, int(common.seq_lens[i]), G, D)
+            at = torch.arange(len(k))
+            slots = common.block_table_tensor[i, at // PAGE].long() * PAGE + at % PAGE
+            if write is None:
+                cache[slots // PAGE, :, slots % PAGE] = torch.cat([k, v], dim=-1)
+            else:
+                write(k, v, cache, slots)
+            key[start:end], value[start:end] = k[len(k) - (end - start) :], v[len(k) - (end - start) :]
+            parts.append((query[start:end], k, v))
+        output = torch.full_like(query, float("nan"))
+        monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn")
+        # What is left to the parent is not looked at: its cache is of pages.
+        parent, Parent.forward = Parent.forward, lambda *args: args[-1]  # type: ignore[method-assign, assignment]
+        try:
+            engine.impl.forward(monkey, query, key, value, cache, metadata, output)
+        finally:
+            Parent.forward = parent  # type: ignore[method-assign]
+        for request in (0, 3) if section.coverage else (0, 3, 4):
+            start, end = spans[request]
+            q, k, v = parts[request]
+            if number == 1:
+                rows = {heads: chosen_by(q, k, section, list(heads)) for heads in ((0,), (1,), (0, 1))}
+                chose[request], seen = [rows], None
+            else:
+                row = ((0, 1),) * G if section.head_map is None else MAP[number]
+                seen = torch.stack([chose[request][0][heads] for heads in row])
+                assert (~seen).any()
+            torch.testing.assert_close(output[start:end], by_choice(q, k, v, seen), atol=2e-5, rtol=1e-5)
+    found = engine.served.counters.report()
+    assert found["decode"] == {"chosen": 2 if section.coverage else 3}
+
+
+def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any) -> None:
+    from runtime.omnikv.decode import OmniKV
+    from runtime.omnikv.roles import Role
+    from runtime.vllm.decode import Chooser
+
+    roles = {1: Role(filters=True), 2: Role(filter=1)}
+    engine.served.chooser = Chooser(OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto"))
+    engine.served.role = lambda _: roles[2]
+    (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))
+    torch.testing.assert_close(out, by_choice(q, k, v, None), atol=2e-5, rtol=1e-5)
+    assert engine.served.counters.report()["decode"] == {"filter layer 1 has chosen nothing": 1}
+
+
 def test_attention_sinks(engine: Any) -> None:
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
     (out,), ((q, k, v),), _ = serve(engine, step((100, 200)))
@@ -322,6 +436,60 @@ def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
     expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
     torch.testing.assert_close(out.transpose(0, 1)[None], expected)
     assert [record.getMessage() for record in caplog.records] == ["a prefill is served densely: out of memory: no room"]
+    # It is counted as what it was.
+    found = engine.served.counters.report()
+    assert found == {"prefills": {"out of memory": 2}, "tokens": {"out of memory": 400}, "density": None}
+
+
+def test_several_layers_that_fall_back_count_once() -> None:
+    counters = Counters()
+    counters.step([("sparse", 100), ("short", 7), ("sparse", 50)])
+    assert counters.report()["prefills"] == {"sparse": 2, "short": 1}
+    counters.fell_back("out of memory")
+    counters.fell_back("another")
+    counters.step([("sparse", 30)])
+    assert counters.report()["prefills"] == {"sparse": 1, "short": 1, "out of memory": 2}
+    assert counters.report()["tokens"] == {"sparse": 30, "short": 7, "out of memory": 150}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "gathered"), [(("a_shape", "dense"), False), (("a_shape", "vertical_slash"), True)]
+)
+def test_keys_are_gathered_only_where_an_index_reads_them(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, str], gathered: bool
+) -> None:
+    sizes: dict[str, Any] = {"a_shape": {"sink": 64, "window": 64}, "vertical_slash": {"vertical": 70, "slash": 70}}
+    plan = LayerPlan([make(kind, **sizes.get(kind, {})) for kind in patterns] * 2, G)
+    engine.served.plan = lambda *_: plan
+    seen: list[Tensor] = []
+    build = LayerPlan.build
+    monkeypatch.setattr(LayerPlan, "build", lambda self, q, k, **how: (seen.append(k), build(self, q, k, **how))[1])
+    (out,), (parts,), _ = serve(engine, step((100, 300)))
+    q, k, v = (x.transpose(0, 1)[None] for x in parts)
+    expected, _ = reference(q, k, v, build(plan, q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
+    (dense,) = seen
+    assert dense.shape == k.shape and (dense.untyped_storage().nbytes() >= k.nbytes) == gathered
+
+
+@pytest.mark.parametrize(("longest", "in_pages", "wanted"), [(512, True, [512]), (512, False, [512]), (100, True, [])])
+def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, in_pages: bool, wanted: list[int]
+) -> None:
+    engine.served.longest, type(engine.impl).in_pages = longest, in_pages
+    built: list[tuple[int, int, int]] = []
+    build = LayerPlan.build
+
+    def noted(self: LayerPlan, q: Tensor, k: Tensor, **how: Any) -> Any:
+        built.append((q.shape[2], k.shape[2], k.untyped_storage().nbytes() // k.nbytes))
+        return build(self, q, k, **how)
+
+    monkeypatch.setattr(LayerPlan, "build", noted)
+    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
+    query, output = torch.randn(200, H, D), torch.ones(200, H, D)
+    engine.impl.forward(None, query, None, None, torch.empty(0), None, output)
+    # Unpacked values lie beside the keys.
+    assert built == [(200, k_len, 1 if in_pages else 2) for k_len in wanted] and not output.any()
 
 
 def test_a_cache_that_cannot_be_read_leaves_the_step_to_the_parent(
@@ -338,6 +506,8 @@ def test_a_cache_that_cannot_be_read_leaves_the_step_to_the_parent(
         torch.testing.assert_close(out.transpose(0, 1)[None], expected)
     (record,) = caplog.records
     assert "vLLM's CPU cache is not understood" in record.getMessage()
+    prefills = engine.served.counters.report()["prefills"]
+    assert sum(prefills.values()) == 2 and "sparse" not in prefills
 
 
 def test_names_of_layers() -> None:
@@ -350,9 +520,8 @@ def test_counters_keep_a_file(tmp_path: Path) -> None:
     file = tmp_path / "new" / "headwise-0.json"
     counters = Counters(file)
     assert json.loads(file.read_text()) == {"prefills": {}, "tokens": {}, "density": None}
-    counters.piece("sparse", 100)
-    counters.piece("sparse", 50)
-    counters.piece("short", 7)
+    counters.step([("sparse", 100)])
+    counters.step([("sparse", 50), ("short", 7)])
     counters.close()
     found = json.loads(file.read_text())
     assert found == {"prefills": {"sparse": 2, "short": 1}, "tokens": {"sparse": 150, "short": 7}, "density": None}
@@ -384,13 +553,26 @@ def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
-    model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
+    policies = artifacts.KVCache(policies={"s": artifacts.SnapKV(budget=0.5)}, layers=("s",) * 6)
+    model, cfg = files(kv_cache=policies)
     assert main(["check", cfg, "--model", model]) == 3
     assert capsys.readouterr().out == (
-        "no: the artifact has a decode section, and vLLM's cache serves no OmniKV's decode: "
-        "leave it out (python -m artifacts merge CFG --decode none --out NEW)\n"
+        "no: the artifact has a kv_cache section, and vLLM's cache serves no caches that drop tokens: "
+        "leave it out (python -m artifacts merge CFG --kv-cache none --out NEW)\n"
     )
-    model, cfg = files()
+    section = DECODE.model_copy(update={"selector": "uniform", "prefill_ratio": 2.0})
+    model, cfg = files(kv_cache=None, decode=artifacts.Decode(omnikv=section))
+    assert main(["check", cfg, "--model", model]) == 3
+    assert capsys.readouterr().out == (
+        "no: decode.omnikv.selector is 'uniform': vLLM keeps no earlier queries' scores, 'last' is served\n"
+        "no: decode.omnikv.prefill_ratio is 2.0: in vLLM a chunk sees all of the past, use null\n"
+    )
+    model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
+    assert main(["check", cfg, "--model", model]) == 0
+    assert "decode: layers 3, 5 read what layers 2, 4 choose\n" in capsys.readouterr().out
+    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "2"]) == 3
+    assert capsys.readouterr().out == "no: --tensor-parallel-size must be 1 with a decode section, got 2\n"
+    model, cfg = files(decode=None)
     assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "3"]) == 3
     assert "KV heads do not divide among 3 processes" in capsys.readouterr().out
     build(num_hidden_layers=3).save_pretrained(tmp_path / "other")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from runtime.vllm import register
-from runtime.vllm.forward import SparseBuilder, SparseImpl
+from runtime.vllm.builder import SparseBuilder
+from runtime.vllm.forward import SparseImpl
 
 _BACKENDS = "vllm.v1.attention.backends"
 
@@ -52,6 +53,14 @@ def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> No
     # vLLM turns the class into its path and back.
     assert resolve_obj_by_qualname(".".join(backend.full_cls_name())) is backend
     assert choose(path).get_impl_cls() is parent.get_impl_cls()
+
+
+@pytest.mark.parametrize("path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"])
+def test_pages_hold_a_tile_of_the_kernels(choose: Any, path: str) -> None:
+    backend = choose(path, headwise="cfg.yaml")
+    assert [backend.get_preferred_block_size(size) for size in (16, 32, 64, 128)] == [64, 64, 64, 128]
+    # Without an artifact it is as the parent wants it.
+    assert choose(path).get_preferred_block_size(16) == 16
 
 
 def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,8 +20,23 @@ def test_both_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFix
     assert dense.startswith("dense ") and sparse.startswith("artifact ")
     assert ratio.startswith("400 tokens: ") and "density of the sparse layers 0." in ratio
     found = json.loads(record)
-    assert {way: len(seconds) for way, seconds in found["seconds"].items()} == {"dense": 2, "artifact": 2}
+    assert {way: [len(each) for each in seconds] for way, seconds in found["seconds"].items()} == {
+        "dense": [1, 1],
+        "artifact": [1, 1],
+    }
     assert found["served"]["prefills"] == {"sparse": 3}
+
+
+def test_later_tokens(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    section = artifacts.OmniKV(filter_layers=(1,), dense_layers=(0,), selector="last", window=1, budget=48)
+    path = artifact((None,) * 3, decode=artifacts.Decode(omnikv=section))
+    how = ["--model", model, "--length", "200", "--tokens", "5", "--repeats", "1", "--engine", _ENGINE]
+    assert main([path, *how]) == 0
+    *_, dense, sparse, ratio, record = capsys.readouterr().out.splitlines()
+    assert dense.startswith("dense ") and sparse.startswith("artifact ") and "s a later token" in sparse
+    assert ratio.startswith("200 tokens: ")
+    found = json.loads(record)
+    assert found["served"]["decode"] == {"chosen": 8} and [len(each) for each in found["seconds"]["dense"]] == [2]
 
 
 def test_no_speed_where_nothing_was_sparse(model: str, artifact: Any) -> None:

@@ -80,5 +80,8 @@ def test_an_artifact_that_does_not_fit_ends_the_start(model: str, artifact: Any,
 
 
 def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifact: Any) -> None:
-    section = DECODE.model_copy(update={"filter_layers": (1,), "dense_layers": (0,)})
-    assert "the artifact has a decode section" in refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
+    section = DECODE.model_copy(update={"filter_layers": (1,), "dense_layers": (0,), "selector": "uniform"})
+    told = refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
+    assert "decode.omnikv.selector is 'uniform'" in told
+    kept = artifacts.KVCache(policies={"s": artifacts.SnapKV(budget=0.5)}, layers=("s",) * 3)
+    assert "the artifact has a kv_cache section" in refused(model, artifact(kv_cache=kept))

@@ -1,0 +1,85 @@
+"""Mixed into a parent's metadata builder: parts each step's batch into what is served here and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.vllm.batch import KEY, Batch, Piece, Rest, is_long, pieces_of, rest_of, steps_of
+from runtime.vllm.counters import SPARSE
+from runtime.vllm.served import Served, served
+
+# Whatever the parent is.
+_Parent: Any = object
+
+
+class SparseBuilder(_Parent):
+    """AttentionMetadataBuilder of a parent, which parts a step's batch."""
+
+    # The metadata of one group of layers is not that of another with other pages put in: the parts have pages, too.
+    supports_update_block_table: bool = False
+    parent: type
+
+    def __new__(cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # The class is asked for where no configuration is known.
+        if served(vllm_config) is None:
+            return cls.parent(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention import Attention
+
+        super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
+        self._served: Served | None = None
+        at_work = served(vllm_config)
+        assert at_work is not None
+        every = get_layers_from_vllm_config(vllm_config, Attention)
+        at_work.say(list(every.values()))
+        if any(at_work.serves(every[name]) for name in layer_names if name in every):
+            self._served = at_work
+            if at_work.counting is None:
+                at_work.counting = self
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """The parent's, without graphs of what chooses: what is chosen for one prompt would be replayed for another."""
+        from vllm.v1.attention.backend import AttentionCGSupport
+
+        parents = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        at_work = served(vllm_config)
+        if at_work is not None and at_work.chooser is not None:
+            return AttentionCGSupport.NEVER
+        if at_work is None or parents != AttentionCGSupport.ALWAYS:
+            return parents
+        return AttentionCGSupport.UNIFORMKEY
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """The parent's metadata of the whole step, and beside it what is sparse of it."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self._served is None:
+            return metadata
+        common, chooser = common_attn_metadata, self._served.chooser
+        found = pieces_of(common)
+        long = tuple(piece for piece in found if is_long(piece, self._served.dense_below))
+        steps = () if chooser is None else tuple(steps_of(common, chooser.serves))
+        if self._served.counting is self:
+            # Of the steps before this one: what falls back in it is not known yet.
+            self._served.tell()
+            short = set(found) - set(long) - set(steps)
+            pieces = [(SPARSE, piece.q_len) for piece in long] + [("short", piece.q_len) for piece in short]
+            self._served.counters.step(pieces, len(steps))
+            if chooser is not None:
+                chooser.begin()
+        if long or steps:
+            table = common.block_table_tensor
+            batch = Batch(pieces=long, steps=steps, block_table=table, part=lambda served: self._part(common, served))
+            setattr(metadata, KEY, batch)
+        return metadata
+
+    def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:
+        left = rest_of(common, served)
+        if left is None:
+            return None
+        # A fast build keeps nothing in buffers that the metadata of the whole step is still to be read from.
+        return Rest(super().build(0, left[0], fast_build=True), left[1])

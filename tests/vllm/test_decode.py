@@ -1,0 +1,64 @@
+"""Decode sections: tokens out of vLLM against those out of transformers by the same artifact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import artifacts
+from runtime.vllm import stats
+from tests.vllm.conftest import ROWS, prompt
+from tests.vllm.engines import Transformers, engine
+
+PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3)]
+# Of layers 0 to 2: the first is dense, the second chooses, the third reads what it chose.
+SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last", "window": 1, "budget": 48}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "of all heads": SECTION,
+    "by head": SECTION | {"head_map": (None, None, ((1,), (0, 1)))},
+    "covered": SECTION | {"budget": 200, "coverage": 0.5},
+}
+TOKENS = 12
+
+
+def decode(name: str) -> artifacts.Decode:
+    return artifacts.Decode(omnikv=artifacts.OmniKV(**SECTIONS[name]))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_alone_and_together(model: str, artifact: Any, transformers: Transformers, name: str) -> None:
+    path = artifact(decode=decode(name))
+    wanted = [transformers.tokens(ids, artifact=path, tokens=TOKENS) for ids in PROMPTS]
+    with engine(model, path) as served:
+        assert [served.tokens([ids], TOKENS)[0] for ids in PROMPTS] == wanted
+        assert served.tokens(PROMPTS, TOKENS) == wanted
+        found = stats()
+    # Steps after the prompt's, of the three prompts that are longer than the budget.
+    assert found["prefills"] == {"sparse": 6, "short": 2} and found["decode"] == {"chosen": 2 * 3 * (TOKENS - 1)}
+    # The section makes a difference, or agreement would say nothing.
+    without = artifact()
+    assert wanted != [transformers.tokens(ids, artifact=without, tokens=TOKENS) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("rows", [ROWS, (None,) * 3], ids=["with patterns", "alone"])
+def test_chunks_and_cached_prefixes(model: str, artifact: Any, transformers: Transformers, rows: Any) -> None:
+    path, shared = artifact(rows, decode=decode("by head")), prompt(700)
+    first, second = shared + prompt(80, 1), shared + prompt(200, 2)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "enable_prefix_caching": True}
+    with engine(model, path, **settings) as served:
+        done = [served.generate([ids], TOKENS)[0] for ids in (first, second)]
+        cuts = [served.cut(each) for each in done]
+        mixed = served.generate(PROMPTS[1:], TOKENS)
+        mixed_cuts = [served.cut(each) for each in mixed]
+    assert cuts[0] == (0, [512, 268]) and cuts[1][0] > 0
+    # Both continue what was cut so: the second begins with what the first left.
+    with_first = transformers.tokens(first, cuts[0][1], artifact=path, tokens=TOKENS)
+    assert list(done[0].outputs[0].token_ids) == with_first
+    if rows is not ROWS:
+        # Dense prefill is the same however it is cut.
+        assert list(done[1].outputs[0].token_ids) == transformers.tokens(second, artifact=path, tokens=TOKENS)
+    for each, (cached, chunks) in zip(mixed, mixed_cuts, strict=True):
+        assert cached == 0
+        wanted = transformers.tokens(each.prompt_token_ids, chunks, artifact=path, tokens=TOKENS)
+        assert list(each.outputs[0].token_ids) == wanted, chunks
