@@ -77,7 +77,7 @@ def gradient_pass(
 ) -> DensePass:
     """Run the model forth and back over a prompt and call `visit` for each wanted layer, the last one first.
 
-    Layers with a window or sinks of their own are left to torch and not visited.
+    Layers with a window of their own are left to torch and not visited.
 
     The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the sum of -log(p/(1-p))
     over those alone: log-odds do not go flat where the model is sure of its answer.
@@ -98,7 +98,7 @@ def gradient_pass(
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         inputs, mask = inputs_of(run, module, *args, **kwargs)
         run.visits += 1
-        if mask is not None or inputs.sinks is not None:
+        if mask is not None:
             return attend_densely(run, module, *args, **kwargs)
         watch = visit if wanted(inputs) else None
         out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, kept, watch, backend)
@@ -149,6 +149,7 @@ class _Dense(torch.autograd.Function):
         out, lse = kept.pop(inputs.layer)
         if visit is not None:
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
+        # With learned sinks too: they are in the output and in the log-sum-exp, and have no value of their own.
         found = attention_gradients(
             q, k, v, out, lse, by_out, scale=inputs.scale, softcap=inputs.softcap, skip_below=SKIP_BELOW
         )

@@ -84,17 +84,31 @@ def index_fidelity(
         # Head by head: the fp32 difference of a whole layer would be the largest tensor.
         exact = expected[0, head].float()
         error[head] = float((found[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
-    recall = (lse - dense_lse)[0].exp().clamp(max=1.0).mean(-1).cpu().numpy()
+    recall = kept_mass(lse[0], dense_lse[0], inputs.sinks).mean(-1).cpu().numpy()
     return Fidelity(error=error, recall=recall, density=index.density()[0].cpu().numpy())
 
 
 def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp (1, H, S)."""
+    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp (1, H, S).
+
+    Learned sinks of the layer are in both.
+    """
     heads, length = inputs.q.shape[1:3]
     return attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
 
 
 def attend(inputs: LayerInputs, index: SparseIndex, backend: str) -> tuple[Tensor, Tensor]:
     """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S)."""
-    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
-    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, **options)
+    how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "sinks": inputs.sinks, "backend": backend}
+    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, **how)
+
+
+def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """The share of dense attention's mass on keys that a pattern keeps, in the shape of its log-sum-exps (H, ..., S).
+
+    sinks: (H,) learned sinks that both log-sum-exps have in them; they are no keys.
+    """
+    if sinks is not None:
+        sink = sinks.float().view(-1, *[1] * (lse.dim() - 1))
+        lse, dense_lse = (one + torch.log1p(-(sink - one).clamp(max=-1e-6).exp()) for one in (lse, dense_lse))
+    return (lse - dense_lse).exp().clamp(max=1.0)

@@ -196,14 +196,15 @@ class Reference:
 def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:
     """Attention by patterns in a prefill of `context` tokens, dense in what comes after it and in layers without.
 
-    Dense attention is by Headwise's kernel; layers with a window or sinks of their own are left as the model has them.
+    Dense attention is by Headwise's kernel; layers with a window of their own are left as the model has them.
     """
 
     def visit(inputs: LayerInputs) -> Tensor | None:
-        if inputs.sliding_window is not None or inputs.sinks is not None:
+        if inputs.sliding_window is not None:
             return None
         q, k, v = inputs.q, inputs.k, inputs.v
-        options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "backend": backend}
+        options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "sinks": inputs.sinks}
+        options["backend"] = backend
         plan, length = plans.get(inputs.layer), q.shape[2]
         if plan is None:
             return sparse_attention(q, k, v, dense_index(1, q.shape[1], length, length, q.device), **options)

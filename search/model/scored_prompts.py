@@ -59,7 +59,7 @@ def score_prompts(scoring: Scoring, reference: Reference) -> Found:
     """The curves of all sequences of `reference`, which learns what dense attention predicts on them.
 
     Raises:
-        HeadwiseError: a layer has attention sinks of its own, or numbers that its dtype cannot hold.
+        HeadwiseError: a layer computes numbers that its dtype cannot hold.
     """
     units = {
         (number, layer): scoring.ledger.unit(f"scores of layer {layer}", {"sequence": one.digest, "layer": layer})
@@ -138,22 +138,21 @@ def _score(
             found[at] = scoring.ledger.put(units[at], {"scores": value, "fault": fault})
             shown.update()
 
-        def wanted(inputs: LayerInputs) -> bool:
-            if inputs.layer not in layers:
-                return False
-            if inputs.sinks is not None:
-                raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no search weighs yet")
-            return True
-
         found_pass = gradient_pass(
-            loaded.model, ids, answers, visit, wanted=wanted, keep=reference.positions(number), backend=scoring.backend
+            loaded.model,
+            ids,
+            answers,
+            visit,
+            wanted=lambda inputs: inputs.layer in layers,
+            keep=reference.positions(number),
+            backend=scoring.backend,
         )
         reference.know(number, found_pass.log_probs)
         fault = found_pass.fault
         left = {layer for layer in layers if (number, layer) not in found}
 
         def without(inputs: LayerInputs) -> torch.Tensor | None:
-            if inputs.layer not in left or not wanted(inputs):
+            if inputs.layer not in left:
                 return None
             out, lse = dense_attention(inputs, backend=scoring.backend)
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out)), gradients=False)

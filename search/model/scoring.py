@@ -23,6 +23,7 @@ from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns import KINDS, Pattern, make
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
+from profiling.inside.head_fidelity import kept_mass
 from profiling.inside.residual import ResidualStream
 
 # One query tile in so many is scored, but never fewer tiles of a prompt than this.
@@ -245,11 +246,12 @@ def _row(
         some.of_row(row, start, stop),
         scale=inputs.scale,
         softcap=inputs.softcap,
+        sinks=None if inputs.sinks is None else inputs.sinks.repeat_interleave(count),
         return_lse=True,
         backend=backend,
     )
     change = out[0].float().unflatten(0, (heads, count)).sub_(dense[:, None])
-    kept = (lse[0].unflatten(0, (heads, count)) - dense_lse[:, None]).exp().clamp(max=1.0)
+    kept = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
     found = {
         "squared": torch.linalg.vector_norm(change, dim=(2, 3)).double().square(),
         "recall": kept.sum(-1),

@@ -164,8 +164,6 @@ def _score_prompt(
             ledger.put(unit, {"slides": inputs.sliding_window})
             shown.update()
             return
-        if inputs.sinks is not None:
-            raise HeadwiseError(f"layer {inputs.layer} has attention sinks of its own, which no kernel serves yet")
         settled = ledger.get(ledger.unit(f"layer 0.{inputs.layer}"))["sizes"] if sample else None
         tail = _dense_tail(config)
         ledger.put(unit, score_layer(inputs, families, target, tail, settled, backend=config.backend))

@@ -121,8 +121,7 @@ def loss_with(model: Any, ids: Tensor, layer: int, added: Tensor) -> float:
         return float(loss_of(model(input_ids=ids, use_cache=False).logits[0].double(), ids, TEXT))
 
 
-# Attention sinks of its own: no search weighs them yet.
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "GptOss"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_every_architecture_has_the_gradients_that_differences_show(family: str) -> None:
     model, ids = tiny_model(family, vocab_size=260), prompt(200)
