@@ -171,15 +171,15 @@ def unfinished(record: dict[str, Any]) -> Iterator[str]:
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.gpu_report."""
     p = ArgumentParser(prog="python -m profiling.gpu_report", description=__doc__)
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
+    p.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the report")
     p.add_argument("--minutes", type=float, default=9.0, help="when to stop (default %(default)g)")
     p.add_argument("--steps", nargs="+", choices=[step.name for step in STEPS], metavar="STEP", default=[],
                    help=f"some steps only: {', '.join(step.name for step in STEPS)}")  # fmt: skip
-    p.add_argument("--device", default="cuda", help="as torch names it (default %(default)s)")
+    arguments.add_device(p, "cuda")
     p.add_argument("--model", metavar="MODEL", help="also measure this model, with --artifact")
     p.add_argument("--artifact", metavar="CFG", help="its artifact, with a decode section")
     p.add_argument("--rehearse", action="store_true", help="on the CPU, interpreted, at tiny sizes")
-    p.add_argument("--fresh", action="store_true", help="discard what DIR holds instead of going on with it")
+    p.add_argument("--fresh", action="store_true", help="discard what the folder holds instead of going on with it")
     return p
 
 

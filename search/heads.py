@@ -19,7 +19,7 @@ from profiling.memory_use.sizes import bytes_of
 from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
 from search.common.limits import add_limits, limits_of
 from search.common.report import report
-from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, TAILS, ModelSearch
+from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, SHORT, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
 from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
 from search.published.config import HeadSearch
@@ -108,8 +108,9 @@ def parser() -> ArgumentParser:
     p.add_argument(
         "--dense-tail",
         type=int,
-        help=f"last queries of a prompt that see every key (default: the best of {', '.join(map(str, TAILS))}; with "
-        "--allocation heads 64, with --preset paper 0)",
+        help="last queries of a prompt that see every key (default: the best of "
+        f"{', '.join(map(str, TAILS))}, below {SHORT:,} tokens also 0; with --allocation heads 64, with --preset "
+        "paper 0)",
     )
     p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted search left")

@@ -12,8 +12,11 @@ from search.model.task_losses import Limits
 
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 2
-# Dense tails that are compared where none is asked for, in tokens.
-TAILS = (0, 64, 256)
+# Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask elsewhere than at the end
+# of a prompt, so that they see no worth in a tail, and users' prompts end with a question more often than not.
+TAILS = (64, 256)
+# In prompts shorter than this, of which a tail is a sixteenth and more, 0 is compared, too.
+SHORT = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,8 @@ class ModelSearch:
         if not 0 < self.budget <= 1:
             raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.budget:g}")
 
-    @property
-    def tails(self) -> tuple[int, ...]:
-        """Dense tails that are compared."""
-        return TAILS if self.dense_tail is None else (self.dense_tail,)
+    def tails(self, length: int) -> tuple[int, ...]:
+        """Dense tails that are compared for patterns of prompts of this length."""
+        if self.dense_tail is not None:
+            return (self.dense_tail,)
+        return TAILS if length >= SHORT else (0, *TAILS)

@@ -112,7 +112,7 @@ def search_model(
         "dtype": config.dtype,
         "device": config.device.partition(":")[0],
         "backend": backend,
-        "dense tails": list(config.tails),
+        "dense tails": list(config.tails(lengths[-1])),
         "candidates": hashlib.sha256(repr(sorted(candidates.items())).encode()).hexdigest()[:16],
     }
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=launch) as ledger:
@@ -213,7 +213,7 @@ class _Search:
             layers=self.searched,
             num_layers=self.model.num_layers,
             candidates=self.candidates[length],
-            tails=self.config.tails,
+            tails=self.config.tails(self.length),
             backend=self.backend,
         )
 
