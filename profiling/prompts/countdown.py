@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from profiling.prompts.filling import flat, laid_out, room_for, whole_items
+from profiling.prompts.filling import behind_examples
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder
 
@@ -59,11 +59,7 @@ def countdown(
 
     def one(rng: random.Random) -> Prompt:
         puzzle = made(rng, lines)
-        question, source = encode(puzzle.question), solved(rng)
-        first = encode(next(source))
-        room = room_for(encode, _TASK, length, head, first, question)
-        examples = (first, *whole_items(encode, source, room))
-        ids = laid_out(encode, _TASK, length, head, flat(examples), question)
+        ids = behind_examples(encode, _TASK, length, head, solved(rng), encode(puzzle.question))
         return Prompt(ids, puzzle.answer, metric="countdown_partial" if partial else "countdown")
 
     return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]

@@ -5,7 +5,7 @@ A prompt is prefix + padding + parts. Making it takes time in proportion to its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from artifacts import HeadwiseError
@@ -47,6 +47,18 @@ def laid_out(encode: Encoder, task: str, length: int, *parts: Ids) -> Ids:
     """
     left = room_for(encode, task, length, *parts)
     return (*encode.prefix, *padding(encode, left), *flat(parts))
+
+
+def behind_examples(encode: Encoder, task: str, length: int, head: Ids, solved: Iterator[str], question: Ids) -> Ids:
+    """Exactly `length` ids: the head, as many solved examples as fit, at least one, and the question.
+
+    Raises:
+        HeadwiseError: one example and the question take more.
+    """
+    first = encode(next(solved))
+    room = room_for(encode, task, length, head, first, question)
+    examples = (first, *whole_items(encode, solved, room))
+    return laid_out(encode, task, length, head, flat(examples), question)
 
 
 def flat(parts: Iterable[Ids]) -> Ids:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from profiling.prompts.filling import flat, laid_out, room_for, whole_items
+from profiling.prompts.filling import behind_examples
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder
 
@@ -58,11 +58,8 @@ def tracking(
             yield f"{story.question}{story.answer}\n\n"
 
     def one(rng: random.Random) -> Prompt:
-        story, source = told(rng, steps), solved(rng)
-        question, first = encode(story.question), encode(next(source))
-        room = room_for(encode, _TASK, length, head, first, question)
-        examples = (first, *whole_items(encode, source, room))
-        ids = laid_out(encode, _TASK, length, head, flat(examples), question)
+        story = told(rng, steps)
+        ids = behind_examples(encode, _TASK, length, head, solved(rng), encode(story.question))
         return Prompt(ids, story.answer, metric="tom_partial" if partial else "tom")
 
     return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]
