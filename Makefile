@@ -4,15 +4,16 @@ VENV ?= .venv
 OLDEST_VENV ?= .venv-oldest
 VLLM_VENV ?= .venv-vllm
 LM_EVAL_VENV ?= .venv-lm-eval
+KVPRESS_VENV ?= .venv-kvpress
 DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 # Most tests use one thread: two workers keep two cores busy. make test WORKERS=8, or WORKERS=0 for one process.
 WORKERS ?= 2
-PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=20
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40
 
-.PHONY: docs hub-kernel test test-all test-lm-eval test-oldest test-vllm test-wheel demo fuzz gpu lint clean
+.PHONY: docs hub-kernel kvpress test test-all test-lm-eval test-oldest test-vllm test-wheel demo fuzz gpu lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -70,6 +71,15 @@ $(LM_EVAL_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(LM_EVAL_VENV)
 	$(LM_EVAL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt \
 		--editable '.[search,lm-eval]' pytest
+	@touch $@
+
+# kvpress with the transformers that it needs, for `headwise peers`: an environment of its own, without Headwise.
+kvpress: $(KVPRESS_VENV)/.installed
+
+$(KVPRESS_VENV)/.installed:
+	$(PYTHON) -m venv $(KVPRESS_VENV)
+	$(KVPRESS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		"$$(grep -m1 '^torch==' constraints.txt)" kvpress==0.5.5
 	@touch $@
 
 # Everything worth knowing about Headwise on this machine's GPU, in build/gpu. It installs nothing: PYTHON has a torch for it.
@@ -136,4 +146,4 @@ $(VENV)/.models: $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST_VENV) $(LM_EVAL_VENV) $(VLLM_VENV) $(DOCS_VENV) build demo *.egg-info
+	rm -rf $(VENV) $(OLDEST_VENV) $(LM_EVAL_VENV) $(KVPRESS_VENV) $(VLLM_VENV) $(DOCS_VENV) build demo *.egg-info

@@ -4,7 +4,7 @@ Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompt
 is the same on all prompts, and for block-sparse without a coverage. Where the prompt chooses, the count is of the
 plainest choice: a vertical-slash head's columns are taken to be the first and its diagonals the nearest, and a coverage
 to need all that the sizes allow. A real prompt's columns and diagonals lie apart, which takes more tiles, and further
-on, where fewer queries see them, which takes less: it is an estimate either way.
+on, where fewer queries see them, which takes less: it is an estimate either way. What skip-softmax skips no size says.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from artifacts.patterns import (
     BlockSparse,
     Dilated,
     MemoryUnits,
+    SkipSoftmax,
     Static,
     Strided,
     TriShape,
@@ -49,11 +50,12 @@ def density(
 
     Args:
         pattern: whose sizes are counted, as they are at this length (artifacts.growth).
-        length: of the prompt, in tokens; the density is None above LONGEST.
+        length: of the prompt, in tokens; the density is None above LONGEST, and of skip_softmax, which multiplies every
+            tile and goes on with those whose scores are high.
         dense_tail: last queries that see every key, whatever the pattern.
         arrays: the sidecar's, for the entries of a static pattern; its density is None without them.
     """
-    if length > LONGEST:
+    if length > LONGEST or isinstance(pattern, SkipSoftmax):
         return None
     tiles = num_tiles(length)
     causal = tiles * (tiles + 1) // 2

@@ -11,7 +11,7 @@ from artifacts import page_search
 from artifacts.errors import number, plural
 from artifacts.evidence import Evidence, PromptSet
 from artifacts.front_rows import FRONT_ROWS
-from artifacts.page_layout import cell, labelled, table
+from artifacts.page_layout import aligned, cell, labelled
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ LETTERS = {
     "strided": "S",
     "static": "F",
     "memory_units": "M",
+    "skip_softmax": "K",
     "dense": "D",
 }
 LEFT_ALONE = "."
@@ -127,7 +128,7 @@ def _winners(artifact: Artifact) -> list[str]:
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
         more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
         rows.append([kind, str(counts.total()), f"{counts.total() / total:.1%}", common + more])
-    return ["winners by kind" if artifact.search else "heads by kind", *table(rows, left=(0, 3))]
+    return ["winners by kind" if artifact.search else "heads by kind", *aligned(rows, left=(0, 3), indent=2)]
 
 
 def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
@@ -176,12 +177,12 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
         lost += "" if task.won is None else f", {task.won:,} won"
         figures = [cell(task.length, ","), str(task.prompts), f"{task.kl:.4g}", cell(task.nll_rise, "+.4f"), interval]
         rows.append([task.task, *figures, lost, cell(task.perplexity_ratio, ".4f", "x")])
-    lines += table(rows, left=(0,)) if evidence.tasks else []
+    lines += aligned(rows, indent=2) if evidence.tasks else []
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
     for m in evidence.measurements:
         values = ["-" if value is None else f"{number(value)} {m.unit}".strip() for value in (m.value, m.baseline)]
         rows.append([m.name, *values, m.baseline_name or "", cell(m.length, ","), cell(m.samples)])
-    lines += table(rows, left=(0, 3)) if evidence.measurements else []
+    lines += aligned(rows, left=(0, 3), indent=2) if evidence.measurements else []
     # Most entries share a command and a machine: said once.
     for command in dict.fromkeys(m.command for m in evidence.measurements):
         lines += labelled("", f"$ {command}", width, indent=2)

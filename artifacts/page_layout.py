@@ -1,4 +1,4 @@
-"""How the page of an artifact lies on a terminal: labelled lines, tables, numbers."""
+"""How a page lies on a terminal: labelled lines, tables, numbers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def cell(value: float | None, form: str = "", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Rows of cells in columns, those numbered in `left` to the left and the others to the right."""
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), indent: int = 0) -> list[str]:
+    """Rows of cells in columns, a line each; columns numbered in `left` to the left and the others to the right."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
         columns = enumerate(zip(row, widths, strict=True))
         padded = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in columns]
-        lines.append(("  " + "  ".join(padded)).rstrip())
+        lines.append((" " * indent + "  ".join(padded)).rstrip())
     return lines

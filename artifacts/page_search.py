@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from artifacts.errors import number, plural
 from artifacts.front_rows import served_point
-from artifacts.page_layout import table
+from artifacts.page_layout import aligned
 from artifacts.schema import Artifact, SearchInfo
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
         rows.append(["*" if i == served else "", f"{number(point.cost)}{unit}", *figures, lost])
     return [
         f"front at {found.length:,} tokens (*: what is served where no target is given)",
-        *table(rows, left=(0,)),
+        *aligned(rows, indent=2),
         f"  attention: predicted; dense attention takes {number(found.dense_cost)}{unit}",
         f"  kl (nats a token), recall and answers: on {found.measured_on.replace('_', '-')} prompts",
     ]

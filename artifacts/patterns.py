@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from artifacts.fields import Count, Coverage, Record, matching
+from artifacts.fields import LARGEST, Count, Coverage, Record, matching
 
 # The kernels compute in tiles of so many queries by so many keys.
 TILE = 64
@@ -122,7 +122,21 @@ class MemoryUnits(Record):
     )
 
 
-AnyPattern = Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse | MemoryUnits
+class SkipSoftmax(Record):
+    """every tile of scores, softmax and values only where scores are high enough (BLASST); named `skip_40`"""
+
+    kind: Literal["skip_softmax"] = Field(default="skip_softmax", description=__doc__)
+    scale_factor: float = Field(
+        gt=0.0,
+        le=LARGEST,
+        description="on K keys a tile is skipped where no query has a weight of at least this / K of that of its "
+        "highest key in its own tile or the first; from K on nothing is skipped",
+    )
+
+
+AnyPattern = (
+    Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse | MemoryUnits | SkipSoftmax
+)
 Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
 KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPattern))
 KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
@@ -137,6 +151,7 @@ _NAMES = {
     "vertical_slash": "vs_{vertical}_{slash}",
     "block_sparse": "bs_{blocks}",
     "memory_units": "mu_{sink}_{window}_{units}",
+    "skip_softmax": "skip_",
 }
 
 
@@ -147,11 +162,17 @@ def pattern_name(pattern: AnyPattern) -> str:
     """
     fields = dict(pattern)
     name = _NAMES[pattern.kind].format(**fields)
+    if isinstance(pattern, SkipSoftmax):
+        name += _exact(pattern.scale_factor)
     if (last_q := fields.get("last_q", DEFAULT_LAST_Q)) != DEFAULT_LAST_Q:
         name += f"_q{last_q}"
     if (coverage := fields.get("coverage")) is not None:
-        # Exact, _c99.5 for 0.995, so that two coverages never share a name.
-        name += f"_c{(Decimal(repr(coverage)) * 100).normalize():f}"
+        name += f"_c{_exact(coverage, 100)}"
     if (count := fields.get("representatives", DEFAULT_REPRESENTATIVES)) != DEFAULT_REPRESENTATIVES:
         name += f"_r{count}"
     return name
+
+
+def _exact(value: float, times: int = 1) -> str:
+    """Exact, 99.5 for 0.995 times 100, so that two values never share a name."""
+    return f"{(Decimal(repr(value)) * times).normalize():f}"

@@ -15,7 +15,13 @@ computed for a row if one of three things says so:
 Beside them, the rows that hold a head's last `dense_tail` queries compute every tile up to their own: a prompt's
 question is asked there. A sliding `window` takes away what lies too far back.
 
-All three are ascending and padded at the end with PAD, which lies beyond every causal limit.
+A head with a bound in `skip` leaves out tiles whose scores say that they do not matter (skip-softmax; BLASST, arXiv
+2512.12087). A query's anchor is its highest logit among its row's columns, its own tile and key tile 0, if the row
+computes that. Another tile is skipped if no query of the row has a logit in it as high as its anchor + bound. Nothing
+depends on the order of tiles, so that all backends decide alike, but for rounding. Columns, tiles of the anchors and
+dense rows are always computed. BLASST compares with a running maximum from left to right instead: lower at first.
+
+The first three are ascending and padded at the end with PAD, which lies beyond every causal limit.
 """
 
 from __future__ import annotations
@@ -55,6 +61,8 @@ class SparseIndex:
 
     dense_tail: for each head, how many of the last queries see every key, rounded up to whole tiles; () is none.
     window: a query sees itself and the window - 1 keys before it, and tiles wholly outside are not computed.
+    skip: (B, H) fp32 the natural log of a threshold, at most 0 (-inf: nothing is skipped); None: no head skips. For
+        each key left out a query loses at most exp(skip) of its largest weight.
     ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and columns count from the first
         key of their own sequence.
     """
@@ -66,9 +74,12 @@ class SparseIndex:
     columns: Tensor
     dense_tail: tuple[int, ...] = ()
     window: int | None = None
+    skip: Tensor | None = None
     ragged: Ragged | None = None
     # Whether it is known to hold to what validate() asks.
     _valid: bool = field(default=False, init=False, repr=False)
+    # For each head how many diagonals, tiles of a row and columns it has at most; None where that is not known.
+    _widths: tuple[tuple[int, ...], ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def built(cls, **fields: Any) -> Self:
@@ -81,7 +92,15 @@ class SparseIndex:
         """The index with other fields that are as right as its own (dataclasses.replace: looked at anew)."""
         index = replace(self, **fields)
         object.__setattr__(index, "_valid", self._valid)
+        if not fields.keys() & {"diagonals", "tiles", "columns"}:
+            object.__setattr__(index, "_widths", self._widths)
         return index
+
+    def widths(self) -> tuple[tuple[int, ...], ...]:
+        """For each head how many diagonals, tiles of a row and columns it has at most, without reading any."""
+        return (
+            self._widths or (tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns)),) * self.num_heads
+        )
 
     @property
     def batch(self) -> int:
@@ -128,6 +147,7 @@ class SparseIndex:
             diagonals=self.diagonals[one],
             tiles=self.tiles[one, :, : num_rows(q_len, k_len)],
             columns=self.columns[one],
+            skip=None if self.skip is None else self.skip[one],
             ragged=None,
         )
 
@@ -140,7 +160,9 @@ class SparseIndex:
         return sum(t.numel() * t.element_size() for t in (self.diagonals, self.tiles, self.columns))
 
     def computed_tiles(self, every: int = 1) -> Tensor:
-        """TILE x TILE products computed for each head, (B, H) int64, counted as the kernels execute them.
+        """TILE x TILE products of queries and keys for each head, (B, H) int64, counted as the kernels execute them.
+
+        Those that `skip` leaves out are among them: a product is what says so.
 
         A group of TILE columns costs a tile in each row where at least one of its columns is not already in a tile.
         With `every` only one row in so many is counted, from the middle of the first so many on.
@@ -205,6 +227,13 @@ class SparseIndex:
             len(self.dense_tail) != self.num_heads or not all(is_count(n, 0) for n in self.dense_tail)
         ):
             raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {self.dense_tail}")
+        if (skip := self.skip) is not None and (
+            skip.dtype != torch.float32
+            or skip.shape != self.diagonals.shape[:2]
+            or skip.device != self.diagonals.device
+        ):
+            expected = f"float32 {tuple(self.diagonals.shape[:2])} on {self.diagonals.device}"
+            raise ValueError(f"skip must be {expected}, got {skip.dtype} {tuple(skip.shape)} on {skip.device}")
         if self.ragged is not None:
             longest = (max(self.ragged.q_lens), max(self.ragged.k_lens))
             if len(self.ragged) != self.batch or (self.q_len, self.k_len) != longest:
@@ -241,6 +270,8 @@ class SparseIndex:
                 raise ValueError(f"{name} must be strictly ascending up to the padding")
         if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
             raise ValueError("every head must compute diagonal 0: a query always sees itself")
+        if self.skip is not None and not bool((self.skip <= 0).all()):
+            raise ValueError(f"skip must be at most 0, got {float(self.skip.max())}")
         object.__setattr__(self, "_valid", True)
 
     def row_masks(self, every: int = 1) -> Iterator[tuple[range, Tensor]]:
@@ -330,55 +361,6 @@ def ascending(mask: Tensor, width: int) -> Tensor:
     """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest count), int32."""
     at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
     return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()
-
-
-def cat_heads(parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]) -> SparseIndex:
-    """One index from parts that hold some heads each; head i of the result is head order[i] of their concatenation.
-
-    `order` lies where the parts do; `host_order` is the same on the host.
-    """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-
-    def joined(name: str) -> Tensor:
-        entries: list[Tensor] = [getattr(part, name) for part in parts]
-        width = max(e.shape[-1] for e in entries)
-        padded = [torch.nn.functional.pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries]
-        return torch.cat(padded, dim=1).index_select(1, order)
-
-    tails = [n for part in parts for n in part.dense_tail or (0,) * part.num_heads]
-    return _all_valid(parts, first).changed(
-        diagonals=joined("diagonals"),
-        tiles=joined("tiles"),
-        columns=joined("columns"),
-        dense_tail=tuple(tails[i] for i in host_order) if any(tails) else (),
-    )
-
-
-def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
-    """One index over a ragged batch from one for each of its sequences, all of the same heads."""
-    first, rows = parts[0], max(part.num_rows for part in parts)
-
-    def joined(name: str) -> Tensor:
-        entries: list[Tensor] = [getattr(part, name) for part in parts]
-        width = max(e.shape[-1] for e in entries)
-        margins = [(0, width - e.shape[-1]) + ((0, rows - e.shape[2]) if e.dim() == 4 else ()) for e in entries]
-        return torch.cat([torch.nn.functional.pad(e, m, value=PAD) for e, m in zip(entries, margins, strict=True)])
-
-    return _all_valid(parts, first).changed(
-        q_len=max(ragged.q_lens),
-        k_len=max(ragged.k_lens),
-        diagonals=joined("diagonals"),
-        tiles=joined("tiles"),
-        columns=joined("columns"),
-        ragged=ragged,
-    )
-
-
-def _all_valid(parts: Sequence[SparseIndex], first: SparseIndex) -> SparseIndex:
-    """The first part, as one whose entries are known to be right only if all parts' are."""
-    return first if all(part._valid for part in parts) else replace(first)
 
 
 def check_window(window: object) -> None:

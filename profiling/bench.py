@@ -12,11 +12,8 @@ Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim, N key
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ import torch
 import kernels.dispatch as dispatch
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from profiling.environment import environment
 from profiling.models.loading import check_device
 from profiling.speed.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import COLUMNS
@@ -127,23 +125,6 @@ def run_decode(config: Bench, show: Callable[[Size, DecodeSpeed], None]) -> list
         show(size, speed)
         lines.append((size, speed))
     return lines
-
-
-def environment(device: str) -> dict[str, str]:
-    """What the figures depend on beside the command."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor(),
-        "threads": str(torch.get_num_threads()),
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def head_pair(text: str) -> tuple[int, int]:

@@ -10,12 +10,10 @@ only speed is measured.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -24,7 +22,9 @@ from pydantic import TypeAdapter, ValidationError
 from artifacts import Full, HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.kv_cache import POLICY_KINDS, Policy
+from artifacts.page_layout import aligned
 from profiling.caches.policies import with_policy
+from profiling.environment import environment
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import bar
@@ -80,12 +80,7 @@ def run(config: CacheSpeed) -> tuple[list[Row], dict[str, Any]]:
     record = {
         "rows": [asdict(row) for row in rows],
         "settings": asdict(config),
-        "versions": {
-            **{name: version(name) for name in ("headwise", "torch", "transformers")},
-            "python": platform.python_version(),
-            "threads": str(torch.get_num_threads()),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        "environment": environment(config.device),
     }
     return rows, record
 
@@ -219,8 +214,7 @@ def table(rows: Sequence[Row]) -> str:
                 *cells(many),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(aligned(lines))
 
 
 def parser() -> ArgumentParser:

@@ -5,11 +5,9 @@ python -m profiling.compare cfg.yaml --model smollm2 --length 8192 --text novel.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ import torch
 
 from artifacts import HeadwiseError, arguments, load, load_pair
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.page_layout import aligned
+from profiling.environment import environment
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
@@ -65,7 +65,7 @@ class Result:
     expected: tuple[str, ...]
     all_seconds: dict[str, list[float]]
     settings: dict[str, Any]
-    versions: dict[str, str]
+    environment: dict[str, str]
 
     def speedup(self, method: str) -> Speedup | None:
         """How many times as fast a method is as each dense attention; None where times were not asked for."""
@@ -133,12 +133,7 @@ def compare(config: Comparison, loaded: LoadedModel) -> Result:
         expected=tuple(key.answer or "" for key in keys),
         all_seconds=seconds,
         settings={**asdict(config), "config": config.config.name, "content_sha256": artifact.content_sha256},
-        versions={
-            **{name: version(name) for name in ("torch", "transformers")},
-            "python": platform.python_version(),
-            "threads": str(torch.get_num_threads()),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        environment=environment(config.device),
     )
 
 
@@ -161,14 +156,7 @@ def table(result: Result) -> str:
         )
     if dense.perplexity and sparse.perplexity:
         lines[-1][-2] += f" ({100 * (sparse.perplexity / dense.perplexity - 1):+.1f}%)"
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return "\n".join(aligned(lines))
 
 
 def parser() -> ArgumentParser:

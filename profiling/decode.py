@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,8 @@ from torch import Tensor
 
 from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.page_layout import aligned
+from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answers, is_right
@@ -155,12 +155,7 @@ def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, An
         **figures,
         "settings": {**asdict(config), "config": config.config.name, "beside": [file.name for file in config.beside]},
         "artifacts": hashes,
-        "versions": {
-            **{name: version(name) for name in ("torch", "transformers")},
-            "python": platform.python_version(),
-            "threads": str(torch.get_num_threads()),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        "environment": environment(config.device),
     }
 
 
@@ -290,8 +285,7 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
                 f"{row.right}/{trials}" if row.right is not None else "-",
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(aligned(lines))
 
 
 def parser() -> ArgumentParser:

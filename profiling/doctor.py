@@ -23,7 +23,7 @@ from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from kernels.attention import cpu
 from kernels.native import build, prebuilt
-from profiling.bench import environment
+from profiling.environment import environment
 from profiling.models.packages import PACKAGES, installed_file
 from runtime.dense import measurements
 

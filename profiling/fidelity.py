@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +11,7 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError, Measurement, ModelInfo, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
+from profiling.environment import environment
 from profiling.inside.head_fidelity import Fidelity, fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import TASKS, Prompt, make_prompts
@@ -132,7 +131,6 @@ def _compared(result: Result, artifact: Artifact, found: Fidelity, other: Artifa
 
 def _keep(config: Measured, length: int, found: Fidelity, model: ModelInfo) -> None:
     """Into the artifact: the model where an import left it open, the means as evidence, and the heads' own figures."""
-    versions = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
 
     def change(artifact: Artifact, arrays: dict[str, Array]) -> tuple[Artifact, Mapping[str, Array]]:
         entries = tuple(
@@ -146,7 +144,7 @@ def _keep(config: Measured, length: int, found: Fidelity, model: ModelInfo) -> N
                 samples=config.samples,
                 command=config.command,
                 device=config.device,
-                versions=versions,
+                versions=environment(config.device),
             )
             for name in _MEASURES
         )

@@ -169,7 +169,11 @@ def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import LLM, SamplingParams
 
+    from runtime.allocator import keep_freed_memory
     from runtime.vllm import stats
+
+    # An engine with an artifact does so by itself on a CPU: both have it, and the ratio is attention's.
+    keep_freed_memory()
 
     settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + config.tokens}
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine

@@ -1,13 +1,14 @@
 """python -m profiling.gpu_build: what is known of the Triton kernels without a GPU, as a table.
 
 Compiles the builds of the launch table for each architecture and reads what became of them: registers, spills, shared
-memory, programs on a multiprocessor, loads and stores of local memory, the instructions of the hot loop; and how fast
-attention can be at most by a simple model of the A100 and the H100, beside the goal.
+memory, programs on a multiprocessor, loads and stores of local memory, the instructions of the hot loop and whether it
+copies ahead; and how fast attention can be at most by a simple model of the A100 and the H100, over tiles without and
+with a mask, beside the goal.
 
     python -m profiling.gpu_build --target sm_90 --head-dims 128
     python -m profiling.gpu_build --json docs/results/gpu_builds.json
 
-The exit status is 3 where a build spills, uses local memory or does not fit.
+The exit status is 3 where a build spills, uses local memory, does not fit, or is to copy ahead and waits for each copy.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from typing import Any
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from profiling.gpu import builds, sources
-from profiling.gpu.compiled import TARGETS
+from profiling.gpu.compiled import SPILLED, TARGETS
 from profiling.gpu.page import markdown
 from profiling.progress import phase
-
-# Four words spilled are the compiler's choice, to fit another program on a multiprocessor.
-_SPILLED = 16
 
 
 def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -33,10 +31,15 @@ def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     for piece, kernels in rows.items():
         limit = TARGETS[piece.split()[0]][1]
         for name, facts in kernels.items():
-            if facts["spilled"] > _SPILLED:
+            if facts["spilled"] > SPILLED:
                 yield f"{piece} {name}: {facts['spilled']} bytes spilled at {facts['registers']} registers"
             if (facts.get("loop") or {}).get("local"):
                 yield f"{piece} {name}: its hot loop reads or writes local memory"
+            loop = facts.get("loop") or {}
+            # Of two stages nothing else is wanted.
+            ahead = (facts.get("launch") or {}).get("stages", 0) > 2
+            if ahead and loop.get("async_copies") and not loop["under_way"]:
+                yield f"{piece} {name}: its hot loop waits for each copy that it starts"
             if facts["shared"] > limit:
                 yield f"{piece} {name}: {facts['shared']} bytes of shared memory, the device has {limit}"
 

@@ -29,7 +29,7 @@ from kernels.native.build import cache_folder
 from profiling.gpu import builds_kept, sources
 from profiling.gpu.page import page
 from profiling.gpu.steps import STEPS, Setting, Step
-from profiling.gpu.supervisor import Outcome, run_pieces
+from profiling.gpu.supervisor import Idle, Outcome, end_all, run_pieces
 from profiling.ledger import Ledger, Unit
 from profiling.progress import phase
 
@@ -73,7 +73,15 @@ def run(config: Config) -> dict[str, Any]:
     environment = {"TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or str(cache_folder().parent / "triton")}
     environment |= _REHEARSAL if config.setting.small else {}
     _make(config.out / "logs")
-    facts = _facts(config, environment)
+    idle: Idle | None = [] if config.setting.small else None
+    try:
+        return _all_steps(config, deadline, environment, idle)
+    finally:
+        end_all(idle or [])
+
+
+def _all_steps(config: Config, deadline: float, environment: dict[str, str], idle: Idle | None) -> dict[str, Any]:
+    facts = _facts(config, environment, idle)
     record: dict[str, Any] = {
         "command": config.command, "environment": facts, "setting": asdict(config.setting), "steps": {},
     }  # fmt: skip
@@ -82,7 +90,7 @@ def run(config: Config) -> dict[str, Any]:
         for step in config.chosen:
             if not (pieces := step.load().pieces(step.name, config.setting)):
                 continue
-            record["steps"][step.name] = _step(step, pieces, config, ledger, deadline, environment)
+            record["steps"][step.name] = _step(step, pieces, config, ledger, deadline, environment, idle)
             if step.name == "sweep":
                 record["table"] = builds_kept.keep(record["steps"]["sweep"]["rows"], facts, config.out, config.setting)
             _write(record, config.out)
@@ -90,7 +98,13 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _step(
-    step: Step, pieces: Sequence[str], config: Config, ledger: Ledger, deadline: float, environment: dict[str, str]
+    step: Step,
+    pieces: Sequence[str],
+    config: Config,
+    ledger: Ledger,
+    deadline: float,
+    environment: dict[str, str],
+    idle: Idle | None,
 ) -> dict[str, Any]:
     """One step's record: the rows of its pieces, what failed, and what there was no time for."""
     units = {piece: ledger.unit(f"{step.name}: {piece}") for piece in pieces}
@@ -118,8 +132,8 @@ def _step(
         if todo and time.monotonic() < deadline:
             log = config.out / "logs" / f"{step.name.replace(' ', '_')}.log"
             left = run_pieces(
-                step, todo, config.setting, done, deadline=deadline, log=log, environment=environment
-            )  # fmt: skip
+                step, todo, config.setting, done, deadline=deadline, log=log, environment=environment, idle=idle
+            )
     ordered = {piece: rows[piece] for piece in pieces if piece in rows}
     table = [list(line) for line in step.load().lines(ordered)] if ordered else []
     return {
@@ -132,14 +146,14 @@ def _kept(ledger: Ledger, unit: Unit, outcome: Outcome) -> dict[str, Any]:
     return found
 
 
-def _facts(config: Config, environment: dict[str, str]) -> dict[str, Any]:
+def _facts(config: Config, environment: dict[str, str], idle: Idle | None) -> dict[str, Any]:
     """Device and versions, as a process of its own finds them."""
     outcomes: list[Outcome] = []
     log = config.out / "logs" / "facts.log"
     end = time.monotonic() + 180
     run_pieces(
-        STEPS[0], ["facts"], config.setting, outcomes.append, deadline=end, log=log, environment=environment
-    )  # fmt: skip
+        STEPS[0], ["facts"], config.setting, outcomes.append, deadline=end, log=log, environment=environment, idle=idle
+    )
     if not outcomes or outcomes[0].found is None:
         why = outcomes[0].error if outcomes else "its process said nothing for three minutes"
         raise HeadwiseError(f"the device {config.setting.device} cannot be used: {why}")

@@ -20,10 +20,8 @@ python -m profiling.heavy_hitters --model smollm2 --task text:book.txt --length 
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.caches.budget_curves import BudgetCurves, measure
+from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.drawing import LINES, line_style, new_figure, save, save_table
 from profiling.pictures.head_survey import survey
@@ -119,8 +118,7 @@ def _write(
         "task": task,
         "sha256": digest(prompts),
         **{name: getattr(config, name) for name in ("length", "samples", "seed", "dtype", "device", "command")},
-        "versions": {name: version(name) for name in ("headwise", "torch", "transformers")}
-        | {"python": platform.python_version()},
+        "environment": environment(config.device),
     }
     atomic_write(out / FILE, to_bytes(dict(arrays), metadata={"headwise": json.dumps(about)}))
     made = f"{config.samples} prompts: {task}, {config.length} tokens, seed {config.seed} ({about['sha256'][:8]})"

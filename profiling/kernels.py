@@ -21,7 +21,8 @@ from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
 from kernels.patterns import KINDS
-from profiling.bench import backend_of, environment, head_pair
+from profiling.bench import backend_of, head_pair
+from profiling.environment import environment
 from profiling.ledger import Ledger
 from profiling.models.loading import check_device
 from profiling.progress import phase

@@ -9,17 +9,17 @@ go beyond the model's positions.
 
 from __future__ import annotations
 
-import platform
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.memory_plan import aligned, plan, shape_of
+from artifacts.page_layout import aligned
+from profiling.environment import environment
+from profiling.memory_plan import plan, shape_of
 from profiling.memory_use.peak_memory import peak_apart
 from profiling.models.loading import load_config
 from profiling.progress import bar
@@ -103,7 +103,7 @@ def table(rows: list[Row]) -> str:
         numbers = (row.peak, row.cache, row.passing, row.predicted)
         mib = ["-" if number is None else f"{number / 2**20:.1f}" for number in numbers]
         lines.append([str(row.length), row.method, *mib, f"{row.passing / row.length:.0f}"])
-    return aligned(lines)
+    return "\n".join(aligned(lines))
 
 
 def parser() -> ArgumentParser:
@@ -134,12 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         "command": arguments.as_typed("profiling.memory", argv),
         "rows": [asdict(row) for row in rows],
         "settings": {**asdict(config), "config": config.config.name},
-        "versions": {
-            **{name: version(name) for name in ("torch", "transformers")},
-            "python": platform.python_version(),
-            "threads": str(torch.get_num_threads()),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
+        "environment": environment(config.device),
     }
     arguments.deliver(table(rows), record, to_json)
     return 0

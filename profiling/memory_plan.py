@@ -19,6 +19,7 @@ import torch
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, shorten
+from artifacts.page_layout import aligned
 from profiling.memory_use.sizes import bytes_of
 from runtime.low_memory import tiles
 
@@ -174,12 +175,6 @@ def rows(shape: Shape, lengths: list[int], memory: int | None, device: str, bank
     return table
 
 
-def aligned(table: list[list[str]]) -> str:
-    """The rows as text, columns aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
-
-
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.memory_plan."""
     p = ArgumentParser(prog="python -m profiling.memory_plan", description=__doc__)
@@ -203,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
             f"--banked must be 0 to {shape.layers - shape.sliding}, the layers that see all: got {options.banked}"
         )
     memory = None if options.memory is None else bytes_of(options.memory, "--memory")
-    print(aligned(rows(shape, options.length, memory, options.device, options.banked)))
+    print("\n".join(aligned(rows(shape, options.length, memory, options.device, options.banked))))
     print("GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory")
     return 0
 

@@ -19,7 +19,7 @@ import transformers
 
 from artifacts import Artifact, Dense, HeadwiseError, Prefill, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.evaluation.times import machine
+from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.speed.beside import Beside, beside_attention
 from profiling.speed.latency import interleaved, medians, prefill
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     record = {
         "command": arguments.as_typed("profiling.overhead", argv),
         **asdict(config),
-        "machine": machine(config.device),
+        "environment": environment(config.device),
         **asdict(found),
     }
     arguments.deliver(report(config, found), record, to_json)

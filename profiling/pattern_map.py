@@ -30,8 +30,9 @@ COLOURS = {
     "strided": "#CC79A7",
     "static": "#000000",
     "memory_units": "#999999",
+    "skip_softmax": "#882255",
 }
-LETTERED = ("tri_shape", "dilated", "strided", "static", "memory_units")
+LETTERED = ("tri_shape", "dilated", "strided", "static", "memory_units", "skip_softmax")
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5

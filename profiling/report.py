@@ -1,10 +1,11 @@
 """python -m profiling.report: the standing page of a model's methods, as much of it as fits the time given.
 
-Speeds first, then tasks, the most telling first: 6 prompts of each under every method, then 12, then 24. What does not
-fit the minutes is left out and named; the same command goes on where it stopped. The folder is like that of
-profiling.evaluate.
+Speeds first, then single kinds in the artifact's time, then tasks: 6 prompts of each under every method, then 12, then
+24. Tasks, their lengths and their order are those measured for the model (profiling/prompts/settings.json), the most
+telling for its time first. What does not fit the minutes is left out and named; the same command goes on where it
+stopped. The folder is like that of profiling.evaluate.
 
-python -m profiling.report cfg.yaml --model smollm2 --length 4096 --minutes 30 --out report/
+python -m profiling.report cfg.yaml --model smollm2 --minutes 30 --out report/
 python -m profiling.report report/                     # draws its page again, from what was measured
 """
 
@@ -17,50 +18,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts import HeadwiseError, arguments, load_pair
+from artifacts import Artifact, HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, reason, shorten
 from artifacts.files import atomic_write, open_regular
+from profiling.evaluation.equal_time import equal_time
 from profiling.evaluation.measure import OUTPUT, Evaluation, Outcome, check_lengths, evaluate, open_ledger
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.page import page
 from profiling.evaluation.record import as_json, record_of, table
 from profiling.evaluation.times import Speed, measure
-from profiling.models.loading import load_model
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import parse_task
+from profiling.prompts.settings import settings
 from runtime.fingerprint import check
 
-# The most telling first: what A-shape loses most on, for the time that a prompt takes (docs/results.md).
-TASKS = (
-    "line_asked",
-    "chain",
-    "prose",
-    "line_turns@questions=16",
-    "dictionary",
-    "label_map",
-    "repeats",
-    "babilong_qa1",
-    "story_multihop",
-    "mrcr",
-    "niah_multikey_2",
-    "graphwalks_parents",
-    "vt",
-)
+# A text: what it loses shows on every model.
+TEXT = "prose"
+# Whose order of tasks is taken for a model that none was measured for.
+_MEASURED = "smollm2"
 METHODS = ("dense", "headwise", "a_shape", "vertical_slash", "random_tiles", "oracle_tiles", "headwise-tail", "strided")
 ROUNDS = (6, 12, 24)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run of the command; minutes: what it may take, the model's loading included."""
+    """One run of the command; minutes: what it may take, the model's loading included.
+
+    tasks, lengths: empty for those of the model's settings.
+    """
 
     config: Path
     model: str
     out: Path
     minutes: float = 30
-    lengths: tuple[int, ...]
-    tasks: tuple[str, ...] = TASKS
+    lengths: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ()
     methods: tuple[str, ...] = METHODS
     seed: int = Evaluation.seed
     dtype: str = "bfloat16"
@@ -85,56 +80,107 @@ def run(config: Report) -> dict[str, Any]:
     """
     end = time.monotonic() + 60 * config.minutes
     artifact, arrays = load_pair(config.config)
-    check_lengths(artifact, config.lengths)
     known = method_names(artifact)
     names = tuple(dict.fromkeys(("dense", *(name for name in config.methods if name in known))))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     check(artifact.model, loaded.model)
+    places, left = places_of(loaded.name, artifact, config.tasks, config.lengths)
+    lengths = tuple(sorted({length for _, length in places}))
     with open_ledger(config.out, fresh=False) as ledger:
         methods = Methods(loaded, artifact, arrays, ledger=ledger)
-        speed = Speed(lengths=config.lengths, methods=names, repeats=3, memory=False, crossover=False)
+        speed = Speed(lengths=lengths, methods=names, repeats=3, memory=False, crossover=False)
         times = measure(speed, loaded, methods, ledger, spec=config.model, revision=None, again=False)
-        found: dict[tuple[str, int], list[Outcome]] = {}
-        prompts: dict[tuple[str, int], int] = {}
-        seconds: dict[tuple[str, int], float] = {}
-        left: list[str] = []
-        for samples in ROUNDS:
-            for length in config.lengths:
-                for task in config.tasks:
-                    place = (task, length)
-                    # One that was never run is taken for the slowest of those that were.
-                    each = seconds.get(place, max(seconds.values(), default=0.0))
-                    if found and time.monotonic() + each * (samples - prompts.get(place, 0)) > end:
-                        left.append(f"{task} at {length} tokens, {samples} prompts")
-                        continue
-                    start = time.monotonic()
-                    asked = Evaluation(
-                        tasks=(task,), lengths=(length,), methods=names, samples=samples, seed=config.seed
-                    )
-                    found[place] = evaluate(asked, loaded, methods, ledger)
-                    seconds[place] = (time.monotonic() - start) / (samples - prompts.get(place, 0))
-                    prompts[place] = samples
-    settings = Evaluation(
-        tasks=tuple(dict.fromkeys(task for task, _ in found)),
-        lengths=config.lengths,
+        compared = []
+        if "headwise" in names:
+            compared = [equal_time(loaded, methods, names, ledger, length=lengths[-1], seed=config.seed)]
+        run = _Run(config, loaded, methods, names, ledger, end)
+        left += run.rounds(places)
+    asked = Evaluation(
+        tasks=tuple(dict.fromkeys(task for task, _ in run.found)),
+        lengths=lengths,
         methods=names,
-        samples=max(prompts.values()),
+        samples=max(run.prompts.values()),
         seed=config.seed,
     )
     record = record_of(
         artifact,
         methods,
-        settings,
-        [outcome for outcomes in found.values() for outcome in outcomes],
+        asked,
+        [outcome for outcomes in run.found.values() for outcome in outcomes],
         times,
         command=config.command,
         device=str(loaded.model.device),
         dtype=str(loaded.model.dtype).removeprefix("torch."),
     )
+    record["equal_time"] = compared
     record["left_out"] = {"minutes": config.minutes, "what": left}
     atomic_write(config.out / OUTPUT, as_json(record))
     atomic_write(config.out / "index.html", page(record).encode())
     return record
+
+
+def places_of(
+    model: str, artifact: Artifact, tasks: Sequence[str], lengths: Sequence[int]
+) -> tuple[list[tuple[str, int]], list[str]]:
+    """Tasks with their lengths, the most telling first, and what is left out because it would be served densely.
+
+    Raises:
+        HeadwiseError: a length that was asked for, or every one, is shorter than the artifact serves sparsely.
+    """
+    known = [each for each in settings(model) if each.shows or each.measure == "choice"]
+    if not tasks and not lengths and known:
+        usual = max(known, key=lambda each: sum(other.length == each.length for other in known)).length
+        found = [(TEXT, usual), *((each.task, each.length) for each in known)]
+        kept = [place for place in found if place[1] >= artifact.prefill.dense_below]
+        if kept:
+            what = [f"{task} at {length} tokens, which the artifact serves densely" for task, length in found]
+            return kept, [told for told, place in zip(what, found, strict=True) if place not in kept]
+    lengths = lengths or [artifact.model.max_positions]
+    check_lengths(artifact, lengths)
+    tasks = tasks or [TEXT, *(each.task for each in known or settings(_MEASURED))]
+    return [(task, length) for task in tasks for length in lengths], []
+
+
+class _Run:
+    """The rounds of a report: of each place as many prompts as fit the time."""
+
+    def __init__(
+        self,
+        config: Report,
+        loaded: LoadedModel,
+        methods: Methods,
+        names: tuple[str, ...],
+        ledger: Ledger,
+        end: float,
+    ) -> None:
+        self._config, self._loaded, self._methods, self._names = config, loaded, methods, names
+        self._ledger, self._end = ledger, end
+        self.found: dict[tuple[str, int], list[Outcome]] = {}
+        self.prompts: dict[tuple[str, int], int] = {}
+        self._seconds: dict[tuple[str, int], float] = {}
+
+    def rounds(self, places: Sequence[tuple[str, int]]) -> list[str]:
+        """Run what fits; what did not."""
+        left = []
+        for samples in ROUNDS:
+            for place in places:
+                # One that was never run is taken for the slowest of those that were.
+                each = self._seconds.get(place, max(self._seconds.values(), default=0.0))
+                if self.found and time.monotonic() + each * (samples - self.prompts.get(place, 0)) > self._end:
+                    left.append(f"{place[0]} at {place[1]} tokens, {samples} prompts")
+                else:
+                    self._run(place, samples)
+        return left
+
+    def _run(self, place: tuple[str, int], samples: int) -> None:
+        task, length = place
+        start = time.monotonic()
+        asked = Evaluation(
+            tasks=(task,), lengths=(length,), methods=self._names, samples=samples, seed=self._config.seed
+        )
+        self.found[place] = evaluate(asked, self._loaded, self._methods, self._ledger)
+        self._seconds[place] = (time.monotonic() - start) / (samples - self.prompts.get(place, 0))
+        self.prompts[place] = samples
 
 
 def again(folder: Path) -> dict[str, Any]:
@@ -169,8 +215,8 @@ def parser() -> ArgumentParser:
     arguments.add_model(p, required=False)
     p.add_argument("--out", metavar="FOLDER", type=Path, help="folder of the report")
     p.add_argument("--minutes", type=float, default=Report.minutes, help="what it may take (default 30)")
-    arguments.add_length(p, "prompt lengths (default: the model's positions)", several=True)
-    arguments.add_task(p, "what is asked, the most telling first (default: thirteen that need no file)")
+    arguments.add_length(p, "prompt lengths (default: the model's settings, or else its positions)", several=True)
+    arguments.add_task(p, "what is asked, the most telling first (default: the model's settings, or SmolLM2's)")
     p.add_argument("--methods", nargs="+", help=f"(default: {' '.join(METHODS)})")
     arguments.add_seed(p, Report.seed)
     arguments.add_dtype(p)
@@ -190,15 +236,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         if given["model"] is None or out is None:
             raise HeadwiseError("a report of an artifact needs --model MODEL and --out FOLDER")
-        lengths = given.pop("length") or [load_pair(config)[0].model.max_positions]
         asked: dict[str, Any] = {
-            "tasks": tuple(given.pop("tasks") or TASKS),
+            "lengths": tuple(sorted(set(given.pop("length") or ()))),
+            "tasks": tuple(given.pop("tasks") or ()),
             "methods": tuple(given.pop("methods") or METHODS),
         }
         command = arguments.as_typed("profiling.report", argv)
-        record = run(
-            Report(config=config, out=out, lengths=tuple(sorted(set(lengths))), command=command, **asked, **given)
-        )
+        record = run(Report(config=config, out=out, command=command, **asked, **given))
     arguments.deliver(f"{table(record)}\n\nwrote {out / 'index.html'}", record, to_json)
     return 0
 

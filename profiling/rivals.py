@@ -9,7 +9,6 @@ python -m profiling.rivals cfg.yaml --model smollm2 --length 8192 --json rivals.
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from tqdm import tqdm
 
 from artifacts import HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.evaluation.times import machine
+from artifacts.page_layout import aligned
+from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.models.openvino import exported
 from profiling.prompts.prompt import Prompt, make_prompts
@@ -122,12 +122,7 @@ def run(config: Rivals) -> dict[str, Any]:
             "content_sha256": artifact.content_sha256,
             "command": artifact.search.command if artifact.search else None,
         },
-        "machine": machine("cpu"),
-        "versions": {
-            **{name: version(name) for name in ("headwise", "torch", "transformers", "openvino")},
-            "openvino_genai": openvino_genai.__version__,
-            "python": platform.python_version(),
-        },
+        "environment": environment() | {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__},
         "rows": [
             {
                 "method": name,
@@ -257,12 +252,7 @@ def table(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         found = cells(Speedup(over=row["speedups"]))
         lines.append([_LABELS[row["method"]], f"{row['seconds']:.3f}", *found, f"{row['right']} of {total}"])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [
-        "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    ]
-    return "\n".join([*text, f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention"])
+    return "\n".join([*aligned(lines), f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention"])
 
 
 def parser() -> ArgumentParser:

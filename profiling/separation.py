@@ -10,7 +10,6 @@ python -m profiling.separation cfg.yaml --model smollm2 --length 4096 --out sepa
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -22,9 +21,9 @@ from typing import Any
 from artifacts import HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
+from profiling.environment import environment
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.separation import DENSE, Row, Unit, earns, records_of, rows_of, text_table
-from profiling.evaluation.times import machine
 from profiling.inside.oracle import oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -57,7 +56,7 @@ class Separation:
 
     density: what A-shape and vertical-slash are fitted to, and the oracle's that a task is judged by.
     oracles: all densities of oracle top-k.
-    contexts: prompts of a task with many answers each. prompts: of one with a single answer.
+    contexts: of a task with many answers each, the units of what is claimed. prompts: of one with a single answer.
     """
 
     model: str
@@ -66,8 +65,8 @@ class Separation:
     length: int = 4096
     tasks: tuple[str, ...] = TASKS
     density: float = 0.2
-    oracles: tuple[float, ...] = (0.1, 0.2, 0.3)
-    contexts: int = 3
+    oracles: tuple[float, ...] = (0.2,)
+    contexts: int = 6
     prompts: int = 8
     windows: int = 6
     seed: int = 1000
@@ -91,7 +90,7 @@ def run(config: Separation) -> dict[str, Any]:
     check(artifact.model, loaded.model)
     prompts = {task: _prompts(config, loaded, task) for task in config.tasks}
     settings = {
-        "separation": 1,
+        "separation": 2,
         "weights": artifact.model.weights_sha256,
         "length": config.length,
         "density": config.density,
@@ -108,22 +107,19 @@ def run(config: Separation) -> dict[str, Any]:
             made = methods.make(KERNEL if name == DENSE else name, config.length)
             densities[name] = made.density
             _measure(loaded, made.apply(loaded.model), name, made.identity, prompts, ledger, units)
-        worse = [task for task in config.tasks if earns(units[task], "a_shape", None)]
-        for density in sorted(config.oracles, key=lambda each: each != config.density):
+        for density in dict.fromkeys((config.density, *config.oracles)):
             name = f"oracle {density:g}"
             densities[name] = density
-            some = {task: prompts[task] for task in worse}
-            _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, name, some, ledger, units)
-    rows = [row for task in config.tasks for row in rows_of(task, units[task])]
+            _measure(loaded, oracle(loaded.model, density, tail=_TAIL), name, name, prompts, ledger, units)
+    rows = rows_of(units)
     record = {
         "command": config.command,
         "artifact": artifact.content_sha256,
         "settings": {**settings, "seed": config.seed, "prompts": {task: len(p) for task, p in prompts.items()}},
-        "machine": machine(str(loaded.model.device)),
-        "versions": {"python": platform.python_version(), "transformers": version("transformers")},
+        "environment": environment(loaded.model.device),
         "densities": densities,
         "rows": [asdict(row) for row in rows],
-        "earn_their_place": [task for task in worse if earns(units[task], "a_shape", judged)],
+        "earn_their_place": [task for task in config.tasks if earns(rows, task, "a_shape", judged)],
     }
     atomic_write(config.out, (json.dumps(record, indent=1) + "\n").encode())
     return record
@@ -170,8 +166,8 @@ def parser() -> ArgumentParser:
     arguments.add_length(p, "tokens of a prompt (default 4096)", default=Separation.length)
     arguments.add_task(p, f"what is compared (default: {' '.join(TASKS)})", old="--tasks")
     p.add_argument("--density", type=float, default=Separation.density, help="of A-shape and vertical-slash (0.2)")
-    p.add_argument("--oracles", nargs="+", type=float, default=list(Separation.oracles), help="(0.1 0.2 0.3)")
-    p.add_argument("--contexts", type=int, default=Separation.contexts, help="of tasks with many answers each (3)")
+    p.add_argument("--oracles", nargs="+", type=float, default=list(Separation.oracles), help="densities (0.2)")
+    p.add_argument("--contexts", type=int, default=Separation.contexts, help="of tasks with many answers each (6)")
     p.add_argument("--prompts", type=int, default=Separation.prompts, help="of tasks with one answer each (8)")
     p.add_argument("--windows", type=int, default=Separation.windows, help="of a text (6)")
     arguments.add_seed(p, Separation.seed)

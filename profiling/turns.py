@@ -20,7 +20,8 @@ from transformers import PretrainedConfig
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, natural, run_command
 from kernels.patterns import LayerPlan
-from profiling.bench import environment, head_pair
+from profiling.bench import head_pair
+from profiling.environment import environment
 from profiling.models.loading import check_device
 from profiling.speed.attention_speed import Size, inputs, patterns_for
 from profiling.speed.latency import in_turn

@@ -6,26 +6,23 @@ python -m profiling.versus a.yaml b.yaml --model smollm2 --length 8192 --task pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, arguments, load_pair
+from artifacts import HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
-from kernels.patterns import LayerPlan
-from profiling.bench import environment
+from artifacts.page_layout import aligned
+from profiling.environment import environment
+from profiling.evaluation.side_by_side import Row, compared, timed
 from profiling.inside.head_fidelity import fidelity
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.quality.logits import DenseLogits, Drift
-from profiling.speed.attention_time import attention_seconds
 from profiling.speed.baselines import COLUMNS, KERNEL, LABELS, MODEL, Speedup, cells, speedup
 from runtime import Headwise
-from runtime.plans import kernel_patterns, layer_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +39,6 @@ class Versus:
     repeats: int = 5
     dtype: str = "bfloat16"
     device: str = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One artifact. Each error is a standard error over the places that were compared.
-
-    seconds: attention of one prefill, index build included; None where it was not timed. kl: nats a token.
-    loss: what is added to the negative log-likelihood of a token, in nats: about the relative rise of perplexity.
-    """
-
-    config: str
-    density: float
-    seconds: float | None
-    kl: float
-    kl_error: float
-    kl_by_task: dict[str, float]
-    loss: float
-    loss_error: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +69,17 @@ def run(config: Versus) -> Result:
             )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     prompts = _prompts(config, loaded.tokenizer, Seen.by([arrays for _, arrays in pairs]))
-    flat = [prompt for made in prompts.values() for prompt in made]
-    logits = DenseLogits(loaded.model, flat, places=config.places)
-    seconds = _seconds(config, loaded, pairs, flat[0])
-    rows = []
-    for path, (artifact, arrays) in zip(config.configs, pairs, strict=True):
-        with Headwise(artifact, arrays).apply(loaded.model):
-            drift = logits.drift()
-        density = float(np.nanmean(fidelity(loaded.model, artifact, flat[0], arrays).density))
-        rows.append(_row(path, density, seconds.get(str(path)), drift, config))
+    some = {str(path): Headwise(*pair) for path, pair in zip(config.configs, pairs, strict=True)}
+    first = next(iter(prompts.values()))[0]
+    seconds = timed(loaded, some, first, repeats=config.repeats)
+    densities = {
+        name: float(np.nanmean(fidelity(loaded.model, each.artifact, first, each.arrays).density))
+        for name, each in some.items()
+    }
+    rows = compared(loaded, some, prompts, seconds, densities, places=config.places)
     settings = asdict(config) | {"configs": [path.name for path in config.configs]}
     return Result(
-        rows=tuple(rows),
+        rows=tuple(replace(row, name=Path(row.name).name) for row in rows),
         dense_seconds={name: seconds[name] for name in (MODEL, KERNEL) if name in seconds},
         settings=settings,
         environment=environment(config.device),
@@ -121,45 +99,6 @@ def _prompts(config: Versus, tokenizer: Any, seen: Seen) -> dict[str, list[Promp
     return found
 
 
-def _seconds(
-    config: Versus, loaded: LoadedModel, pairs: Sequence[tuple[Artifact, Any]], prompt: Prompt
-) -> dict[str, float]:
-    if not config.repeats:
-        return {}
-    plans: dict[str, dict[int, LayerPlan]] = {}
-    for path, (artifact, arrays) in zip(config.configs, pairs, strict=True):
-        patterns = kernel_patterns(artifact, arrays)
-        size = artifact.model.num_layers, artifact.model.num_kv_heads
-        made = {layer: layer_plan(artifact, patterns, layer, slice(None), size[1]) for layer in range(size[0])}
-        plans[str(path)] = {layer: plan for layer, plan in made.items() if plan is not None}
-    if len({tuple(by_layer) for by_layer in plans.values()}) > 1:
-        raise HeadwiseError("the artifacts have patterns for different layers: their times do not compare")
-    return attention_seconds(loaded, prompt, plans, repeats=config.repeats, dense=True)
-
-
-def _row(path: Path, density: float, seconds: float | None, drift: Drift, config: Versus) -> Row:
-    by_task = np.split(drift.kl, len(config.tasks))
-    # A prompt is one sample: its tokens are no independent ones.
-    prompts = len(config.tasks) * config.samples
-    kl = np.array([part.mean() for part in np.split(drift.kl, prompts)])
-    loss = np.array([np.nanmean(part) for part in np.split(drift.loss - drift.dense_loss, prompts)])
-    return Row(
-        config=path.name,
-        density=density,
-        seconds=seconds,
-        kl=drift.mean_kl,
-        kl_error=_standard_error(kl),
-        kl_by_task={parse_task(task).name: float(kl.mean()) for task, kl in zip(config.tasks, by_task, strict=True)},
-        loss=float(loss.mean()),
-        loss_error=_standard_error(loss),
-    )
-
-
-def _standard_error(means: np.ndarray) -> float:
-    """Of the mean over prompts; NaN of one alone."""
-    return float(means.std(ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
-
-
 def table(result: Result) -> str:
     """The comparison as aligned text."""
     lines = [["", "density", "attention s", *COLUMNS, "KL", "loss"]]
@@ -168,7 +107,7 @@ def table(result: Result) -> str:
     for row in result.rows:
         lines.append(
             [
-                row.config,
+                row.name,
                 f"{row.density:.3f}",
                 "-" if row.seconds is None else f"{row.seconds:.3f}",
                 *cells(None if row.seconds is None else _speedup(row.seconds, result)),
@@ -176,8 +115,7 @@ def table(result: Result) -> str:
                 f"{row.loss:+.4f} +- {row.loss_error:.4f}",
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(aligned(lines))
 
 
 def _speedup(seconds: float, result: Result) -> Speedup:

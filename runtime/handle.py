@@ -141,9 +141,9 @@ class Handle:
 
         Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
         form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
-        head, from "first_head" on: mean "density", mean "recall" and "lowest_recall" as estimated from the last
-        queries (None where there was none), and "fallbacks", sequences that went dense for want of recall. Reading
-        waits for devices.
+        head, from "first_head" on: mean "density", "skipped" of it, mean "recall" and "lowest_recall" as estimated from
+        the last queries (None where there was none), and "fallbacks", sequences that went dense for want of recall.
+        Reading waits for devices.
         """
         result = metrics.stats(self._artifact, self.settings, self._first_heads)
         return result if self._lossless is None else result | {"lossless": self._lossless.stats()}

@@ -44,6 +44,7 @@ def _report(seen: Seen) -> dict[str, Any]:
         "sequences": int(max(seen.sequences, default=0)),
         "seconds": seen.seconds,
         "density": _means(seen.density, seen.sequences),
+        "skipped": _means(seen.skipped, seen.sequences),
         "recall": _means(seen.recall, seen.known),
         "lowest_recall": [low if low < inf else None for low in seen.lowest],
         "fallbacks": [int(count) for count in seen.fallbacks],

@@ -69,11 +69,13 @@ class Watch:
                 # NaN is below every bound.
                 low = ~(recall >= self.min_recall)
                 index = dense_where(index, low)
-            density = index.density(_MOST_ROWS)
+            density, skipped = index.density(_MOST_ROWS), index.diagonals.new_zeros(index.diagonals.shape[:2])
         with clock.timing("attention", q.device):
-            out = sparse_attention(q, k, v, index, sinks=sinks, **how)
+            out = sparse_attention(q, k, v, index, sinks=sinks, skipped=skipped, **how)
+        causal = on_device(tuple(index.sequence(s).causal_tiles for s in range(index.batch)), q.device)[:, None]
         with self._lock:
-            self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), density, recall, low)
+            seen = (density, skipped / causal, recall, low)
+            self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), *seen)
         return out
 
     def read(self) -> dict[int, Seen]:
@@ -88,13 +90,15 @@ class Watch:
 class Seen(NamedTuple):
     """What was seen of a layer: seconds by stage, and by query head of this process sums over sequences.
 
-    sequences: how many were served. density: summed. known: of how many the recall is a number; recall: summed over
+    sequences: how many were served. density: summed; skipped: the share of the causal tiles among it whose softmax and
+    values skip-softmax left out, summed. known: of how many the recall is a number; recall: summed over
     those; lowest: the lowest of them, inf where there is none. fallbacks: how many went dense for want of recall.
     """
 
     seconds: dict[str, float]
     sequences: list[float]
     density: list[float]
+    skipped: list[float]
     known: list[float]
     recall: list[float]
     fallbacks: list[float]
@@ -103,31 +107,31 @@ class Seen(NamedTuple):
 
 @dataclass(eq=False)
 class _Layer:
-    """Sums over sequences by head, (5, H) float64, and the lowest recall, (H,)."""
+    """Sums over sequences by head, (6, H) float64, and the lowest recall, (H,)."""
 
     clock: Clock = field(default_factory=lambda: Clock(STAGES))
     sums: Tensor | None = None
     lowest: Tensor | None = None
 
-    def add(self, heads: Tensor, num_heads: int, density: Tensor, recall: Tensor, low: Tensor) -> None:
-        """Take in density, recall and fallbacks, (S, h) each, of these of the layer's heads."""
+    def add(self, heads: Tensor, num_heads: int, density: Tensor, skipped: Tensor, recall: Tensor, low: Tensor) -> None:
+        """Take in density, skipped tiles, recall and fallbacks, (S, h) each, of these of the layer's heads."""
         if self.sums is None or self.lowest is None:
             # In inference mode these would be tensors that cannot be written to outside of it.
             with torch.inference_mode(False):
-                self.sums = torch.zeros(5, num_heads, dtype=torch.float64, device=recall.device)
+                self.sums = torch.zeros(6, num_heads, dtype=torch.float64, device=recall.device)
                 self.lowest = torch.full((num_heads,), torch.inf, device=recall.device)
         known = ~recall.isnan()
         # In the order of Seen.
-        rows = torch.stack([torch.ones_like(density), density, known, recall.nan_to_num(), low])
+        rows = torch.stack([torch.ones_like(density), density, skipped, known, recall.nan_to_num(), low])
         self.sums.index_add_(1, heads, rows.sum(1, dtype=torch.float64))
         lowest = recall.masked_fill(~known, torch.inf).amin(0)
         self.lowest.index_copy_(0, heads, torch.minimum(self.lowest.index_select(0, heads), lowest))
 
     def read(self) -> Seen:
         if self.sums is None or self.lowest is None:
-            return Seen(self.clock.read(), [], [], [], [], [], [])
-        sequences, density, known, recall, fallbacks = self.sums.tolist()
-        return Seen(self.clock.read(), sequences, density, known, recall, fallbacks, self.lowest.tolist())
+            return Seen(self.clock.read(), [], [], [], [], [], [], [])
+        sequences, density, skipped, known, recall, fallbacks = self.sums.tolist()
+        return Seen(self.clock.read(), sequences, density, skipped, known, recall, fallbacks, self.lowest.tolist())
 
 
 class Clock:

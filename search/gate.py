@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
-from profiling.prompts.prompt import DEFAULT_TASKS
+from profiling.prompts.prompt import JUDGED_TASKS
 from search.common.check import Gate, run
 from search.common.limits import add_limits, limits_of
 
@@ -23,9 +23,14 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(p)
     arguments.add_model(p)
     add_limits(p)
-    arguments.add_task(p, f"what is asked (default {' '.join(DEFAULT_TASKS)})", old="--tasks")
+    arguments.add_task(p, f"what is asked (default {' '.join(JUDGED_TASKS)})", old="--tasks")
     arguments.add_length(p, "tokens of a prompt (default: what was searched)")
-    p.add_argument("--samples", type=int, default=1, help="prompts of each task (default 1)")
+    p.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        help="four times as many contexts of each task, twice as many windows of a text (default 1)",
+    )
     arguments.add_seed(p)
     arguments.add_dtype(p)
     arguments.add_device(p)

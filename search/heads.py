@@ -66,7 +66,8 @@ def parser() -> ArgumentParser:
     p.add_argument("--samples", type=int, default=1, help="prompts of each task and length (default 1)")
     p.add_argument(
         "--budget",
-        help=f"share of what computing all of attention costs (default {DEFAULT_BUDGET}); with --allocation heads "
+        help=f"share of what computing all of attention costs (default {DEFAULT_BUDGET}, more where nothing keeps to "
+        "that); with --allocation heads "
         f"what a head may compute, such a share or a_shape:SINK,WINDOW (default {HEAD_BUDGET})",
     )
     p.add_argument("--cost", choices=("seconds", "flops"), default="seconds", help="what is spent (default seconds)")
@@ -155,7 +156,7 @@ def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
     limits = limits_of(options)
     tasks, lengths, budget = (options.pop(name) for name in ("calibration", "length", "budget"))
     try:
-        share = DEFAULT_BUDGET if budget is None else float(budget)
+        share = None if budget is None else float(budget)
     except ValueError:
         raise HeadwiseError(
             f"--budget {budget!r} must be a share of all of attention such as 0.25; a_shape:SINK,WINDOW goes with "

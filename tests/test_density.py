@@ -91,7 +91,7 @@ def test_sizes_beyond_all_measure() -> None:
 def test_rows_of_an_artifact() -> None:
     artifact, arrays = build_every_kind()
     rows = densities(artifact, 8192, arrays)
-    assert rows[1] is None and rows[4] is not None and rows[4][:3] == [1.0] * 3
+    assert rows[1] is None and rows[4] is not None and rows[4][:3] == [1.0, 1.0, None]
     assert rows[2] is not None and rows[2][0] == 1.0 and None not in rows[2]
     assert densities(artifact, 8192)[3] == [None, *(rows[3] or ())[1:]]
     assert mean_density(artifact, 4095) == 1.0

@@ -49,7 +49,7 @@ def test_every_kind_has_a_colour_and_a_letter_of_its_own() -> None:
 @given(st.data(), st.sampled_from(sorted(growth_data.SIZES)), LENGTHS, LENGTHS)
 def test_sizes_grow_alike(drawn: st.DataObject, kind: str, at: int, length: int) -> None:
     names = growth_data.SIZES[kind]
-    if kind == "static":
+    if kind in ("static", "skip_softmax"):
         return
     sizes = {name: drawn.draw(SIZES) for name in names}
     powers = {kind: {name: drawn.draw(POWERS) for name in names}}

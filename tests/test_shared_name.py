@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -124,10 +125,11 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     expected = {
         path.relative_to(ROOT).as_posix()
         for name in PACKAGES
-        for pattern in ("*.py", "*.cpp", "*.h", "py.typed")
+        for pattern in ("*.py", *project["tool"]["setuptools"]["package-data"]["*"])
         for path in (ROOT / name).rglob(pattern)
     }
     assert {name for name in packed if ".dist-info/" not in name} == expected - {"kernels/__init__.py"}

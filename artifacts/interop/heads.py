@@ -21,6 +21,7 @@ from artifacts.patterns import (
     BlockSparse,
     Dilated,
     MemoryUnits,
+    SkipSoftmax,
     Static,
     Strided,
     TriShape,
@@ -242,6 +243,8 @@ def _for_minference(
             changes = [("not carried over", "a layer that slides over its own window is written as dense")]
         case TriShape() | Dilated() | Strided() | MemoryUnits():
             return entry("stream_llm", pattern.sink, pattern.window), [_STREAMED[pattern.kind]]
+        case SkipSoftmax():
+            changes = [("computes more", "skip-softmax is written as dense: nothing is skipped")]
         case _:
             changes = [("same", f"dense is written as {most:,} diagonals")]
     return entry("vertical_and_slash", FEW_COLUMNS + 1, most), changes

@@ -31,6 +31,7 @@ def sparse_attention(
     block_table: Tensor | None = ...,
     sinks: Tensor | None = ...,
     out: Tensor | None = ...,
+    skipped: Tensor | None = ...,
     backend: str = ...,
 ) -> Tensor: ...
 
@@ -48,6 +49,7 @@ def sparse_attention(
     block_table: Tensor | None = ...,
     sinks: Tensor | None = ...,
     out: Tensor | None = ...,
+    skipped: Tensor | None = ...,
     backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -64,6 +66,7 @@ def sparse_attention(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    skipped: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention over the keys that the index names, softmax over those alone (MInference 1.0, Algorithm 5).
@@ -71,6 +74,8 @@ def sparse_attention(
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous.
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages, page size, G, D).
+            Keys and values are of q's dtype, or both float8_e4m3fn or float8_e5m2 (Triton and the reference): a scale
+            of the keys goes into `scale`, one of the values is the caller's to multiply the output by.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E).
         index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
         scale: factor on the logits; D ** -0.5 if None.
@@ -80,6 +85,7 @@ def sparse_attention(
             serving engine's cache is read where it lies.
         sinks: (H,) a learned logit of each query head that takes its share of every softmax and has no value (gpt-oss).
         out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
+        skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head skipped (SparseIndex.skip).
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
     Returns:
@@ -93,12 +99,13 @@ def sparse_attention(
             SparseIndex.validate wants them; a scale or soft-cap that is not positive and finite; a named backend that
             cannot serve the call.
     """
-    check(q, k, v, index, block_table, out, sinks)
+    check(q, k, v, index, block_table, out, sinks, skipped)
     how: dict[str, Any] = {
         "softcap": softcap,
         "block_table": block_table,
         "sinks": sinks,
         "out": out,
+        "skipped": skipped,
         "backend": backend,
     }
     attended, lse = launch(q, k, v, index, scale=scale, **how)
@@ -116,6 +123,7 @@ def launch(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    skipped: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """sparse_attention, and its log-sum-exp, for who knows that the tensors go together and built the index for them.
@@ -127,7 +135,8 @@ def launch(
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")
-    how = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks, "out": out}
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks, "out": out}
+    how["skipped"] = skipped
 
     def call(module: ModuleType) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = module.sparse_attention(q, k, v, index, **how)

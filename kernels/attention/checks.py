@@ -21,6 +21,7 @@ def check(
     block_table: Tensor | None,
     out: Tensor | None,
     sinks: Tensor | None,
+    skipped: Tensor | None = None,
 ) -> None:
     """Raise ValueError, in one line with the values, where the arguments do not go together.
 
@@ -41,10 +42,9 @@ def check(
         raise ValueError(f"shapes do not go together: q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}")
     if not q_shape[3] or not v_shape[3]:
         raise ValueError(f"head dims must be positive, got {q_shape[3]} and {v_shape[3]}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_dtypes(q, k, v)
     index.validate()
-    tensors = [x for x in (q, k, v, index.diagonals, block_table, out, sinks) if x is not None]
+    tensors = [x for x in (q, k, v, index.diagonals, block_table, out, sinks, skipped) if x is not None]
     if len(devices := {x.device for x in tensors}) > 1:
         raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
     num_heads, num_kv_heads = q_shape[1], k_shape[1 if block_table is None else 2]
@@ -53,6 +53,11 @@ def check(
     if index.num_heads != num_heads:
         raise ValueError(f"index is for {index.num_heads} heads, q has {num_heads}")
     check_sinks(sinks, num_heads)
+    if skipped is not None and (
+        skipped.dtype != torch.int32 or skipped.shape != index.diagonals.shape[:2] or not skipped.is_contiguous()
+    ):
+        expected = f"contiguous int32 {tuple(index.diagonals.shape[:2])}"
+        raise ValueError(f"skipped must be {expected}, got {skipped.dtype} {tuple(skipped.shape)}")
     _check_lengths(q_shape, k_shape, index, paged=block_table is not None)
     if block_table is not None:
         _check_pages(k, v, index, block_table)
@@ -74,6 +79,21 @@ def check_dense(**given: object) -> None:
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.layout is not torch.strided:
             raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}")
+
+
+# What caches of 8 bits hold; both are exact in 16.
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError where keys and values are neither of the queries' floating dtype nor of 8 bits."""
+    if k.dtype != v.dtype or k.dtype not in (q.dtype, *EIGHT_BITS) or not q.is_floating_point():
+        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def no_eight_bits(q: Tensor, k: Tensor) -> str | None:
+    """Why a backend that reads keys and values of the queries' dtype alone cannot serve a call."""
+    return None if k.dtype == q.dtype else f"it reads keys and values of the queries' dtype, not {k.dtype}"
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

@@ -52,6 +52,7 @@ template <class elem>
 struct Scratch {
   std::vector<uint64_t> held;       // key tiles of this row, a bit each
   std::vector<Panel<elem>> panels;  // what this block computes
+  size_t anchors;                   // how many of them, the first ones, are computed whatever their scores
   std::unique_ptr<elem[], Free> q, p;
   std::unique_ptr<float[], Free> s, o;
   Scratch(int64_t tiles, int64_t groups, int inner, int width)
@@ -69,6 +70,7 @@ struct Scratch {
 template <class Engine, class T>
 struct Run {
   using elem = typename Engine::elem;
+  static constexpr int LD = TILE * WALK;
 
   const Index& index;
   const int64_t H, D, G, E, group = H / G;
@@ -80,6 +82,7 @@ struct Run {
   const Strided<T> qs, os;
   const Keys<T> ks, vs;
   at::Tensor& lse;
+  int32_t* skipped;  // of each (sequence, head) the number of tiles, or null
   int64_t parts;
   const std::vector<Block> blocks;
   const Panels<Engine, T> packed;
@@ -88,10 +91,11 @@ struct Run {
   std::unique_ptr<std::atomic<int>[]> open;
 
   Run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& block_table,
-      const Index& given, Softmax softmax, const float* sink, at::Tensor& out, at::Tensor& log_sum_exp)
+      const Index& given, Softmax softmax, const float* sink, at::Tensor& out, at::Tensor& log_sum_exp,
+      int32_t* left_out)
       : index(given), H(q.size(1)), D(q.size(3)), G(k.size(block_table ? 2 : 1)), E(v.size(3)), how(softmax),
         sinks(sink), qs(q), os(out), ks(k, block_table), vs(v, block_table), lse(log_sum_exp),
-        blocks(given.blocks(group, parts)), packed(given, blocks, ks, vs, G, D, E, inner, width),
+        skipped(left_out), blocks(given.blocks(group, parts)), packed(given, blocks, ks, vs, G, D, E, inner, width),
         partial(allocate<float>(parts * TILE * width)), tops(allocate<float>(parts * TILE)),
         totals(allocate<float>(parts * TILE)), open(std::make_unique<std::atomic<int>[]>(parts)) {
     for (const Block& block : blocks)
@@ -122,7 +126,7 @@ struct Run {
     w.panels.push_back(one);
   }
 
-  // The panels of a block, ascending: columns, then tiles.
+  // The panels of a block, ascending: columns, then tiles; where tiles may be skipped, the own one and tile 0 first.
   void collect(Scratch<elem>& w, const Block& block) const {
     w.panels.clear();
     const int64_t last = block.first + block.rows - 1;
@@ -131,6 +135,7 @@ struct Run {
       const int64_t n = to - from + 1;
       for (int64_t t = from + n * block.part / block.parts; t < from + n * (block.part + 1) / block.parts; ++t)
         add_tile(w, block, t);
+      w.anchors = w.panels.size();
       return;
     }
     const int64_t at = block.first / TILE, i = block.s * H + block.h;
@@ -148,7 +153,16 @@ struct Run {
       one.edge = c[c0] <= last - index.window;
       if (one.live) w.panels.push_back(one);
     }
-    packed.for_each_bit(w.held, at, [&](int64_t t) { add_tile(w, block, t); });
+    const bool skips = index.bound(block.s, block.h) > NEG_INF;
+    if (skips) {
+      add_tile(w, block, at);
+      if (at && w.held[0] & 1) add_tile(w, block, 0);
+    }
+    w.anchors = w.panels.size();
+    packed.for_each_bit(w.held, at, [&](int64_t t) {
+      if (!skips || (t && t != at)) add_tile(w, block, t);
+    });
+    if (!skips) w.anchors = w.panels.size();
   }
 
   void task(Scratch<elem>& w, const Block& block) {
@@ -163,46 +177,14 @@ struct Run {
     std::fill(top, top + TILE, NEG_INF);
     std::fill(total, total + TILE, 0.0f);
     std::fill(w.o.get(), w.o.get() + TILE * width, 0.0f);
-    constexpr int LD = TILE * WALK;
-    const int64_t panels = w.panels.size(), steps = (panels + WALK - 1) / WALK;
+    const int64_t anchors = w.anchors, steps = (anchors + WALK - 1) / WALK;
     for (int64_t i = 0; i < steps; ++i) {
-      const int64_t p0 = panels * i / steps;
-      const int step = panels * (i + 1) / steps - p0, n = step * TILE;
-      const elem* values[WALK];
-      bool masked = false;
-      uint64_t bad = 0;
-      for (int t = 0; t < step; ++t) {
-        const Panel<elem>& each = w.panels[p0 + t];
-        Engine::qk(w.q.get(), rows, inner, each.k, w.s.get() + t * TILE, LD);
-        values[t] = each.v;
-        masked |= each.edge || ~each.live;
-        bad |= each.bad;
-      }
-      for (int r = 0; r < rows; ++r) {
-        float *s = w.s.get() + r * LD, *o = w.o.get() + r * width;
-        const int64_t position = block.first + r;
-        if (how.softcap > 0) cap(s, n, how);
-        if (masked)
-          for (int t = 0; t < step; ++t) keep_seen(s + t * TILE, w.panels[p0 + t].seen(position, index.window));
-        float rescale;
-        const float part = softmax_row(s, w.p.get() + r * LD, n, exp2, factor, top[r], rescale);
-        total[r] = total[r] * rescale + part;
-        if (rescale != 1.0f)
-          for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
-        if (!bad) continue;
-        for (int t = 0; t < step; ++t) {
-          const Panel<elem>& each = w.panels[p0 + t];
-          const T* rows_of[TILE];
-          const uint64_t seen = each.bad & each.seen(position, index.window);
-          for (uint64_t left = seen; left; left &= left - 1) {
-            const int j = __builtin_ctzll(left);
-            rows_of[j] = vs.at(one, block.s, g, each.key(j));
-          }
-          add_bad(seen, rows_of, s + t * TILE, top[r], factor, E, o);
-        }
-      }
-      Engine::pv(w.p.get(), rows, LD, values, step, width, w.o.get());
+      const int64_t p0 = anchors * i / steps;
+      const int step = anchors * (i + 1) / steps - p0;
+      for (int t = 0; t < step; ++t) score(w, block, w.panels[p0 + t], t);
+      weigh(w, block, p0, step, top, total);
     }
+    if (anchors < int64_t(w.panels.size())) attend_to_rest(w, block, top, total);
     if (block.parts == 1) {
       for (int r = 0; r < rows; ++r) write(block, r, w.o.get() + r * width, top[r], total[r]);
       return;
@@ -212,6 +194,68 @@ struct Run {
     std::copy(top, top + rows, tops.get() + mine);
     std::copy(total, total + rows, totals.get() + mine);
     if (open[block.place].fetch_sub(1, std::memory_order_acq_rel) == 1) combine(w, block);
+  }
+
+  // The scores of a panel, into place `slot` of a step.
+  void score(Scratch<elem>& w, const Block& block, const Panel<elem>& each, int slot) const {
+    float* s = w.s.get() + slot * TILE;
+    Engine::qk(w.q.get(), block.rows, inner, each.k, s, LD);
+    if (how.softcap > 0)
+      for (int r = 0; r < block.rows; ++r) cap(s + r * LD, TILE, how);
+    if (each.edge || ~each.live)
+      for (int r = 0; r < block.rows; ++r) keep_seen(s + r * LD, each.seen(block.first + r, index.window));
+  }
+
+  // Softmax over the scores of `step` panels from p0 on, and their values.
+  void weigh(Scratch<elem>& w, const Block& block, int64_t p0, int step, float* top, float* total) const {
+    const elem* values[WALK];
+    uint64_t bad = 0;
+    for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v, bad |= w.panels[p0 + t].bad;
+    for (int r = 0; r < block.rows; ++r) {
+      float *s = w.s.get() + r * LD, *o = w.o.get() + r * width, rescale;
+      const float part = softmax_row(s, w.p.get() + r * LD, step * TILE, exp2, factor, top[r], rescale);
+      total[r] = total[r] * rescale + part;
+      if (rescale != 1.0f)
+        for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
+      if (!bad) continue;
+      for (int t = 0; t < step; ++t) {
+        const Panel<elem>& each = w.panels[p0 + t];
+        const T* rows_of[TILE];
+        const uint64_t seen = each.bad & each.seen(block.first + r, index.window);
+        for (uint64_t left = seen; left; left &= left - 1) {
+          const int j = __builtin_ctzll(left);
+          rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j));
+        }
+        add_bad(seen, rows_of, s + t * TILE, top[r], factor, E, o);
+      }
+    }
+    Engine::pv(w.p.get(), block.rows, LD, values, step, width, w.o.get());
+  }
+
+  // The panels after the anchors, but for those whose scores are too far below the anchors' (SparseIndex.skip).
+  void attend_to_rest(Scratch<elem>& w, const Block& block, float* top, float* total) const {
+    float limit[TILE];
+    for (int r = 0; r < block.rows; ++r) {
+      const bool known = std::isfinite(top[r]) && !std::isnan(total[r]);
+      limit[r] = known ? top[r] + index.bound(block.s, block.h) / how.to_logit() : NAN;
+    }
+    int step = 0;
+    int64_t p0 = w.anchors, left_out = 0;
+    for (size_t p = p0; p < w.panels.size(); ++p) {
+      score(w, block, w.panels[p], step);
+      bool matters = false;
+      for (int r = 0; r < block.rows && !matters; ++r) matters = any_not_below(w.s.get() + r * LD + step * TILE, limit[r]);
+      if (!matters) {
+        ++left_out;
+        continue;
+      }
+      w.panels[p0 + step++] = w.panels[p];
+      if (step < WALK) continue;
+      weigh(w, block, p0, step, top, total);
+      p0 += step, step = 0;
+    }
+    if (step) weigh(w, block, p0, step, top, total);
+    if (skipped) std::atomic_ref(skipped[block.s * H + block.h]) += int32_t(left_out);
   }
 
   // Puts the parts of a block together, in their order.
@@ -250,38 +294,41 @@ struct Run {
 template <class T>
 void run_for(const std::string& engine, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
              const std::optional<at::Tensor>& block_table, const Index& index, Softmax how, const float* sinks,
-             at::Tensor& out, at::Tensor& lse) {
-  if (engine == "float") return Run<Blocked<Float>, T>(q, k, v, block_table, index, how, sinks, out, lse)();
+             at::Tensor& out, at::Tensor& lse, int32_t* skipped) {
+  if (engine == "float") return Run<Blocked<Float>, T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
   if constexpr (std::is_same_v<T, at::BFloat16>) {
 #if defined(__AVX512BF16__)
-    if (engine == "dot") return Run<Blocked<Dot>, T>(q, k, v, block_table, index, how, sinks, out, lse)();
+    if (engine == "dot") return Run<Blocked<Dot>, T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
 #endif
-    if (engine == "brgemm") return Run<Brgemm, T>(q, k, v, block_table, index, how, sinks, out, lse)();
+    if (engine == "brgemm") return Run<Brgemm, T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
   }
   TORCH_CHECK_VALUE(false, "engine '", engine, "' does not serve ", q.scalar_type(), " on this processor");
 }
 
-// sequences: five numbers for each, row, q_start, q_len, k_start, k_len. window 0 is none. sinks: a logit of each head,
-// fp32. Writes out and lse where a sequence is.
+// sequences: five numbers for each, row, q_start, q_len, k_start, k_len. window 0 is none. skip: of each sequence and
+// head, fp32. sinks: a logit of each head, fp32. Writes out and lse where a sequence is, adds to skipped.
 void sparse_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& diagonals,
                       const at::Tensor& tiles, const at::Tensor& columns, at::IntArrayRef sequences,
                       at::IntArrayRef dense_tail, int64_t window, const std::optional<at::Tensor>& block_table,
-                      const std::optional<at::Tensor>& sinks, double scale, double softcap, std::string engine,
-                      at::Tensor out, at::Tensor lse) {
+                      const std::optional<at::Tensor>& skip, const std::optional<at::Tensor>& sinks, double scale,
+                      double softcap, std::string engine, at::Tensor out, at::Tensor lse,
+                      std::optional<at::Tensor> skipped) {
   // Above glibc's largest threshold the memory is new from the system at every call.
   if (out.is_non_overlapping_and_dense() && out.nbytes() > size_t(32) << 20)
     on_huge_pages(out.mutable_data_ptr(), out.nbytes());
   constexpr int64_t NONE = int64_t(1) << 40;
   Index index{diagonals, tiles, columns, {}, dense_tail.vec(), window ? window : NONE, NONE, q.size(1), tiles.size(2)};
+  if (skip) index.skip = skip->const_data_ptr<float>();
+  int32_t* left_out = skipped ? skipped->mutable_data_ptr<int32_t>() : nullptr;
   if (window) index.reach = (window - 1 + TILE - 1) / TILE;
   for (size_t i = 0; i + 4 < sequences.size(); i += 5)
     index.sequences.push_back({sequences[i], sequences[i + 1], sequences[i + 2], sequences[i + 3], sequences[i + 4]});
   const Softmax how{static_cast<float>(scale), static_cast<float>(softcap)};
   const float* sink = sinks ? sinks->const_data_ptr<float>() : nullptr;
   switch (q.scalar_type()) {
-    case at::kFloat: run_for<float>(engine, q, k, v, block_table, index, how, sink, out, lse); break;
-    case at::kHalf: run_for<at::Half>(engine, q, k, v, block_table, index, how, sink, out, lse); break;
-    case at::kBFloat16: run_for<at::BFloat16>(engine, q, k, v, block_table, index, how, sink, out, lse); break;
+    case at::kFloat: run_for<float>(engine, q, k, v, block_table, index, how, sink, out, lse, left_out); break;
+    case at::kHalf: run_for<at::Half>(engine, q, k, v, block_table, index, how, sink, out, lse, left_out); break;
+    case at::kBFloat16: run_for<at::BFloat16>(engine, q, k, v, block_table, index, how, sink, out, lse, left_out); break;
     default: TORCH_CHECK_VALUE(false, "dtype ", q.scalar_type(), " is not served");
   }
 }
@@ -291,8 +338,8 @@ void sparse_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor diagonals, Tensor tiles, Tensor columns, int[] sequences, "
-      "int[] dense_tail, int window, Tensor? block_table, Tensor? sinks, float scale, float softcap, str engine, "
-      "Tensor(a!) out, Tensor(b!) lse) -> ()");
+      "int[] dense_tail, int window, Tensor? block_table, Tensor? skip, Tensor? sinks, float scale, float softcap, "
+      "str engine, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? skipped) -> ()");
   m.def("engines(ScalarType dtype) -> str[]", &engines);
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.attention.checks import no_eight_bits
 from kernels.dispatch import derivative_wanted
 from kernels.index import SparseIndex
 from kernels.native import build
@@ -22,7 +23,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
-    return derivative_wanted(q, k, v) or build.load()
+    return no_eight_bits(q, k) or derivative_wanted(q, k, v) or build.load()
 
 
 def engines(dtype: torch.dtype) -> list[str]:
@@ -44,6 +45,7 @@ def sparse_attention(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    skipped: Tensor | None = None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention; `engine` takes another than the fastest.
@@ -66,6 +68,10 @@ def sparse_attention(
     fastest, *_ = engines(q.dtype)
     torch.ops.headwise.sparse_attention(
         *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0, pages),
-        *(None if sinks is None else sinks.float().contiguous(), scale, softcap or 0.0, engine or fastest, out, lse),
+        *(
+            None if index.skip is None else index.skip.contiguous(),
+            None if sinks is None else sinks.float().contiguous(),
+        ),
+        *(scale, softcap or 0.0, engine or fastest, out, lse, skipped),
     )
     return out, lse

@@ -69,13 +69,17 @@ struct Index {
   std::vector<Sequence> sequences;
   std::vector<int64_t> dense_tail;  // a head's number of queries, or empty
   int64_t window, reach, heads, most_rows;
+  const float* skip = nullptr;  // of each (sequence, head) the log of its threshold
+
+  float bound(int64_t s, int64_t h) const { return skip ? skip[s * heads + h] : NEG_INF; }
 
   // The first query of a head that sees every key, as a position; K if none does. A head whose diagonals have no gap
   // is dense from the first query on.
   int64_t first_dense(int64_t s, int64_t h) const {
     const Sequence& one = sequences[s];
     const int64_t far = std::min(one.tiles() - 1, reach);
-    if (diagonals.width > far && diagonals.row(s * heads + h)[far] == far) return one.offset();
+    const bool gapless = diagonals.width > far && diagonals.row(s * heads + h)[far] == far;
+    if (gapless && !(bound(s, h) > NEG_INF)) return one.offset();
     if (dense_tail.empty() || !dense_tail[h]) return one.K;
     return std::max(std::max<int64_t>(one.K - dense_tail[h], 0) / TILE * TILE, one.offset());
   }

@@ -83,4 +83,5 @@ def dense_where(index: SparseIndex, heads: Tensor) -> SparseIndex:
     n, width = num_tiles(index.k_len), index.diagonals.shape[-1]
     every = torch.arange(max(n, width), dtype=torch.int32, device=heads.device)
     own = torch.nn.functional.pad(index.diagonals, (0, max(n, width) - width), value=PAD)
-    return index.changed(diagonals=torch.where(heads[..., None], every, own))
+    skip = None if index.skip is None else index.skip.masked_fill(heads, -torch.inf)
+    return index.changed(diagonals=torch.where(heads[..., None], every, own), skip=skip)

@@ -28,6 +28,7 @@ def sparse_attention(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q) fp32."""
     batch, num_heads, q_len, _ = q.shape
@@ -48,7 +49,7 @@ def sparse_attention(
         queries = slice(first_query, first_query + one.q_len)
         for head in range(num_heads):
             group = num_heads // keys.shape[0]
-            out[row, head, queries], lse[row, head, queries] = _one_head(
+            out[row, head, queries], lse[row, head, queries], left_out = _one_head(
                 q[row, head, queries].float(),
                 keys[head // group].float(),
                 values[head // group].float(),
@@ -58,6 +59,8 @@ def sparse_attention(
                 softcap,
                 None if sinks is None else sinks[head].float(),
             )
+            if skipped is not None:
+                skipped[s, head] += left_out
     return out, lse
 
 
@@ -70,12 +73,13 @@ def _one_head(
     scale: float,
     softcap: float | None,
     sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(Q, D), (K, D), (K, E) -> (Q, E), (Q,): one head of one sequence."""
+) -> tuple[Tensor, Tensor, int]:
+    """(Q, D), (K, D), (K, E) -> (Q, E), (Q,) and how many tiles were skipped: one head of one sequence."""
     k_len, offset = index.k_len, index.k_len - index.q_len
     diagonals, tiles, columns = index.diagonals[0, head], index.tiles[0, head], index.columns[0, head]
     positions = torch.arange(k_len, device=q.device)
-    outs, lses = [], []
+    bound = float("-inf") if index.skip is None else float(index.skip[0, head])
+    outs, lses, skipped = [], [], 0
     for row in range(index.num_rows):
         at = index.first_row + row
         first, last = max(at * TILE, offset), min((at + 1) * TILE, k_len)
@@ -89,12 +93,30 @@ def _one_head(
             logits = softcap * torch.tanh(logits / softcap)
         outside = (distance < 0) | (distance >= (index.window or k_len))
         logits = logits.masked_fill(outside, float("-inf"))
+        if bound > float("-inf") and at < index.first_dense()[head]:
+            tile = torch.cat([at - diagonals, tiles[row]])
+            out_of = _skipped(logits, torch.where(torch.isin(keys // TILE, tile), keys // TILE, -1), at, bound)
+            # Beyond a window there is nothing that could be computed.
+            skipped += int(((keys[out_of] // TILE).unique() >= at - index.reach).sum())
+            keys, logits, outside = keys[~out_of], logits[:, ~out_of], outside[:, ~out_of]
         if sink is not None:
             # One more key, which has no value.
             logits = torch.cat([logits, sink.expand(len(logits), 1)], dim=-1)
         lses.append(logits.logsumexp(-1))
         outs.append(_weighted(logits.softmax(-1)[:, : len(keys)], v[keys], ~outside))
-    return torch.cat(outs), torch.cat(lses)
+    return torch.cat(outs), torch.cat(lses), skipped
+
+
+def _skipped(logits: Tensor, tiles: Tensor, own: int, bound: float) -> Tensor:
+    """Which keys (n,) lie in tiles of a row that are skipped.
+
+    logits: (Q, n). tiles: (n,) of each key, -1 of columns. own: the row's tile. bound: the log of the threshold.
+    """
+    anchor = logits[:, (tiles <= 0) | (tiles == own)].amax(-1)
+    # Where the anchor is not a number, or infinite, nothing is known to be below it.
+    limit = torch.where(anchor.isfinite(), anchor + bound, float("nan"))
+    counts = ~(logits < limit[:, None]).all(0)
+    return (tiles > 0) & (tiles != own) & ~torch.isin(tiles, tiles[counts])
 
 
 def _weighted(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:

@@ -5,21 +5,21 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.attention.triton_launch import Launch, architecture, choose, serves, split, unavailable
+from kernels.attention.triton_launch import Launch, architecture, choose, serves, split, unavailable, unread
 from kernels.attention.triton_tuned import best
-from kernels.breaker import building, failure
+from kernels.breaker import failure
 from kernels.copies import on_device
 from kernels.dispatch import derivative_wanted
-from kernels.index import PAD, TILE, SparseIndex, ascending, num_tiles
+from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.ragged import Ragged
+from kernels.triton_calls import KernelCall, run_calls
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
@@ -34,6 +34,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
+    if reason := unread(k):
+        return reason
     if reason := derivative_wanted(q, k, v) or failure(*_build(q, v)):
         return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
@@ -52,29 +54,20 @@ def sparse_attention(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    skipped: Tensor | None = None,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.sparse_attention; `launch` takes another build than the table's."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
-    call = prepare(q, k, v, index, **how, out=out, launch=launch)
-    with building(*_build(q, v)):
-        return _run(call, q.device)
+    calls = prepare(q, k, v, index, **how, out=out, skipped=skipped, launch=launch)
+    run_calls(calls, q.device, *_build(q, v))
+    return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
 
 def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
     """What a build that fails is remembered by."""
-    return "attention", str(q.device), q.dtype, q.shape[-1], v.shape[-1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One launch: its grid, the kernel's arguments in order, those of them that are compiled in, and the build."""
-
-    grid: tuple[int]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    launch: Launch
+    return "attention", str(q.device), q.dtype, v.dtype, q.shape[-1], v.shape[-1]
 
 
 def prepare(
@@ -88,35 +81,59 @@ def prepare(
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    skipped: Tensor | None = None,
     launch: Launch | None = None,
     target: str | None = None,
-) -> Call:
-    """The launch that serves a call; with a block table k and v are caches (pages, page size, G, dim).
+) -> list[KernelCall]:
+    """The launches that serve a call: an index's tables, then attention.
 
+    With a block table k and v are caches (pages, page size, G, dim).
     `target` compiles for another architecture than that of q's device.
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
-    tiles, columns, ragged = index.tiles, index.columns, index.ragged
+    tiles, columns, ragged, skip = index.tiles, index.columns, index.ragged, index.skip
     # A window that holds all keys costs a comparison for each of them.
     window = None if index.window is None or index.window >= index.k_len else index.window
-    has_tiles = tiles.shape[-1] > 0
-    sizes: dict[str, Any] = {"dim": max(dim, v_dim), "itemsize": q.element_size(), "has_tiles": has_tiles}
-    if launch is None:
-        launch = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes)
+    if skip is not None and skipped is None:
+        skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
+
+    def build(has_tiles: bool, has_columns: bool) -> Launch:
+        if launch is not None:
+            return launch
+        # What is skipped is said for each query tile, so that one is a program, as it is where tiles are listed.
+        alone = has_tiles or skip is not None
+        sizes: dict[str, Any] = {"dim": max(dim, v_dim), "itemsize": q.element_size(), "has_tiles": alone}
+        found = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes)
+        # What is looked up for each key takes the registers of half a step.
+        crowded = window is not None or block_table is not None or skip is not None
+        return replace(found, keys=min(found.keys, 32 if has_tiles and has_columns else TILE if crowded else 128))
+
+    # Heads with lists of tiles have a launch of their own, and the others are served two query tiles a program.
+    widths = index.widths()
+    parts = [[head for head in range(num_heads) if bool(widths[head][1]) is listed] for listed in (False, True)]
+    if launch is not None or skip is not None or not all(parts):
+        parts = [list(range(num_heads))]
+    has = [[max(widths[head][sort] for head in part) for sort in range(3)] for part in parts]
+    launches = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
     out, lse = _results(q, v_dim, ragged, out)
-    tables = _tables(index, launch.rows, window)
-    walk, held = tables["walk"], tables["held"]
+    rows = max(each.rows for each in launches)
+    alone = [part for part, each in zip(parts, launches, strict=True) if each.rows < rows]
+    first = tables(index, rows, window, alone=alone[0] if alone else ())
+    made = first.arguments["tables"]
     # Where both layouts keep (batch or page, head, row).
     order = (0, 1, 2) if block_table is None else (0, 2, 1)
+    num_kv_heads = k.shape[order[1]]
+    group = num_heads // num_kv_heads
     arguments: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, **tables,
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "tables": made,
         "tiles": tiles.contiguous(), "columns": columns.contiguous(),
-        "dense_tail": on_device(index.dense_tail, q.device, torch.int32) if any(index.dense_tail) else walk,
-        "pages": walk if block_table is None else block_table.contiguous(),
-        "places": walk if ragged is None else ragged.table(q.device),
+        "dense_tail": on_device(index.dense_tail, q.device, torch.int32) if any(index.dense_tail) else made,
+        "pages": made if block_table is None else block_table.contiguous(),
+        "places": made if ragged is None else ragged.table(q.device),
         "sinks": lse if sinks is None else sinks.float().contiguous(),
+        "skip": lse if skip is None else skip.contiguous(), "skipped": made if skipped is None else skipped,
         **_factors(scale, softcap),
     }  # fmt: skip
     for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order), ("out", out, (0, 1, 2))):
@@ -124,27 +141,37 @@ def prepare(
             f"{name}_{axis}": tensor.stride(i) for axis, i in zip(("batch", "head", "row"), axes, strict=True)
         }
     arguments |= {
-        "num_heads": num_heads, "num_kv_heads": k.shape[order[1]], "q_len": q_len, "k_len": index.k_len,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "q_len": q_len, "k_len": index.k_len,
         "first_row": index.first_row, "num_rows": index.num_rows, "window": window or 0,
-        "walk_width": walk.shape[-1], "table_width": held.shape[-1], "tiles_width": tiles.shape[-1],
-        "columns_width": columns.shape[-1], "pages_width": 0 if block_table is None else block_table.shape[-1],
+        "walk_width": first.arguments["walk_width"], "table_width": first.arguments["n"] + 1,
+        "tiles_width": tiles.shape[-1], "columns_width": columns.shape[-1],
+        "pages_width": 0 if block_table is None else block_table.shape[-1],
         "search_steps": tiles.shape[-1].bit_length(),
     }  # fmt: skip
-    # A product of fp32 without the matrix units holds whole operands in registers.
-    widest = 128 if q.dtype == torch.float32 and launch.precision == "ieee" else 256
-    constants = {
-        **dict(zip(("D", "D0", "D1"), (dim, *split(dim, widest)), strict=True)),
-        **dict(zip(("E", "E0", "E1"), (v_dim, *split(v_dim, widest)), strict=True)),
-        "SOFTCAP": softcap is not None, "PRECISION": launch.precision,
-        "HAS_WALK": _diagonals(index, window).shape[-1] > 1, "HAS_TILES": has_tiles,
-        "HAS_COLUMNS": columns.shape[-1] > 0, "DENSE_TAIL": any(index.dense_tail), "WINDOW": window is not None,
-        "RAGGED": ragged is not None, "PAGE": 0 if block_table is None else k.shape[1],
-        "ROWS": launch.rows, "KEYS": launch.keys, "PARTS": TILE // launch.keys, "STAGES": launch.stages,
-        "SINKS": sinks is not None,
-    }  # fmt: skip
-    blocks = -(-index.num_rows // launch.rows)
-    grid = (index.batch * num_heads * blocks,)
-    return Call(grid=grid, arguments=arguments, constants=constants, launch=launch)
+    calls = [first]
+    for part, (diagonals, listed, columned), each in zip(parts, has, launches, strict=True):
+        # A product of fp32 without the matrix units holds whole operands in registers.
+        widest = 128 if q.dtype == torch.float32 and each.precision == "ieee" else 256
+        subset, chunks = len(part) < num_heads, -(-len(part) // group)
+        constants = {
+            **dict(zip(("D", "D0", "D1"), (dim, *split(dim, widest)), strict=True)),
+            **dict(zip(("E", "E0", "E1"), (v_dim, *split(v_dim, widest)), strict=True)),
+            "SOFTCAP": softcap is not None, "PRECISION": each.precision,
+            "HAS_WALK": diagonals > 1, "HAS_TILES": listed > 0, "HAS_COLUMNS": columned > 0,
+            "DENSE_TAIL": any(index.dense_tail), "WINDOW": window is not None,
+            "RAGGED": ragged is not None, "PAGE": 0 if block_table is None else k.shape[1],
+            "ROWS": each.rows, "KEYS": each.keys, "STAGES": each.stages,
+            "SINKS": sinks is not None, "SKIP": skip is not None, "SUBSET": subset,
+        }  # fmt: skip
+        more = {
+            "heads": on_device(tuple(part), q.device, torch.int32) if subset else made,
+            "head_count": len(part), "chunks": chunks,
+        }  # fmt: skip
+        programs = index.batch * chunks * group * -(-index.num_rows // each.rows)
+        calls.append(_call(
+            "triton_kernel", "sparse_attention_kernel", programs, arguments | more, constants, build_options(each)
+        ))  # fmt: skip
+    return calls
 
 
 def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -182,58 +209,41 @@ def _factors(scale: float, softcap: float | None) -> dict[str, float]:
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
-def _diagonals(index: SparseIndex, window: int | None) -> Tensor:
-    """The diagonals that reach into the window: ascending, so that none lies beyond this width."""
-    return index.diagonals if window is None else index.diagonals[..., : index.reach + 1]
+def tables(index: SparseIndex, rows: int, window: int | None, *, alone: Sequence[int] = ()) -> KernelCall:
+    """The launch that makes an index's tables for programs of `rows` query tiles; nothing is read on the host.
 
-
-def _tables(index: SparseIndex, rows: int, window: int | None) -> dict[str, Tensor]:
-    """The kernel's tables of these names, from the index without reading it on the host."""
-    n, device = num_tiles(index.k_len), index.diagonals.device
-    diagonals = _diagonals(index, window).contiguous()
-    if window is not None:
-        diagonals = diagonals.masked_fill(diagonals > index.reach, PAD)
-    batch, num_heads, width = diagonals.shape
-    at = torch.arange(n + 1, dtype=torch.int32, device=device)
-    held = torch.zeros(batch, num_heads, n + 1, dtype=torch.uint8, device=device)
-    held.scatter_(-1, diagonals.clamp(max=n).long(), 1)
-    held[..., n].zero_()
-    if rows == 1:
-        walk = diagonals
-        # Diagonal 0 is the own tile, which is not walked.
-        walk_counts = _count(walk, at + 1) - 1
-    else:
-        wants = held[..., :n] + 2 * held[..., 1:]
-        wants[..., 0].zero_()
-        before = ascending(wants > 0, min(n, 2 * width))
-        wanted = wants.gather(-1, before.clamp(max=n - 1).long())
-        walk = torch.where(before < n, 4 * before + wanted, PAD)
-        walk_counts = _count(walk, 4 * (at + 1))
-    # Diagonals 0, 1, 2 ... without a gap hold whatever lies in so many tiles up to the own one.
-    unbroken = (diagonals == torch.arange(width, device=device)).sum(-1, keepdim=True)
-    column_counts = _count(index.columns, (at + 1 - unbroken).clamp(min=0) * TILE)
-    # Without a window nobody looks at the last.
-    starts = column_counts if window is None else _count(index.columns, (at - index.reach).clamp(min=0) * TILE)
-    return {
-        "walk": walk, "walk_counts": walk_counts, "held": held, "column_counts": column_counts, "column_starts": starts,
+    alone: of `rows` = 2, the heads whose programs serve one query tile all the same.
+    """
+    device, (batch, num_heads, width) = index.diagonals.device, index.diagonals.shape
+    n, columns_width = num_tiles(index.k_len), index.columns.shape[-1]
+    walk_width = min(n, 2 * width)
+    made = torch.empty(batch, num_heads, 4 * walk_width + 7 * (n + 1), dtype=torch.int32, device=device)
+    flags = tuple(int(head in alone) for head in range(num_heads))
+    arguments = {
+        "diagonals": index.diagonals.contiguous(), "columns": index.columns.contiguous(), "tables": made,
+        "alone": on_device(flags, device, torch.int32) if alone else made, "heads": num_heads,
+        "width": width, "columns_width": columns_width, "walk_width": walk_width, "n": n,
+        "reach": n if window is None else index.reach, "window": n + 2 if window is None else window // TILE,
+        "steps": width.bit_length(), "column_steps": columns_width.bit_length(),
     }  # fmt: skip
+    chunk = min(1024, max(128, 1 << n.bit_length()))
+    constants = {"ROWS": rows, "ALONE": bool(alone), "CHUNK": chunk}
+    options = {"num_warps": chunk // 128}
+    return _call("triton_tables_kernel", "tables_kernel", batch * num_heads, arguments, constants, options)
 
 
-def _count(entries: Tensor, below: Tensor) -> Tensor:
-    """How many of the ascending entries (B, H, n) lie below each of the bounds (..., m): (B, H, m) int32."""
-    bounds = below.to(torch.int32).expand(*entries.shape[:2], -1).contiguous()
-    return torch.searchsorted(entries.contiguous(), bounds, out_int32=True)
+def _call(module: str, kernel: str, programs: int, arguments: Any, constants: Any, options: Any) -> KernelCall:
+    return KernelCall(
+        module=f"{__package__}.{module}",
+        kernel=kernel,
+        grid=(programs,),
+        arguments=arguments,
+        constants=constants,
+        options=options,
+    )
 
 
 def build_options(launch: Launch) -> dict[str, Any]:
     """Triton's own options. Fused multiply-adds are named because its default is about to change."""
     limit = {} if launch.registers is None else {"maxnreg": launch.registers}
     return {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True, **limit}
-
-
-def _run(call: Call, device: torch.device) -> tuple[Tensor, Tensor]:
-    from kernels.attention.triton_kernel import sparse_attention_kernel
-
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        sparse_attention_kernel[call.grid](**call.arguments, **call.constants, **build_options(call.launch))
-    return call.arguments["out"], call.arguments["lse"]

@@ -4,7 +4,12 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 tiles; M queries of a program, S keys of a step.
 
 A program serves ROWS adjacent query tiles of one query head. With ROWS = 2 a key tile that both want is read once,
-which halves the traffic from the L2 cache; one that does not want it is masked. A softmax step takes KEYS keys.
+which halves the traffic from the L2 cache. Tiles that every query of the program sees come in a loop without mask code
+(inner tiles); those that one of the two query tiles wants, or that the window cuts, in a loop with it (edges). A
+softmax step takes KEYS keys; 128 are two tiles, wherever they lie.
+
+A loop looks its tiles up itself, in the step that copies them, so that Triton copies ahead: an address that comes from
+the step before makes every copy wait. What is looked up for an address may not be looked at for anything else.
 
 A head dim is two powers of two side by side, D0 + D1 >= D (80 = 64 + 16, 96 = 64 + 32), so that little is padded; the
 value dim likewise.
@@ -16,6 +21,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kernels.attention.triton_tables_kernel import is_listed
 
 TILE = tl.constexpr(64)
 # Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
@@ -73,25 +80,43 @@ def _key_rows(keys, present, pages, k_page, k_row, v_page, v_row, PAGE: tl.const
 
 
 @triton.jit
-def _run_rows(k, v, first, pages, k_page, k_row, v_page, v_row, PAGE: tl.constexpr, KEYS: tl.constexpr):
-    """Where KEYS keys in a row lie: a base and the offsets of their rows from there, for K and for V.
+def _step_rows(
+    k, v, one, two, part, pages, k_page, k_row, v_page, v_row, PAGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of a step lie: bases, and the offsets of their rows from there, for K and for V.
 
-    Only small pages need 64-bit offsets and a look-up for each row; elsewhere they would cost registers.
+    The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only small pages need a
+    look-up for each row; elsewhere it would cost registers. What is selected is multiplied by a stride afterwards: of
+    a selection of products the compiler would not know that it is aligned, and would copy it with loads that wait.
     """
-    within = tl.arange(0, KEYS)
-    if PAGE % KEYS != 0:
-        k_rows, v_rows = _key_rows(first + within, within < KEYS, pages, k_page, k_row, v_page, v_row, PAGE)
+    lane = tl.arange(0, KEYS)
+    within = lane
+    first = one * TILE + part * KEYS
+    slot = first
+    if KEYS > 64:
+        within = lane % TILE
+        slot = tl.where(lane < TILE, one, two) * TILE
+    if PAGE > 0 and PAGE % (64 if KEYS > 64 else KEYS) != 0:
+        k_rows, v_rows = _key_rows(slot + within, lane < KEYS, pages, k_page, k_row, v_page, v_row, PAGE)
     else:
-        slot = first
-        if PAGE > 0:
-            slot = first % PAGE
-            page = tl.load(pages + first // PAGE).to(tl.int64)
-            k += page * k_page
-            v += page * v_page
-        k += slot.to(tl.int64) * k_row
-        v += slot.to(tl.int64) * v_row
         k_rows = within * k_row
         v_rows = within * v_row
+        if PAGE > 0:
+            page = tl.load(pages + first // PAGE).to(tl.int64)
+            if KEYS > 64:
+                page = tl.where(lane < TILE, page, tl.load(pages + two * TILE // PAGE).to(tl.int64))
+                k_rows = page * k_page + k_rows
+                v_rows = page * v_page + v_rows
+            else:
+                k += page * k_page
+                v += page * v_page
+            slot = slot % PAGE
+        if KEYS > 64:
+            k_rows = slot.to(tl.int64) * k_row + k_rows
+            v_rows = slot.to(tl.int64) * v_row + v_rows
+        else:
+            k += slot.to(tl.int64) * k_row
+            v += slot.to(tl.int64) * v_row
     return k, v, k_rows, v_rows
 
 
@@ -103,6 +128,14 @@ def load_some(base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr
     if TAIL:
         there = there & present[:, None]
     return tl.load(base + rows[:, None] + at[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def widened(x):
+    """In 16 bits what is stored in 8, which hold it exactly."""
+    if x.dtype.is_fp8():
+        x = x.to(tl.float16)
+    return x
 
 
 @triton.jit
@@ -127,6 +160,57 @@ def bad_values(p, v, live, PRECISION: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
+def _logits(
+    q0, q1, k, k_rows, present, live, scale, softcap,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """(M, S) logits, which _weigh scales, -inf where not live. Arguments as in _attend."""
+    k0 = load_rows(k, k_rows, present, 0, D0, D, TAIL).to(q0.dtype)
+    logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    if D1 > 0:
+        k1 = load_rows(k, k_rows, present, D0, D1, D, TAIL).to(q0.dtype)
+        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
+        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * scale) + 1.0))
+    if MASK:
+        logits = tl.where(live, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _weigh(
+    logits, v, v_rows, present, live, acc0, acc1, top, total, scale, e_first,
+    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr, SAFE: tl.constexpr,
+):  # fmt: skip
+    """What logits (M, S) and their values add to output, maximum and sum. Arguments as in _attend."""
+    factor = scale
+    if SOFTCAP:
+        factor = 1.0
+    # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the maximum rounded,
+    # and above 2^31 the rounding alone overflows.
+    highest = tl.maximum(top, tl.max(logits, 1))
+    p = tl.exp2((logits - highest[:, None]) * factor)
+    rescale = tl.exp2((top - highest) * factor)
+    total = total * rescale + tl.sum(p, 1)
+    if SAFE:
+        v0 = widened(load_some(v, v_rows, present, e_first, E0, E, TAIL))
+        p = p.to(v0.dtype)
+        acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, PRECISION, MASK)
+        acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=PRECISION)
+    else:
+        v0 = widened(load_rows(v, v_rows, present, 0, E0, E, TAIL))
+        p = p.to(v0.dtype)
+        acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=PRECISION)
+        if E1 > 0:
+            v1 = widened(load_rows(v, v_rows, present, E0, E1, E, TAIL))
+            acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=PRECISION)
+    return acc0, acc1, highest, total
+
+
+@triton.jit
 def _attend(
     q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap, e_first,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
@@ -138,51 +222,13 @@ def _attend(
     count, and is looked at if MASK. If SAFE, values that are not finite stay away from queries that do not see them,
     and acc0 is of the E0 columns from `e_first` on.
     """
-    k0 = load_rows(k, k_rows, present, 0, D0, D, TAIL)
-    logits = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    if D1 > 0:
-        k1 = load_rows(k, k_rows, present, D0, D1, D, TAIL)
-        logits = tl.dot(q1, tl.trans(k1), logits, input_precision=PRECISION)
-    factor = scale
-    if SOFTCAP:
-        # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
-        logits = softcap * (1.0 - 2.0 / (tl.exp2(logits * scale) + 1.0))
-        factor = 1.0
-    if MASK:
-        logits = tl.where(live, logits, float("-inf"))
-    # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the maximum rounded,
-    # and above 2^31 the rounding alone overflows.
-    highest = tl.maximum(top, tl.max(logits, 1))
-    p = tl.exp2((logits - highest[:, None]) * factor)
-    rescale = tl.exp2((top - highest) * factor)
-    total = total * rescale + tl.sum(p, 1)
-    if SAFE:
-        v0 = load_some(v, v_rows, present, e_first, E0, E, TAIL)
-        p = p.to(v0.dtype)
-        acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, PRECISION, MASK)
-        acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=PRECISION)
-    else:
-        v0 = load_rows(v, v_rows, present, 0, E0, E, TAIL)
-        p = p.to(v0.dtype)
-        acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=PRECISION)
-        if E1 > 0:
-            v1 = load_rows(v, v_rows, present, E0, E1, E, TAIL)
-            acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=PRECISION)
-    return acc0, acc1, highest, total
-
-
-@triton.jit
-def _is_listed(tiles, wanted, count, steps):
-    """Which of `wanted` are among the first `count` of the ascending `tiles`: a binary search of `steps` halvings."""
-    low = tl.zeros_like(wanted)
-    high = low + count
-    for _ in range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        below = tl.load(tiles + middle, mask=open_, other=0) < wanted
-        low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & below, high, tl.where(open_, middle, high))
-    return tl.load(tiles + low, mask=low < count, other=-1) == wanted
+    logits = _logits(
+        q0, q1, k, k_rows, present, live, scale, softcap, D, D0, D1, SOFTCAP, PRECISION, TAIL, MASK
+    )  # fmt: skip
+    return _weigh(
+        logits, v, v_rows, present, live, acc0, acc1, top, total, scale, e_first,
+        E, E0, E1, SOFTCAP, PRECISION, TAIL, MASK, SAFE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -208,16 +254,16 @@ def _attend_columns(
     `dense_last` is 1 where the second query tile has all keys without them.
     """
     lane = tl.arange(0, KEYS)
-    # A load whose address another load gives takes two stages more to be as far ahead. With one query tile a program it
-    # is one more: the other takes the shared memory without which two programs fit a multiprocessor of Hopper.
-    for start in tl.range(first, count, KEYS, num_stages=STAGES + 1 if ROWS == 1 and STAGES > 2 else STAGES + 2):
+    # As for tiles (_attend_tiles): the column is looked up, and the page of its key.
+    LEVELS: tl.constexpr = (0 if WINDOW else 1) + (1 if PAGE > 0 else 0)
+    for start in tl.range(first, count, KEYS, num_stages=1 + (STAGES - 1) * (1 + LEVELS)):
         present = start + lane < count
         column = tl.load(columns + start + lane, mask=present, other=0)
         tile = column // TILE
         # Every head holds diagonal 0, so a column at or beyond the own tile counts as held.
         free = present & (tl.load(held + tl.maximum(at - tile, 0)) == 0)
         if SEARCH:
-            free = free & (_is_listed(tiles, tile, listed, search_steps) == 0)
+            free = free & (is_listed(tiles, tile, listed, search_steps) == 0)
         live = _spread(free, KEYS)[None, :]
         if ROWS == 2:
             free = present & (dense_last == 0) & (tl.load(held + tl.maximum(at + 1 - tile, 0)) == 0)
@@ -234,56 +280,237 @@ def _attend_columns(
 
 
 @triton.jit
-def _step(
-    step, walk, walked, tiles, listed, held, at, dense, dense_last,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr, DENSE_TAIL: tl.constexpr,
+def _entry(
+    i, left, entries,
+    ROWS: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr, DENSE_TAIL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """First key of a step through the walk and the list after it, and a bit for each query tile that wants it."""
-    i = step // PARTS
-    walking = i < walked
-    wants = 1
-    if DENSE_TAIL:
-        walking = walking & (dense_last == 0)
-    if ROWS == 2:
-        entry = tl.load(walk + i, mask=walking, other=0)
-        if DENSE_TAIL:
-            # Where only the second query tile is dense the first still goes by its diagonals.
-            first = (dense != 0) | (tl.load(held + i + 1, mask=i < walked, other=0) != 0)
-            entry = tl.where(dense_last != 0, 4 * (i + 1) + 2 + first.to(tl.int32), entry)
-        tile = at - entry // 4
-        wants = entry % 4
-    elif HAS_WALK or DENSE_TAIL:
-        # Entry 0 of the walk is the own tile.
-        diagonal = i + 1
+    """Key tile of entry i of the inner tiles or of the edges, and a bit for each query tile that wants it.
+
+    left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants` depends on no load
+    that the tile depends on: Triton copies ahead only what is looked up for one purpose.
+    """
+    walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed, held, at, dense, dense_last = entries
+    wants = 3
+    if EDGE:
+        i -= (left >= 0).to(tl.int32)
+        there = (i >= 0) & (i < edges)
+        wants = tl.where(there, 3, 0)
+        # What is none of them is the tile before, wanted by nobody.
+        far = 1
         if HAS_WALK:
-            diagonal = tl.load(walk + 1 + i, mask=walking, other=0)
-            if DENSE_TAIL:
-                diagonal = tl.where(dense_last != 0, i + 1, diagonal)
-        tile = at - diagonal
+            place = walk_width + i
+            if ROWS == 2:
+                wants = tl.where(i < firsts, 1, tl.where(i < firsts + seconds, 2, wants))
+                place += tl.where(i >= firsts, walk_width - firsts, 0)
+                place += tl.where(i >= firsts + seconds, walk_width - seconds, 0)
+            else:
+                place += 2 * walk_width
+            far = tl.load(walk + place, mask=there & (dense_last == 0), other=1)
+        if DENSE_TAIL:
+            # All that the second query tile sees; the first goes by its diagonals unless it is dense, too.
+            far = tl.where(there & (dense_last != 0), inner + 1 + i, far)
+            if ROWS == 2:
+                half = (dense == 0) & (dense_last != 0) & there
+                wants = tl.where(half & (tl.load(held + inner + 1 + i, mask=half, other=0) == 0), 2, wants)
+        tile = at - far
         if HAS_TILES:
-            entry = tl.load(tiles + i - walked, mask=(i >= walked) & (i < walked + listed), other=at)
-            tile = tl.where(i < walked, tile, entry)
-            if HAS_WALK:
-                # A listed tile on a diagonal has been walked: it is multiplied again but counts for nothing.
-                wants = ((i < walked) | (tl.load(held + at - entry) == 0)).to(tl.int32)
+            there = (i >= edges) & (i < edges + cut)
+            named = tl.load(tiles + i - edges, mask=there, other=at - 1)
+            # A tile on a diagonal has been attended to.
+            free = there & (tl.load(held + at - named, mask=there, other=1) == 0)
+            tile = tl.where(i < edges, tile, named)
+            wants = tl.where(i < edges, wants, free.to(tl.int32))
+        tile = tl.where(i < 0, left, tl.maximum(tile, 0))
+        wants = tl.where(i < 0, 3, wants)
     else:
-        tile = tl.load(tiles + i, mask=i < listed, other=0)
-    return tile * TILE + step % PARTS * KEYS, wants
+        far = i + 1
+        if HAS_WALK:
+            far = tl.load(walk + i, mask=(i < inner) & (dense == 0), other=i + 1)
+        tile = tl.maximum(at - far, 0)
+        if HAS_TILES:
+            named = tl.load(tiles + cut + i - inner, mask=(i >= inner) & (i < inner + listed - cut), other=0)
+            tile = tl.where(i < inner, tile, named)
+    return tile, wants
+
+
+@triton.jit
+def _attend_tiles(
+    q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+    left, entries, half, floor, pages, k_page, k_row, v_page, v_row,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+    DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, EDGE: tl.constexpr, SAFE: tl.constexpr,
+):  # fmt: skip
+    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by the window."""
+    _, _, inner, _, _, edges, cut, _, listed, _, _, _, _ = entries
+    # Tiles of a step, or steps of a tile.
+    PAIR: tl.constexpr = 2 if KEYS > 64 else 1
+    PARTS: tl.constexpr = 1 if KEYS > 64 else 64 // KEYS
+    lane = tl.arange(0, KEYS)
+    count = (inner + listed - cut) // PAIR
+    if EDGE:
+        count = ((left >= 0).to(tl.int32) + edges + cut + PAIR - 1) // PAIR
+    # Each look-up that an address waits for takes as many stages as a copy to be as far ahead. What the window is
+    # compared with is not copied ahead.
+    NAMED: tl.constexpr = 1 if (HAS_WALK or HAS_TILES) and not (WINDOW and EDGE) else 0
+    LEVELS: tl.constexpr = NAMED + (1 if PAGE > 0 else 0)
+    for step in tl.range(0, count * PARTS, num_stages=1 + (STAGES - 1) * (1 + LEVELS)):
+        part = step % PARTS
+        one, wants = _entry(step // PARTS * PAIR, left, entries, ROWS, HAS_WALK, HAS_TILES, DENSE_TAIL, EDGE)
+        two, others = one, wants
+        if PAIR == 2:
+            two, others = _entry(2 * step + 1, left, entries, ROWS, HAS_WALK, HAS_TILES, DENSE_TAIL, EDGE)
+        live = ((wants >> half) & 1) == 1
+        seen = live[:, None]
+        if PAIR == 2:
+            seen = tl.where((lane < TILE)[None, :], seen, (((others >> half) & 1) == 1)[:, None])
+        if WINDOW and EDGE:
+            key = one * TILE + part * KEYS + lane
+            if PAIR == 2:
+                key = tl.where(lane < TILE, one, two) * TILE + lane % TILE
+            seen = seen & (key[None, :] > floor[:, None])
+        k_run, v_run, k_rows, v_rows = _step_rows(k, v, one, two, part, pages, k_page, k_row, v_page, v_row, PAGE, KEYS)
+        acc0, acc1, top, total = _attend(
+            q0, q1, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, acc0, acc1, top, total, scale, softcap, e_first,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, EDGE, SAFE,
+        )  # fmt: skip
+    return acc0, acc1, top, total
+
+
+@triton.jit
+def _attend_own(
+    q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+    held, at, half, floor, position, k_len, dense_last, pages, k_batch, k_row, v_batch, v_row,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SAFE: tl.constexpr,
+):  # fmt: skip
+    """The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in."""
+    for part in tl.range(0, ROWS * 64 // KEYS, num_stages=1):
+        key = at * TILE + part * KEYS + tl.arange(0, KEYS)
+        present = key < k_len
+        live = key[None, :] <= position[:, None]
+        if WINDOW:
+            live = live & (key[None, :] > floor[:, None])
+        if ROWS == 2:
+            # Does the second query tile want the first one's own?
+            wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
+            live = live & ((half == 0) | (part >= 64 // KEYS) | wanted)[:, None]
+        k_rows, v_rows = _key_rows(key, present, pages, k_batch, k_row, v_batch, v_row, PAGE)
+        acc0, acc1, top, total = _attend(
+            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap, e_first,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, True, True, SAFE,
+        )  # fmt: skip
+    return acc0, acc1, top, total
+
+
+@triton.jit
+def _counts(logits, limit, asked):
+    """Whether some query of a tile has a logit that is no less than its limit; NaN is less than nothing."""
+    counts = asked[:, None] & ((logits < limit[:, None]) == 0)
+    return tl.max(tl.max(counts.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _attend_or_skip(
+    q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+    entries, floor, asked, bound, pages, k_batch, k_row, v_batch, v_row,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
+    DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SAFE: tl.constexpr,
+):  # fmt: skip
+    """Key tile 0, if the row wants it, then those of the others that are not skipped; and how many were.
+
+    `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that takes several steps is
+    multiplied once more where it counts.
+    """
+    PARTS: tl.constexpr = 64 // KEYS
+    _, _, inner, _, _, edges, cut, tiles, listed, held, at, dense, _ = entries
+    whole = inner + listed - cut
+    left = -1
+    lane = tl.arange(0, KEYS)
+    anchored = 0
+    if HAS_TILES:
+        anchored = ((listed > 0) & (tl.load(tiles, mask=listed > 0, other=1) == 0)).to(tl.int32)
+    # A row of a dense tail skips nothing: no tile has to come before the others.
+    anchored = tl.where((dense == 0) & (at > 0) & ((tl.load(held + at) != 0) | (anchored != 0)), 1, 0)
+    if anchored != 0:
+        for part in tl.range(0, PARTS, num_stages=1):
+            seen = (part * KEYS + lane)[None, :] > floor[:, None]
+            k_run, v_run, k_rows, v_rows = _step_rows(
+                k, v, 0, 0, part, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS
+            )
+            acc0, acc1, top, total = _attend(
+                q0, q1, k_run, v_run, k_rows, v_rows, asked, seen, acc0, acc1, top, total, scale, softcap, e_first,
+                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, WINDOW, SAFE,
+            )  # fmt: skip
+    factor = scale
+    if SOFTCAP:
+        factor = 1.0
+    # Infinities and NaN among the anchors are in the sum as NaN.
+    limit = tl.where(total == total, top + bound * LOG2E / factor, float("nan"))
+    if DENSE_TAIL:
+        limit = tl.where(dense != 0, float("nan"), limit)
+    skipped = 0
+    # Keys are loaded for every tile, so that they are copied ahead; values only where it counts.
+    LEVELS: tl.constexpr = (1 if (HAS_WALK or HAS_TILES) and not WINDOW else 0) + (1 if PAGE > 0 else 0)
+    for i in tl.range(0, whole + edges + cut, num_stages=1 + (STAGES - 1) * (1 + LEVELS)):
+        tile, wants = _entry(i, left, entries, 1, HAS_WALK, HAS_TILES, DENSE_TAIL, False)
+        if WINDOW or (HAS_WALK and HAS_TILES):
+            edge, wanted = _entry(i - whole, left, entries, 1, HAS_WALK, HAS_TILES, DENSE_TAIL, True)
+            tile = tl.where(i < whole, tile, edge)
+            wants = tl.where(i < whole, wants, wanted)
+        counts = 0
+        for part in tl.static_range(PARTS):
+            seen = (tile * TILE + part * KEYS + lane)[None, :] > floor[:, None]
+            k_run, v_run, k_rows, v_rows = _step_rows(
+                k, v, tile, tile, part, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS
+            )
+            logits = _logits(
+                q0, q1, k_run, k_rows, asked, seen, scale, softcap, D, D0, D1, SOFTCAP, PRECISION, False, WINDOW
+            )  # fmt: skip
+            counts = tl.maximum(counts, _counts(logits, limit, asked))
+        candidate = tl.where((wants != 0) & ((tile > 0) | (anchored == 0)), 1, 0)
+        counts *= candidate
+        skipped += candidate - counts
+        if counts != 0:
+            if PARTS == 1:
+                acc0, acc1, top, total = _weigh(
+                    logits, v_run, v_rows, asked, seen, acc0, acc1, top, total, scale, e_first,
+                    E, E0, E1, SOFTCAP, PRECISION, False, WINDOW, SAFE,
+                )  # fmt: skip
+            else:
+                for again in tl.range(0, PARTS, num_stages=1):
+                    kept = (tile * TILE + again * KEYS + lane)[None, :] > floor[:, None]
+                    k_some, v_some, k_those, v_those = _step_rows(
+                        k, v, tile, tile, again, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS
+                    )
+                    acc0, acc1, top, total = _attend(
+                        q0, q1, k_some, v_some, k_those, v_those, asked, kept, acc0, acc1, top, total, scale,
+                        softcap, e_first, D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, WINDOW, SAFE,
+                    )  # fmt: skip
+    return acc0, acc1, top, total, skipped
 
 
 @triton.jit
 def _every_step(
     q0, q1, k, v, scale, softcap, e_first,
-    walk, walked, held, tiles, listed, columns, first_column, column_count, pages,
-    at, half, floor, position, asked, k_len, dense, dense_last, search_steps, k_batch, k_row, v_batch, v_row,
+    entries, columns, first_column, column_count, pages, half, floor, position, asked, k_len, bound,
+    search_steps,
+    k_batch, k_row, v_batch, v_row,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SKIP: tl.constexpr,
     SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised output, maximum and sum of one program: columns, then walked and listed tiles, then its own."""
+    """Unnormalised output, maximum and sum of one program: columns, then inner tiles, then edges, then its own.
+
+    If SKIP, its own tile comes after the columns, then those that may be skipped, whose number is returned last.
+    """
+    _, _, inner, _, _, _, cut, tiles, listed, held, at, _, dense_last = entries
     acc0 = tl.zeros([ROWS * TILE, E0], tl.float32)
     acc1 = acc0
     if E1 > 0:
@@ -291,6 +518,8 @@ def _every_step(
     top = tl.full([ROWS * TILE], LOWEST, tl.float32)
     total = tl.zeros([ROWS * TILE], tl.float32)
 
+    skipped = 0
+    COLUMNS: tl.constexpr = 64 if KEYS > 64 else KEYS
     if HAS_COLUMNS:
         count = column_count
         if HAS_TILES:  # noqa: SIM102 (known at compile time; the next is not)
@@ -300,55 +529,55 @@ def _every_step(
                     q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
                     columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
                     pages, k_batch, k_row, v_batch, v_row,
-                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, True, SAFE,
+                    D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, COLUMNS, STAGES, PAGE, True, SAFE,
                 )  # fmt: skip
                 count = 0
         acc0, acc1, top, total = _attend_columns(
             q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
             columns, first_column, count, dense_last, held, at, half, floor, tiles, listed, search_steps,
             pages, k_batch, k_row, v_batch, v_row,
-            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, KEYS, STAGES, PAGE, False, SAFE,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, ROWS, COLUMNS, STAGES, PAGE, False, SAFE,
         )  # fmt: skip
 
-    if HAS_WALK or HAS_TILES or DENSE_TAIL:
-        # Each step is looked up one step early, so that the addresses of its keys wait for no load; a page is not.
-        first, wants = _step(
-            0, walk, walked, tiles, listed, held, at, dense, dense_last,
-            ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
+    if SKIP:
+        acc0, acc1, top, total = _attend_own(
+            q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+            held, at, half, floor, position, k_len, dense_last, pages, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, PAGE, ROWS, COLUMNS, SAFE,
         )  # fmt: skip
-        PICKS: tl.constexpr = ROWS == 2 or (HAS_WALK and HAS_TILES)
-        for step in tl.range(0, (walked + listed) * PARTS, num_stages=STAGES if PAGE == 0 else STAGES + 2):
-            live = (((wants >> half) & 1) == 1)[:, None]
-            if WINDOW:
-                seen = (first + tl.arange(0, KEYS))[None, :] > floor[:, None]
-                live = live & seen if PICKS else seen
-            k_run, v_run, k_rows, v_rows = _run_rows(k, v, first, pages, k_batch, k_row, v_batch, v_row, PAGE, KEYS)
-            first, wants = _step(
-                step + 1, walk, walked, tiles, listed, held, at, dense, dense_last,
-                ROWS, KEYS, PARTS, HAS_WALK, HAS_TILES, DENSE_TAIL,
-            )  # fmt: skip
-            acc0, acc1, top, total = _attend(
-                q0, q1, k_run, v_run, k_rows, v_rows, asked, live, acc0, acc1, top, total, scale, softcap, e_first,
-                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, False, WINDOW or PICKS, SAFE,
+        acc0, acc1, top, total, skipped = _attend_or_skip(
+            q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+            entries, floor, asked, bound, pages, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, DENSE_TAIL, WINDOW,
+            PAGE, KEYS, STAGES, SAFE,
+        )  # fmt: skip
+    elif HAS_WALK or HAS_TILES or DENSE_TAIL:
+        left = -1
+        if KEYS > 64:
+            whole = inner + listed - cut
+            last, _ = _entry(tl.maximum(whole - 1, 0), 0, entries, ROWS, HAS_WALK, HAS_TILES, DENSE_TAIL, False)
+            left = tl.where(whole % 2 == 1, last, -1)
+        acc0, acc1, top, total = _attend_tiles(
+            q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+            left, entries, half, floor, pages, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, DENSE_TAIL, WINDOW, PAGE, ROWS, KEYS,
+            STAGES, False, SAFE,
+        )  # fmt: skip
+        if ROWS == 2 or KEYS > 64 or WINDOW or (HAS_WALK and HAS_TILES):
+            acc0, acc1, top, total = _attend_tiles(
+                q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+                left, entries, half, floor, pages, k_batch, k_row, v_batch, v_row,
+                D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, DENSE_TAIL, WINDOW, PAGE, ROWS, KEYS,
+                STAGES, True, SAFE,
             )  # fmt: skip
 
-    # The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in.
-    for part in tl.range(0, ROWS * PARTS, num_stages=1):
-        key = at * TILE + part * KEYS + tl.arange(0, KEYS)
-        present = key < k_len
-        live = key[None, :] <= position[:, None]
-        if WINDOW:
-            live = live & (key[None, :] > floor[:, None])
-        if ROWS == 2:
-            # Does the second query tile want the first one's own?
-            wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
-            live = live & ((half == 0) | (part >= PARTS) | wanted)[:, None]
-        k_rows, v_rows = _key_rows(key, present, pages, k_batch, k_row, v_batch, v_row, PAGE)
-        acc0, acc1, top, total = _attend(
-            q0, q1, k, v, k_rows, v_rows, present, live, acc0, acc1, top, total, scale, softcap, e_first,
-            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, True, True, SAFE,
+    if not SKIP:
+        acc0, acc1, top, total = _attend_own(
+            q0, q1, k, v, acc0, acc1, top, total, scale, softcap, e_first,
+            held, at, half, floor, position, k_len, dense_last, pages, k_batch, k_row, v_batch, v_row,
+            D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, WINDOW, PAGE, ROWS, COLUMNS, SAFE,
         )  # fmt: skip
-    return acc0, acc1, top, total
+    return acc0, acc1, top, total, skipped
 
 
 @triton.jit
@@ -369,29 +598,30 @@ def _sums(top, total, asked, scale, sinks, head, SOFTCAP: tl.constexpr, SINKS: t
 @triton.jit
 def _program(
     pid,
-    q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail, pages, places,
-    sinks, scale, softcap,
+    q, k, v, out, lse, tables, tiles, columns, dense_tail, pages, places, sinks, skip, skipped, heads, scale, softcap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
+    num_heads, num_kv_heads, head_count, chunks, q_len, k_len, first_row, num_rows, window,
     walk_width, table_width, tiles_width, columns_width, pages_width, search_steps,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    SINKS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr,
+    SKIP: tl.constexpr, SUBSET: tl.constexpr,
     SAFE: tl.constexpr,
 ):  # fmt: skip
     """One program of sparse_attention_kernel; 1 if its output holds NaN, which SAFE then replaces."""
-    tl.static_assert(ROWS == 1 or not HAS_TILES)
+    tl.static_assert(ROWS == 1 or not (HAS_TILES or SKIP))
     # The query heads of one KV head run side by side and read its keys while the L2 cache has them; long rows start
     # first, so that the last programs to finish are short ones.
     group = num_heads // num_kv_heads
     blocks = (num_rows + ROWS - 1) // ROWS
-    kv = pid // (blocks * group)
+    chunk = pid // (blocks * group)
     rest = pid % (blocks * group)
-    sequence = (kv // num_kv_heads).to(tl.int64)
-    kv_head = (kv % num_kv_heads).to(tl.int64)
-    head = kv_head * group + rest % group
+    sequence = (chunk // chunks).to(tl.int64)
+    head = (chunk % chunks * group + rest % group).to(tl.int64)
+    if SUBSET:
+        head = tl.load(heads + head).to(tl.int64)
+    kv_head = head // group
 
     batch = sequence
     lse_len = q_len
@@ -411,8 +641,9 @@ def _program(
     at = first_row + row
 
     heads_before = sequence * num_heads + head
-    walk += heads_before * walk_width
-    held += heads_before * table_width
+    walk = tables + heads_before * (4 * walk_width + 7 * table_width)
+    counts = walk + 4 * walk_width
+    held = counts + 6 * table_width
     q += batch * q_batch + head * q_head
     k += kv_head * k_head
     v += kv_head * v_head
@@ -428,9 +659,12 @@ def _program(
     half = local // TILE
     position = at * TILE + local
     floor = position
+    # The farthest tile that no query's window cuts.
+    uncut = at
     if WINDOW:
         reach = tl.minimum(at, (window + TILE - 2) // TILE)
         floor = position - window
+        uncut = tl.minimum(at, window // TILE - ROWS)
     # Whether the first and the last query tile see every key.
     dense = 0
     dense_last = 0
@@ -447,67 +681,93 @@ def _program(
     q1 = q0
     if D1 > 0:
         q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
+    # Listed tiles before the own one, and how many of them are edges: all, if one of them is on a diagonal, too.
     listed = 0
+    cut = 0
     if HAS_TILES:
         tiles += (heads_before * num_rows + row) * tiles_width
         beyond = 0
+        twice = 0
         for start in range(0, tiles_width, 128):
             i = start + tl.arange(0, 128)
             tile = tl.load(tiles + i, mask=i < tiles_width, other=at)
-            listed += tl.sum((tile < at).to(tl.int32))
+            there = (tile < at) & (tile >= at - reach)
+            listed += tl.sum(there.to(tl.int32))
             if WINDOW:
                 beyond += tl.sum((tile < at - reach).to(tl.int32))
+                cut += tl.sum((there & (tile < at - uncut)).to(tl.int32))
+            if HAS_WALK:
+                twice += tl.sum(tl.load(held + at - tile, mask=there, other=0).to(tl.int32))
         tiles += beyond
-        listed -= beyond
+        cut = tl.where(twice > 0, listed, cut)
         if DENSE_TAIL:
             listed = tl.where(dense != 0, 0, listed)
+            cut = tl.where(dense != 0, 0, cut)
 
-    walked = 0
+    inner = 0
+    firsts = 0
+    seconds = 0
+    edges = 0
     if HAS_WALK:
-        walked = tl.load(walk_counts + heads_before * table_width + at)
+        inner = tl.load(counts + at)
+        if ROWS == 2:
+            firsts = tl.load(counts + table_width + at)
+            seconds = tl.load(counts + 2 * table_width + at)
+        edges = firsts + seconds
+        if WINDOW:
+            edges += tl.load(counts + 3 * table_width + at)
     if DENSE_TAIL:
-        walked = tl.where(dense_last != 0, reach, walked)
+        inner = tl.where(dense != 0, tl.maximum(tl.minimum(reach, uncut), 0), tl.where(dense_last != 0, 0, inner))
+        edges = tl.where(dense_last != 0, reach - inner, edges)
+        firsts = tl.where(dense_last != 0, 0, firsts)
+        seconds = tl.where(dense_last != 0, 0, seconds)
     first_column = 0
     column_count = 0
     if HAS_COLUMNS:
         columns += heads_before * columns_width
-        column_count = tl.load(column_counts + heads_before * table_width + at + ROWS - 1)
+        column_count = tl.load(counts + 4 * table_width + at + ROWS - 1)
         if WINDOW:
-            first_column = tl.load(column_starts + heads_before * table_width + at)
+            first_column = tl.load(counts + 5 * table_width + at)
         if DENSE_TAIL:
             column_count = tl.where(dense != 0, 0, column_count)
 
+    entries = (
+        walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed, held, at, dense, dense_last,
+    )  # fmt: skip
+    bound = 0.0
+    if SKIP:
+        bound = tl.load(skip + heads_before)
     spoilt = 0
     if SAFE:
-        # TILE // 16, as a plain number: a global is a constexpr in the interpreter, too, and that has no 0 % constexpr.
-        SAFE_PARTS: tl.constexpr = 4
-        tl.static_assert(SAFE_PARTS * 16 == TILE)
         if RAGGED:
             out += tl.load(places + 1).to(tl.int64) * out_row
         out += batch * out_batch + head * out_head
         out_rows = query.to(tl.int64) * out_row
         # A few keys and a few columns at a time, so as to take no more registers than the fast way does.
         for e_first in range(0, E, 16):
-            acc, _, top, total = _every_step(
+            acc, _, top, total, _ = _every_step(
                 q0, q1, k, v, scale, softcap, e_first,
-                walk, walked, held, tiles, listed, columns, first_column, column_count, pages,
-                at, half, floor, position, asked, k_len, dense, dense_last, search_steps,
+                entries, columns, first_column, column_count, pages, half, floor, position, asked, k_len, bound,
+                search_steps,
                 k_batch, k_row, v_batch, v_row,
                 D, D0, D1, E, 16, 0, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW,
-                PAGE, ROWS, 16, SAFE_PARTS, 1, True,
+                PAGE, ROWS, 16, 1, SKIP, True,
             )  # fmt: skip
             _, share = _sums(top, total, asked, scale, sinks, head, SOFTCAP, SINKS)
             e = e_first + tl.arange(0, 16)
             there = asked[:, None] & (e < E)[None, :]
             tl.store(out + out_rows[:, None] + e[None, :], (acc * share[:, None]).to(out.dtype.element_ty), mask=there)
     else:
-        acc0, acc1, top, total = _every_step(
+        acc0, acc1, top, total, left_out = _every_step(
             q0, q1, k, v, scale, softcap, 0,
-            walk, walked, held, tiles, listed, columns, first_column, column_count, pages,
-            at, half, floor, position, asked, k_len, dense, dense_last, search_steps, k_batch, k_row, v_batch, v_row,
+            entries, columns, first_column, column_count, pages, half, floor, position, asked, k_len, bound,
+            search_steps,
+            k_batch, k_row, v_batch, v_row,
             D, D0, D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW,
-            PAGE, ROWS, KEYS, PARTS, STAGES, False,
+            PAGE, ROWS, KEYS, STAGES, SKIP, False,
         )  # fmt: skip
+        if SKIP:
+            tl.atomic_add(skipped + heads_before, left_out)
         if RAGGED:
             # Read again: what a load has given takes registers for as long as it is kept.
             batch = tl.load(places, volatile=True).to(tl.int64)
@@ -532,52 +792,58 @@ def _program(
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "num_kv_heads", "q_len", "k_len", "first_row", "num_rows", "window",
+        "num_heads", "num_kv_heads", "head_count", "chunks", "q_len", "k_len", "first_row", "num_rows", "window",
         "walk_width", "table_width", "tiles_width", "columns_width", "pages_width", "search_steps",
     ]
 )  # fmt: skip
 def sparse_attention_kernel(
-    q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail, pages, places,
-    sinks, scale, softcap,
+    q, k, v, out, lse, tables, tiles, columns, dense_tail, pages, places, sinks, skip, skipped, heads, scale, softcap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
+    num_heads, num_kv_heads, head_count, chunks, q_len, k_len, first_row, num_rows, window,
     walk_width, table_width, tiles_width, columns_width, pages_width, search_steps,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, HAS_WALK: tl.constexpr, HAS_TILES: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, DENSE_TAIL: tl.constexpr, WINDOW: tl.constexpr, RAGGED: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    SINKS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, SINKS: tl.constexpr,
+    SKIP: tl.constexpr, SUBSET: tl.constexpr,
 ):  # fmt: skip
     """Sparse attention of one program: ROWS query tiles of one head (MInference 1.0, Algorithm 5, for every pattern).
 
-    walk (B, H, walk_width) int32: ROWS = 1: the diagonals; ROWS = 2: 4 * e + wants, where the key tile e before the
-    first query tile is wanted by the first query tile (wants & 1) and the second (wants & 2); ascending, e > 0.
-    walk_counts (B, H, N + 1) int32: how many entries of walk a program has whose first query tile is at that key tile.
-    held (B, H, N + 1) uint8: whether the head has that diagonal.
-    column_counts (B, H, N + 1) int32: how many columns lie before the unbroken run of diagonals up to that query tile.
-    column_starts (B, H, N + 1) int32 if WINDOW: how many columns lie before all tiles that it can see.
+    e is a distance in key tiles from a program's first query tile.
+    tables (B, H, 4 * walk_width + 7 * table_width) int32, table_width = N + 1, by the tables kernel; of each head:
+    walk (4, walk_width): distances in key tiles from a program's first query tile, ascending, of tiles that both of
+    its query tiles want, only the first, only the second, or whoever does but the window cuts.
+    counts (6, table_width), by the first query tile: how many entries of each of these it has; by the last: columns
+    before the unbroken run of diagonals; by the first: columns before all tiles that it sees.
+    held (table_width): whether the head has that diagonal.
     dense_tail (H) int32 if DENSE_TAIL: how many of the last queries see every key.
     pages (B, pages_width) int32 if PAGE > 0; k_batch and v_batch are then the strides of a page.
     places (B, 5) int32 if RAGGED: batch row, first query, queries, first key and keys of each sequence; B is then the
     number of sequences, and num_rows, q_len of q and the widths of all tables are those of the longest.
     sinks (H) fp32 if SINKS: a logit of each head that takes a share and has no value.
+    heads (head_count) int32 if SUBSET: the heads that the launch serves, ascending, `chunks` times H / G of them.
+    skip (B, H) fp32 if SKIP: the log of each head's threshold; skipped (B, H) int32: how many tiles it skips is added.
     """
     pid = tl.program_id(0)
+    group = num_heads // num_kv_heads
+    rows = (num_rows + ROWS - 1) // ROWS * group
+    if SUBSET:  # noqa: SIM102 (known at compile time; the next is not)
+        if pid // rows % chunks * group + pid % rows % group >= head_count:
+            return
     if RAGGED:
-        group = num_heads // num_kv_heads
-        rows = (num_rows + ROWS - 1) // ROWS * group
-        mine = places + (pid // rows // num_kv_heads).to(tl.int64) * 5
+        mine = places + (pid // rows // chunks).to(tl.int64) * 5
         seen = tl.load(mine + 4)
         have = (seen + TILE - 1) // TILE - (seen - tl.load(mine + 2)) // TILE
         if pid % rows // group >= (have + ROWS - 1) // ROWS:
             return
     spoilt = _program(
-        pid, q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts, dense_tail,
-        pages, places, sinks, scale, softcap, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head,
-        v_row, out_batch, out_head, out_row, num_heads, num_kv_heads, q_len, k_len, first_row, num_rows, window,
+        pid, q, k, v, out, lse, tables, tiles, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
+        scale, softcap,
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+        num_heads, num_kv_heads, head_count, chunks, q_len, k_len, first_row, num_rows, window,
         walk_width, table_width, tiles_width, columns_width, pages_width, search_steps, D, D0, D1, E, E0, E1,
-        SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW, RAGGED, PAGE, ROWS, KEYS, PARTS,
-        STAGES, SINKS, False,
+        SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW, RAGGED, PAGE, ROWS, KEYS, STAGES,
+        SINKS, SKIP, SUBSET, False,
     )  # fmt: skip
     # A zero weight times a value that is NaN or infinite is NaN. Such values are rare, so nobody looks for them until
     # they show; then everything is done again with care.
@@ -585,10 +851,11 @@ def sparse_attention_kernel(
         # In truth the same number: whatever follows from it is worked out anew, and held in no register until then.
         pid += spoilt - 1
         _program(
-            pid, q, k, v, out, lse, walk, walk_counts, held, tiles, columns, column_starts, column_counts,
-            dense_tail, pages, places, sinks, scale, softcap, q_batch, q_head, q_row, k_batch, k_head, k_row,
-            v_batch, v_head, v_row, out_batch, out_head, out_row, num_heads, num_kv_heads, q_len, k_len, first_row,
-            num_rows, window, walk_width, table_width, tiles_width, columns_width, pages_width, search_steps, D, D0,
-            D1, E, E0, E1, SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW, RAGGED, PAGE,
-            ROWS, KEYS, PARTS, STAGES, SINKS, True,
+            pid, q, k, v, out, lse, tables, tiles, columns, dense_tail, pages, places, sinks, skip, skipped,
+            heads, scale, softcap,
+            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+            num_heads, num_kv_heads, head_count, chunks, q_len, k_len, first_row, num_rows, window,
+            walk_width, table_width, tiles_width, columns_width, pages_width, search_steps, D, D0, D1, E, E0, E1,
+            SOFTCAP, PRECISION, HAS_WALK, HAS_TILES, HAS_COLUMNS, DENSE_TAIL, WINDOW, RAGGED, PAGE, ROWS, KEYS,
+            STAGES, SINKS, SKIP, SUBSET, True,
         )  # fmt: skip

@@ -3,7 +3,8 @@
 No entry has been timed yet: they were chosen by what the compiler reports (registers that suffice, shared memory that
 fits) and by counting. A multiprocessor of Hopper wants two warp groups at work, one in softmax, one multiplying. It
 reads a tile of keys and values from the L2 cache for every `rows` * 64 queries: at rows = 1 that is 64 operations for
-each byte, for which the cache delivers a little over half of the matrix rate.
+each byte, for which the cache delivers a little over half of the matrix rate. Of 128 keys a step the output is scaled
+half as often as of 64, where registers and shared memory suffice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # Triton reads the variable once, when a kernel is defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,6 +24,9 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A build of the kernel: query tiles of a program, keys of a softmax step, warps, and steps under way at once.
+
+    A step of 128 keys is two tiles, wherever they lie. Two stages copy nothing ahead: a step's keys are waited for when
+    the next one's are asked for.
 
     `registers` is a thread's limit; without one the compiler spills a few to fit another program on a multiprocessor.
     """
@@ -50,12 +55,13 @@ def _two(keys: int, warps: int, stages: int) -> Launch:
 # small head dims three programs of one tile fit and hide each other's softmax: worth more there than half the traffic.
 _HOPPER_16: _Builds = {
     64: (_one(64, 4, 3),),
-    128: (_one(64, 4, 3), _two(64, 8, 3)),
+    128: (_one(64, 4, 3), _two(128, 8, 3)),
     256: (_one(32, 8, 3), _two(32, 8, 3)),
     512: (_one(16, 8, 2),),
 }
-# Compute capability 10 and 11: as before, but registers do not suffice for two tiles of 256.
-_BLACKWELL_16: _Builds = {**_HOPPER_16, 256: (_one(32, 8, 3),)}
+# Compute capability 10 and 11: as before, but shared memory does not suffice for 128 keys a step at 128, nor registers
+# for two query tiles at 256.
+_BLACKWELL_16: _Builds = {**_HOPPER_16, 128: (_one(64, 4, 3), _two(64, 8, 3)), 256: (_one(32, 8, 3),)}
 # Compute capability 8 and 12, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
 _AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
 # float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
@@ -98,6 +104,14 @@ def architecture(device: torch.device) -> str:
         return "hip"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def unread(k: Tensor) -> str | None:
+    """Why keys of this dtype cannot be read on their device; None where they can."""
+    target = architecture(k.device)
+    if k.dtype == torch.float8_e4m3fn and (target == "hip" or (target.startswith("sm_") and int(target[3:]) < 89)):
+        return f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
+    return None
 
 
 def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:

@@ -66,7 +66,7 @@ def read(file: Path) -> Builds:
     for entry in found["builds"]:
         sort, dim = entry.pop("heads"), entry.pop("dim")
         build = Launch(**entry)
-        fits = build.keys in (16, 32, 64) and build.warps in (4, 8) and 1 <= build.stages <= 8
+        fits = build.keys in (16, 32, 64, 128) and build.warps in (4, 8) and 1 <= build.stages <= 8
         if not fits or build.rows not in ((1,) if sort == "lists" else (1, 2)):
             raise ValueError(f"it holds {entry}, which is no build for {sort}")
         builds[sort, int(dim)] = build

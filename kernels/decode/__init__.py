@@ -54,6 +54,7 @@ def decode_attention(
     Args:
         q: (B, H, Q, D) queries, at most MAX_QUERIES.
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages, page size, G, D).
+            As in sparse_attention, keys and values may be float8.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E). One that no query sees is not read.
         tokens: int32 rows to attend to, (B, C) for all or (B, G, C) for each KV head: ascending, at most once each,
             filled up at the end with kernels.index.PAD. None attends to all rows.

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.attention.checks import check_dense, check_sinks
+from kernels.attention.checks import check_dense, check_dtypes, check_sinks
 from kernels.index import check_window
 
 # More queries than this are a prefill: sparse_attention shares the reading of keys among them better.
@@ -76,8 +76,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, paged: bool) -> None:
         raise ValueError(f"the cache is empty: k {tuple(k.shape)}")
     if q.shape[1] % (num_kv_heads := k.shape[2 if paged else 1]) or not q.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {num_kv_heads} KV heads")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_dtypes(q, k, v)
 
 
 def _check_pages(k: Tensor, v: Tensor, table: Tensor, batch: int) -> None:

@@ -6,18 +6,18 @@ R = Q * H / G query rows of a KV head, S splits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.attention.triton_launch import architecture, unavailable
-from kernels.breaker import building, failure
+from kernels.attention.triton_launch import architecture, unavailable, unread
+from kernels.breaker import failure
 from kernels.dispatch import derivative_wanted
+from kernels.triton_calls import KernelCall, run_calls
 
+_MODULE = f"{__package__}.triton_kernel"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
 _LOG2E = 1.4426950408889634
@@ -39,17 +39,6 @@ class Build:
     precision: str = "ieee"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One launch: the kernel's name, its grid, its arguments, those of them that are compiled in, Triton's options."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why this backend cannot serve the call; None where it can. Looks for triton only if the tensors are on a GPU."""
     if reason := unavailable(q.device):
@@ -58,12 +47,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    return derivative_wanted(q, k, v) or failure(*_build(q, v))
+    return unread(k) or derivative_wanted(q, k, v) or failure(*_build(q, v))
 
 
 def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
     """What a build that fails is remembered by."""
-    return "decode", str(q.device), q.dtype, q.shape[-1], v.shape[-1]
+    return "decode", str(q.device), q.dtype, v.dtype, q.shape[-1], v.shape[-1]
 
 
 def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
@@ -117,13 +106,7 @@ def decode_attention(
         sinks=sinks,
         splits=splits,
     )
-    from kernels.decode import triton_kernel
-
-    on_device = torch.cuda.device(q.device) if q.device.type == "cuda" else contextlib.nullcontext()
-    with on_device, building(*_build(q, v)):
-        for launch in launches:
-            kernel = getattr(triton_kernel, launch.kernel)
-            kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
+    run_calls(launches, q.device, *_build(q, v))
     return out, lse, mass
 
 
@@ -143,7 +126,7 @@ def prepare(
     sinks: Tensor | None = None,
     splits: int | None = None,
     target: str | None = None,
-) -> tuple[list[Launch], Tensor, Tensor, Tensor | None]:
+) -> tuple[list[KernelCall], Tensor, Tensor, Tensor | None]:
     """The launches that serve a call, and what they write: out, log-sum-exp and scores.
 
     `target` prepares for another architecture than that of q's device.
@@ -194,7 +177,8 @@ def prepare(
         for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order))
         for axis, i in zip(("batch", "head", "row"), axes, strict=True)
     }
-    split = Launch(
+    split = KernelCall(
+        module=_MODULE,
         kernel="split_kernel",
         grid=(programs, splits),
         arguments={
@@ -216,7 +200,8 @@ def prepare(
     launches = [split, _combine(split, out, lse, sinks, block_e)]
     if mass is not None:
         common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
-        score = Launch(
+        score = KernelCall(
+            module=_MODULE,
             kernel="score_kernel",
             grid=(batch * num_kv_heads, -(-places // _SCORED)),
             arguments={**common, "lse": lse, "scores": mass},
@@ -227,10 +212,11 @@ def prepare(
     return launches, out, lse, mass
 
 
-def _combine(split: Launch, out: Tensor, lse: Tensor, sinks: Tensor | None, block_e: int) -> Launch:
+def _combine(split: KernelCall, out: Tensor, lse: Tensor, sinks: Tensor | None, block_e: int) -> KernelCall:
     """What puts the results of the split kernel together."""
     names = ("tops", "totals", "partial", "num_kv_heads", "rows", "q_len", "splits")
-    return Launch(
+    return KernelCall(
+        module=_MODULE,
         kernel="combine_kernel",
         grid=(lse.numel(),),
         arguments={

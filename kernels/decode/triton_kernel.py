@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_kernel import bad_values, finite_values, load_some, with_sink
+from kernels.attention.triton_kernel import bad_values, finite_values, load_some, widened, with_sink
 
 PAD = tl.constexpr(2**31 - 1)
 # Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
@@ -70,7 +70,7 @@ def _keys(
         keys = tl.load(
             k + k_rows[:, None] + at_d[None, :], mask=present[:, None] & (at_d < D)[None, :], other=0.0
         )  # fmt: skip
-        logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        logits = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
         factor = scale
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (e^2x + 1); the factors of both sides are in `scale` and `softcap`.
@@ -88,7 +88,7 @@ def _keys(
         rescale = tl.exp2(top - highest)
         total = total * rescale + tl.sum(p, 1)
         top = highest
-        values = load_some(v, v_rows, present, e_first, BLOCK_E, E, True)
+        values = widened(load_some(v, v_rows, present, e_first, BLOCK_E, E, True))
         p = p.to(values.dtype)
         acc = acc * rescale[:, None]
         if SAFE:

@@ -106,6 +106,20 @@ inline void keep_seen(float* s, uint64_t seen) {
 #endif
 }
 
+// Whether any of 64 scores is no less than a limit; NaN is not less than anything.
+inline bool any_not_below(const float* s, float limit) {
+#if defined(__AVX512F__)
+  const __m512 bound = _mm512_set1_ps(limit);
+  unsigned found = 0;
+  for (int j = 0; j < 64; j += LANES) found |= _mm512_cmp_ps_mask(_mm512_loadu_ps(s + j), bound, _CMP_NLT_UQ);
+  return found;
+#else
+  bool found = false;
+  for (int j = 0; j < 64; ++j) found |= !(s[j] < limit);
+  return found;
+#endif
+}
+
 template <class To, class From>
 inline To cast(From x) {
   if constexpr (std::is_same_v<To, From>) return x;

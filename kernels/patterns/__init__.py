@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from kernels.copies import on_device
-from kernels.index import TILE, SparseIndex, cat_heads, cat_sequences, dense_index, num_tiles, with_dense_tail
+from kernels.index import TILE, SparseIndex, dense_index, num_tiles, with_dense_tail
+from kernels.joining import cat_heads, cat_sequences
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
@@ -21,6 +22,7 @@ from kernels.patterns.dense import Dense
 from kernels.patterns.dilated import Dilated
 from kernels.patterns.growth import Growth
 from kernels.patterns.memory_units import MemoryUnits
+from kernels.patterns.skip_softmax import SkipSoftmax
 from kernels.patterns.static import Static, freeze
 from kernels.patterns.strided import Strided
 from kernels.patterns.tri_shape import TriShape
@@ -37,6 +39,7 @@ __all__ = [
     "LayerPlan",
     "MemoryUnits",
     "Pattern",
+    "SkipSoftmax",
     "Static",
     "Strided",
     "TriShape",
@@ -47,7 +50,7 @@ __all__ = [
 
 KINDS: dict[str, type[Pattern]] = {
     cls.kind: cls
-    for cls in (Dense, AShape, TriShape, Dilated, Strided, Static, VerticalSlash, BlockSparse, MemoryUnits)
+    for cls in (Dense, AShape, TriShape, Dilated, Strided, Static, VerticalSlash, BlockSparse, MemoryUnits, SkipSoftmax)
 }
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kernels.copies import on_device
+from kernels.copies import Copy, on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_rows, num_tiles
 from kernels.patterns.base import Pattern
 
@@ -46,17 +47,27 @@ class Fixed(Pattern):
         batch, q_len, k_len, device = q.shape[0], q.shape[2], k.shape[2], q.device
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
-            diagonals, columns = cls.entries(patterns, k_len, device)
+            diagonals, columns = (copy.read() for copy in _entries(cls, tuple(patterns), batch, k_len, device))  # type: ignore[arg-type]
             return SparseIndex.built(
                 q_len=q_len,
                 k_len=k_len,
-                diagonals=diagonals.expand(batch, -1, -1).contiguous(),
+                diagonals=diagonals,
                 tiles=empty_entries(batch, len(patterns), num_rows(q_len, k_len), 0, device=device),
-                columns=columns.expand(batch, -1, -1).contiguous(),
+                columns=columns,
                 dense_tail=cls.dense_tail(patterns),
             )
 
         return build
+
+
+@lru_cache(maxsize=64)
+def _entries(
+    cls: type[Fixed], patterns: tuple[Fixed, ...], batch: int, k_len: int, device: torch.device
+) -> tuple[Copy, ...]:
+    """What `cls.entries` says, for a batch: made once for each length, not to be written to."""
+    with torch.inference_mode(False):
+        made = cls.entries(patterns, k_len, torch.device("cpu"))
+        return tuple(Copy.of(entries.expand(batch, -1, -1).contiguous(), device) for entries in made)
 
 
 def reach(window: int, k_len: int) -> int:

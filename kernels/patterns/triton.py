@@ -9,7 +9,6 @@ Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, choose, split, unavailable
-from kernels.breaker import building, failure
+from kernels.breaker import failure
 from kernels.copies import on_device
 from kernels.dispatch import say_once
 from kernels.index import PAD, TILE, num_tiles
+from kernels.triton_calls import KernelCall, run_calls
 
+_MODULE = f"{__package__}.triton_kernels"
 _LOG2E = 1.4426950408889634
 _MAX_DIM = 256
 # The widest heads of which two at a time fit the smaller shared memories.
@@ -51,17 +52,6 @@ def _built(device: torch.device) -> bool:
     return reason is None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One launch: the kernel's name, its grid, its arguments, what is compiled in, and Triton's own options."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
 def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
     """Whether Triton makes this choice: short rows on a GPU, none of them by mass."""
     short = 0 < scores.shape[-1] <= _MOST_PLACES and scores.numel() > 0
@@ -76,7 +66,7 @@ def best_places(scores: Tensor, sizes: Sequence[int], *, forced: int) -> Tensor:
     return places
 
 
-def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor, Launch]:
+def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     n = scores.shape[-1]
     width, chunk = min(max(sizes), n), min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
@@ -85,7 +75,8 @@ def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor
         "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device), "places": places,
         "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
     }  # fmt: skip
-    return places, Launch(
+    return places, KernelCall(
+        module=_MODULE,
         kernel="best_places_kernel",
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
@@ -125,9 +116,10 @@ class Plan:
     blocks: int
     chunks: int
 
-    def normalisers(self, partial: Tensor) -> Launch:
+    def normalisers(self, partial: Tensor) -> KernelCall:
         """The log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64, chunks)."""
-        return Launch(
+        return KernelCall(
+            module=_MODULE,
             kernel="normalisers_kernel",
             grid=(self.programs, self.blocks),
             arguments=self.arguments | {"normalisers": partial},
@@ -135,10 +127,11 @@ class Plan:
             options=self.options,
         )
 
-    def masses(self, block: int, normalisers: Tensor, vertical: Tensor, near: Tensor, far: Tensor) -> Launch:
+    def masses(self, block: int, normalisers: Tensor, vertical: Tensor, near: Tensor, far: Tensor) -> KernelCall:
         """The masses of one block of queries, added to those of the blocks before it."""
         tensors = {"normalisers": normalisers, "vertical": vertical, "near": near, "far": far}
-        return Launch(
+        return KernelCall(
+            module=_MODULE,
             kernel="masses_kernel",
             grid=(self.programs,),
             arguments=self.arguments | tensors | {"block": block},
@@ -202,10 +195,5 @@ def _members(heads: Sequence[int], last: Sequence[int], group_size: int, most: i
     return [some + [(*some[0][:2], 0)] * (size - len(some)) for some in groups]
 
 
-def _run(launch: Launch, device: torch.device) -> None:
-    from kernels.patterns import triton_kernels
-
-    kernel = getattr(triton_kernels, launch.kernel)
-    on_its_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_its_device, building("builders", str(device)):
-        kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
+def _run(call: KernelCall, device: torch.device) -> None:
+    run_calls([call], device, "builders", str(device))

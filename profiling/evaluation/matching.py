@@ -5,6 +5,7 @@ Shapes: S prompt length, h heads of a layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from artifacts import Artifact, HeadwiseError
-from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
-from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, make
+from kernels.index import TILE, SparseIndex, first_dense, num_tiles, with_dense_tail
+from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, SkipSoftmax, make
 from kernels.patterns.fixed import Fixed
 from profiling.evaluation.frozen import Frozen, frozen
 from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.tile_gaps import tile_gaps
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from runtime.plans import kernel_patterns, layer_plan
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 # Prompts that sizes are fitted on and indices are frozen on: of no evaluation's seed.
 CALIBRATION_TASK, CALIBRATION_SEED = "passkey", 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
+# A threshold falls to 1 / e in so many steps, and ten times at most.
+_STEPS = 50
 # Sizes whose n counts tiles.
 _BY_TILES = ("block_sparse", "infllm")
 
@@ -37,7 +41,7 @@ class Sizes:
     """A line of patterns: n and the density aimed at give the sizes; larger n never costs less."""
 
     kind: str
-    at: Callable[[int, float], Mapping[str, int]]
+    at: Callable[[int, float], Mapping[str, int | float]]
 
 
 def _strided(n: int, target: float) -> Mapping[str, int]:
@@ -59,13 +63,15 @@ SIZES: dict[str, Sizes] = {
     "block_sparse": Sizes("block_sparse", lambda n, _: {"blocks": n}),
     # As many tokens looked up as in the window, and 128 sinks, as InfLLM has it.
     "infllm": Sizes("memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}),
+    # The threshold, which Meter.fit makes a share of the length.
+    "skip_softmax": Sizes("skip_softmax", lambda n, _: {"scale_factor": math.exp(-n / _STEPS)}),
 }
 
 
 class Meter:
     """One dense pass over a calibration prompt: what indices of any sizes would compute in every layer.
 
-    Of each layer only the estimates that its patterns choose by are kept, no queries and no keys.
+    Of each layer only the estimates and gaps that its patterns choose by are kept, no queries and no keys.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Meter:
         self.frozen: dict[int, list[Frozen]] = {}
         self._prepared: dict[int, dict[str, Callable[[Sequence[Any]], SparseIndex]]] = {}
         self._own: dict[int, SparseIndex] = {}
+        self._gaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tail = artifact.prefill.dense_tail
         patterns = kernel_patterns(artifact, arrays)
         without = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
@@ -95,6 +102,7 @@ class Meter:
             index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
             self._own[inputs.layer] = index
             self.frozen[inputs.layer] = frozen(index)
+            self._gaps[inputs.layer] = tile_gaps(inputs)
             heads = range(inputs.q.shape[1])
             self._prepared[inputs.layer] = {
                 kind: KINDS[kind].prepare(
@@ -117,7 +125,11 @@ class Meter:
         return sum(found) / len(found)
 
     def density(self, pattern: Pattern, *, dense_tail: int) -> float:
-        """Mean density where every head has this pattern."""
+        """Mean density where every head has this pattern; of skip-softmax the share of tiles that are not skipped."""
+        if isinstance(pattern, SkipSoftmax):
+            dense, bound = first_dense([dense_tail], self.length)[0], pattern.bound(self.length)
+            kept = [float(((gaps >= bound) | (rows >= dense)).float().mean()) for gaps, rows in self._gaps.values()]
+            return sum(kept) / len(kept)
         if isinstance(pattern, Fixed | MemoryUnits):
             return _fixed_density(pattern, self.length, dense_tail)
         means = [
@@ -135,10 +147,14 @@ class Meter:
         line, target = SIZES[name], self.target if target is None else target
 
         def fields(n: int) -> dict[str, Any]:
-            return {"kind": line.kind, **line.at(n, target)}
+            sizes = dict(line.at(n, target))
+            if "scale_factor" in sizes:
+                sizes["scale_factor"] = round(sizes["scale_factor"] * self.length, 4)
+            return {"kind": line.kind, **sizes}
 
         cost = partial(self.density, dense_tail=dense_tail)
         low, high = 1, num_tiles(self.length) if name in _BY_TILES else self.length
+        high = 10 * _STEPS if name == "skip_softmax" else high
         while low < high:
             middle = (low + high + 1) // 2
             if cost(make(**fields(middle))) <= target:

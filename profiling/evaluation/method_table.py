@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from artifacts import H2O, Artifact, SnapKV, Streaming
 from artifacts.kv_cache import Policy
+from profiling.caches.random_eviction import SINKS
 from profiling.speed.baselines import KERNEL, MODEL
 
-_SINKS = 4
 # The attention mass that top-p keeps.
 TOP_P = 0.95
 
@@ -60,6 +60,11 @@ METHODS: dict[str, Kind] = {
         source="InfLLM, Xiao et al. 2024",
         sizes="infllm",
     ),
+    "skip_softmax": Kind(
+        says="one threshold for all heads: tiles of low scores get no softmax and no values, and are not counted",
+        source="BLASST, 2025",
+        sizes="skip_softmax",
+    ),
     "random_tiles": Kind(says="tiles drawn at random at the artifact's density", source="baseline", chosen="random"),
     "oracle": Kind(says="of each query the keys of the highest exact scores", source="upper limit", chosen="keys"),
     "oracle_tiles": Kind(
@@ -73,17 +78,23 @@ METHODS: dict[str, Kind] = {
 }
 
 CacheOf = Callable[[float, int], Policy]
+
+
+def _snapkv(share: float, length: int) -> SnapKV:
+    return SnapKV(budget=max(share * length, 65) / length)
+
+
+# What SnapKV keeps, but drawn.
+RANDOM = "random"
 CACHES: dict[str, tuple[CacheOf, str]] = {
-    "snapkv": (
-        lambda share, length: SnapKV(budget=max(share * length, 65) / length),
-        "of the prompt what its last 64 queries vote for (Li et al. 2024)",
-    ),
+    "snapkv": (_snapkv, "of the prompt what its last 64 queries vote for (Li et al. 2024)"),
+    RANDOM: (_snapkv, f"of the prompt the first {SINKS} tokens, the last 64, and others drawn (arXiv 2609.03430)"),
     "h2o": (
         lambda share, _: H2O(heavy=share / 2, recent=share / 2),
         "heavy hitters and the latest (Zhang et al. 2023)",
     ),
     "streaming": (
-        lambda share, length: Streaming(sinks=_SINKS, window=max(round(share * length) - _SINKS, 1)),
+        lambda share, length: Streaming(sinks=SINKS, window=max(round(share * length) - SINKS, 1)),
         "sinks and a window, prompts too (Xiao et al. 2024)",
     ),
 }

@@ -5,6 +5,7 @@ A method is an artifact in memory, or None for the model's own attention, and th
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from artifacts import (
     KVCache,
     Pattern,
     Prefill,
+    SnapKV,
     Static,
     Streaming,
     pattern_name,
@@ -30,6 +32,8 @@ from artifacts.density import density
 from artifacts.errors import shorten
 from artifacts.hashing import canonical_json
 from artifacts.kv_cache import Policy
+from profiling.caches.policies import with_policy
+from profiling.caches.random_eviction import drawing
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
 from profiling.evaluation.method_table import (
     CACHES,
@@ -38,6 +42,7 @@ from profiling.evaluation.method_table import (
     OF_PROMPTS,
     OMNIKV,
     OWN,
+    RANDOM,
     TAIL,
     TOP_P,
     method_names,
@@ -68,6 +73,7 @@ class Method:
     evicts: its cache is no plain one, so that what it does shows in decode only.
     sizes: in words.
     applied: puts it on a model where it is no artifact and none of the dense attentions; never timed.
+    changed: makes another cache of the artifact's new one.
     """
 
     name: str
@@ -79,6 +85,7 @@ class Method:
     sizes: str
     dense: str = MODEL
     applied: Callable[[Any], AbstractContextManager[object]] | None = None
+    changed: Callable[[Any], Any] | None = None
 
     @cached_property
     def headwise(self) -> Headwise | None:
@@ -95,7 +102,33 @@ class Method:
         """An empty cache to prefill and decode with."""
         from transformers import DynamicCache
 
-        return DynamicCache(config=text_config(model)) if self.headwise is None else self.headwise.new_cache(model)
+        if self.headwise is None:
+            return DynamicCache(config=text_config(model))
+        made = self.headwise.new_cache(model)
+        return self.changed(made) if self.changed else made
+
+
+def of_policy(loaded: LoadedModel, name: str, policy: Policy | None, *, draws: bool = False) -> Method:
+    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None keeps everything.
+
+    draws: the policy is SnapKV's, and what it keeps is drawn (profiling.caches.random_eviction).
+    """
+    made = None if policy is None else with_policy(loaded, policy)
+    changed = None
+    if draws:
+        assert isinstance(policy, SnapKV)
+        changed = partial(drawing, record=policy)
+    return Method(
+        name=name,
+        make=lambda: made,
+        density=None,
+        kept=None,
+        identity=_digest(name, None if policy is None else policy.model_dump(), draws),
+        evicts=policy is not None,
+        sizes="",
+        dense=KERNEL,
+        changed=changed,
+    )
 
 
 class Methods:
@@ -130,6 +163,12 @@ class Methods:
         }
         weights, dtype = artifact.model.weights_sha256, str(loaded.model.dtype)
         self._of = _digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
+
+    def at(self, density: float) -> Methods:
+        """The same with sizes fitted to another density; what passes over prompts found is shared."""
+        made = copy.copy(self)
+        made._density = density
+        return made
 
     def make(self, name: str, length: int) -> Method:
         """The method of that name for prompts of `length` tokens.
@@ -241,7 +280,7 @@ class Methods:
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
         artifact = self._without_patterns() if base.name == "dense" else self._patterns_of()
-        density, sizes = base.density, ""
+        density, sizes, changed = base.density, "", None
         kept: float | None = self._share
         if cache == OMNIKV:
             assert self.artifact.decode is not None
@@ -258,14 +297,19 @@ class Methods:
             if isinstance(policy, Streaming):
                 seen = policy.sinks + policy.window
                 density = sum(min(at + 1, seen) for at in range(length)) / (length * (length + 1) / 2)
+            if cache == RANDOM:
+                assert isinstance(policy, SnapKV)
+                changed = partial(drawing, record=policy)
+        identity = _identity(artifact)
         return Method(
             name=name,
             make=partial(Headwise, artifact, self.arrays),
             density=density,
             kept=kept,
-            identity=_identity(artifact),
+            identity=_digest(identity, RANDOM) if changed else identity,
             evicts=True,
             sizes=sizes,
+            changed=changed,
         )
 
     def _without_patterns(self) -> Artifact:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from profiling.evaluation import equal_time
 from profiling.evaluation.fronts import section
 from profiling.evaluation.record import figure, methods_at, speedup_of, summary_tasks, told_crossover, told_seen
 from profiling.evaluation.rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
@@ -22,6 +23,7 @@ def page(record: dict[str, Any]) -> str:
         _in_short(record),
         *[_length(record, length) for length in record["settings"]["lengths"]],
         section(record),
+        equal_time.section(record),
         _needle(record),
         _positions(record),
         _speed(record),
@@ -278,7 +280,7 @@ def _difference(each: dict[str, Any]) -> str:
 
 
 def _made_with(record: dict[str, Any]) -> str:
-    told = {**record["machine"], **record["versions"], **record["settings"]}
+    told = {**record["environment"], **record["settings"]}
     items = "".join(f"<li>{escape(str(key))}: {escape(plain(value))}</li>" for key, value in told.items())
     digest = escape(str(record["artifact"]["content_sha256"]))
     left = record.get("left_out", {"what": []})
@@ -288,7 +290,7 @@ def _made_with(record: dict[str, Any]) -> str:
     notes = missing + "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
     return (
         f"{notes}<h2>Made with</h2><p><code>{escape(record['command'])}</code></p><p>Artifact <code>{digest}</code></p>"
-        f"<details><summary>Machine, versions and settings</summary><ul>{items}</ul></details>"
+        f"<details><summary>Machine, packages and settings</summary><ul>{items}</ul></details>"
     )
 
 

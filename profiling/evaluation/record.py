@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from artifacts import Artifact
+from artifacts.page_layout import aligned
+from profiling.environment import environment
 from profiling.evaluation.measure import Evaluation, Outcome
 from profiling.evaluation.method_table import says
 from profiling.evaluation.methods import Methods
-from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NLL, PERPLEXITY, SCORE, curves, figures, grid
-from profiling.evaluation.times import Times, machine
+from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NLL, PERPLEXITY, SCORE, Figure, curves, figures, grid
+from profiling.evaluation.times import Times
 from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import told_overlap
+from profiling.prompts.settings import HIGH, LOW, settings
 from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells
 
-FORMAT = 2
+FORMAT = 3
 
 
 def record_of(
@@ -35,24 +36,34 @@ def record_of(
     dtype: str,
 ) -> dict[str, Any]:
     """Everything that was found and what it was found with."""
+    found = figures(outcomes)
     return {
         "format": FORMAT,
         "command": command,
         "model": {"name": artifact.model.name, "weights_sha256": artifact.model.weights_sha256},
         "artifact": {"content_sha256": artifact.content_sha256, "dense_below": artifact.prefill.dense_below},
         "settings": {**asdict(config), "device": device, "dtype": dtype},
-        "machine": machine(device),
-        "versions": {
-            **{name: version(name) for name in ("headwise", "torch", "transformers")},
-            "python": platform.python_version(),
-        },
+        "environment": environment(device),
         "methods": [_method(methods, name, length) for length in config.lengths for name in config.methods],
-        "figures": [asdict(figure) for figure in figures(outcomes)],
+        "figures": [asdict(figure) for figure in found],
+        "measures": _measures(artifact.model.name, found),
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
         "seen_by_search": _seen(outcomes),
         **_times(times),
     }
+
+
+def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Of each task with a forced choice which measure counts, by the model's settings or by how dense attention did."""
+    known = {(each.task, each.length): each.measure for each in settings(model)}
+    dense = {(each.task, each.length, each.measure): each.value for each in found if each.method == BASELINE}
+    told = []
+    for task, length in [place[:2] for place in dense if place[2] == CHOICE]:
+        shows = LOW <= dense.get((task, length, SCORE), 0.0) <= HIGH
+        measure = SCORE if known.get((task, length), "score" if shows else "choice") == "score" else CHOICE
+        told.append({"task": task, "length": length, "measure": measure})
+    return told
 
 
 def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -126,11 +137,12 @@ def figure(record: dict[str, Any], task: str, length: int, method: str, measure:
 def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
     """(task, measure) of the columns of a summary: answers together first, then each task by its own measure."""
     here = [each for each in record["figures"] if each["length"] == length]
+    of = {each["task"]: each["measure"] for each in record.get("measures", []) if each["length"] == length}
     tasks = dict.fromkeys(each["task"] for each in here)
     found = []
     for task in sorted(tasks, key=lambda name: name != ALL):
         measures = {each["measure"] for each in here if each["task"] == task}
-        found += [(task, measure) for measure in (SCORE, CHOICE, PERPLEXITY) if measure in measures]
+        found += [(task, measure) for measure in (of.get(task, SCORE), PERPLEXITY) if measure in measures]
         if task == ALL and NLL in measures:
             found.append((task, NLL))
     return found
@@ -158,12 +170,7 @@ def table(record: dict[str, Any]) -> str:
                 own = timed.get(name)
                 line += [f"{own['seconds']:.3f}" if own else "-", *cells(speedup_of(own) if own else None)]
             lines.append([name, number(method["density"]), number(method["kept"]), *line])
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        text = [
-            "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
-        ]
-        blocks.append("\n".join([f"{length} tokens (+ better, - worse than dense beyond chance)", *text]))
+        blocks.append("\n".join([f"{length} tokens (+ better, - worse than dense beyond chance)", *aligned(lines)]))
     if record["crossover"]:
         blocks.append(told_crossover(record))
     blocks += told_seen(record)
@@ -204,7 +211,7 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
     common = {
         "command": record["command"],
         "device": record["settings"]["device"],
-        "versions": {**record["versions"], "processor": record["machine"]["processor"]},
+        "versions": record["environment"],
     }
     entries = []
     for length in record["settings"]["lengths"]:

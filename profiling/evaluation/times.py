@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from artifacts import HeadwiseError
+from profiling.environment import environment
 from profiling.evaluation.methods import Method, Methods
 from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
 from profiling.ledger import Ledger, Unit
@@ -28,7 +23,6 @@ _DENSE = (MODEL, KERNEL)
 _PLAIN = (*_DENSE, HEADWISE)
 # Raised where what is kept of a measurement changes.
 _VERSION = 2
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,24 +56,6 @@ class Times:
     crossover: Crossover | None
 
 
-def machine(device: str) -> dict[str, str]:
-    """What the speeds are of."""
-    name = platform.processor() or platform.machine()
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-    elif _CPUINFO.exists():
-        lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
-        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
-    return {
-        "processor": name,
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": version("torch"),
-        "headwise": version("headwise"),
-    }
-
-
 def measure(
     config: Speed,
     loaded: LoadedModel,
@@ -105,7 +81,7 @@ class _Clock:
     def __init__(self, config: Speed, loaded: LoadedModel, methods: Methods, ledger: Ledger, again: bool) -> None:
         self._config, self._loaded, self._methods, self._ledger, self._again = config, loaded, methods, ledger, again
         model = methods.artifact.model
-        where = [*machine(str(loaded.model.device)).values(), str(loaded.model.dtype), str(loaded.model.device)]
+        where = [*environment(loaded.model.device).values(), str(loaded.model.dtype), str(loaded.model.device)]
         self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
 
     def run(self, peak: Callable[[Method, int], int]) -> Times:

@@ -12,7 +12,7 @@ import torch
 from kernels.attention.triton_launch import Launch
 from kernels.index import TILE
 from profiling.gpu.compiled import TARGETS, Build
-from profiling.gpu.machine_code import hot_loop, whole
+from profiling.gpu.machine_code import hot_loops, whole
 from profiling.gpu.steps import Rows, Setting
 from profiling.gpu.time_model import DEVICES, predict, programs
 from profiling.gpu.variants import (
@@ -22,6 +22,7 @@ from profiling.gpu.variants import (
     compile_decode,
     compile_estimate,
     compile_for,
+    compile_tables,
 )
 
 # Operations a second on computed tiles that head dim 128 is to reach, in units of the device's own.
@@ -58,6 +59,7 @@ def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
         built = compile_decode(target, **how, **DECODE_VARIANTS[variant.strip()])
     else:
         built = {**compile_estimate(target, **how), "choice": compile_choice(target, n=16_385)}
+        built["tables"] = compile_tables(target)
     return {name: _facts(build, target) for name, build in built.items()}
 
 
@@ -67,32 +69,39 @@ def _facts(build: Build, target: str, launch: Launch | None = None, dim: int = 0
     }  # fmt: skip
     if not build.machine:
         return facts
-    loop = hot_loop(build.machine)
+    loops = hot_loops(build.machine)
     facts |= {"programs": programs(build, target), "local": whole(build.machine).local}
-    facts |= {"loop": None if loop is None else asdict(loop), "wgmma": "wgmma" in build.assembly}
+    facts |= {"loop": asdict(loops[0]) if loops else None, "wgmma": "wgmma" in build.assembly}
     if launch is not None:
         facts["launch"] = asdict(launch)
-        if loop is not None and target in DEVICES:
-            queries = launch.rows * TILE
-            facts["predicted"] = asdict(predict(loop, build, target, queries=queries, keys=launch.keys, dim=dim))
+        if loops and target in DEVICES:
+            sizes = {"queries": launch.rows * TILE, "keys": launch.keys, "dim": dim}
+            best, *rest = (predict(loop, build, target, **sizes) for loop in loops)
+            facts["predicted"] = asdict(best)
+            # The loop of tiles that carry a mask comes next.
+            facts["masked"] = asdict(rest[0]) if rest else None
     return facts
 
 
 def lines(rows: Rows) -> list[Sequence[str]]:
     """A line for each kernel. TF/s are what the time model allows at most."""
     head = ("build", "kernel", "registers", "spilled", "local", "shared", "programs", "loop", "tensor", "copies")
-    table: list[Sequence[str]] = [(*head, "at most TF/s", "bound by", "goal")]
+    table: list[Sequence[str]] = [(*head, "at most TF/s", "with a mask", "bound by", "goal")]
     for piece, kernels in rows.items():
         for name, facts in kernels.items():
             loop, best = facts.get("loop") or {}, facts.get("predicted")
             copies = "TMA" if loop.get("bulk_copies") else "cp.async" if loop.get("async_copies") else "-"
+            if copies == "cp.async" and not loop.get("under_way"):
+                copies = "cp.async, waited for"
+            masked = facts.get("masked")
             goal = f"{GOAL * DEVICES[piece.split()[0]].flops / 1e12:.0f}" if best else "-"
             table.append(
                 (
                     piece.rstrip(":"), name, str(facts["registers"]), str(facts["spilled"]),
                     str(facts.get("local", "-")), str(facts["shared"]), str(facts.get("programs", "-")),
                     str(loop.get("instructions", "-")), str(loop.get("tensor", "-")), copies if loop else "-",
-                    f"{best['flops'] / 1e12:.0f}" if best else "-", best["bound"] if best else "-", goal,
+                    f"{best['flops'] / 1e12:.0f}" if best else "-", f"{masked['flops'] / 1e12:.0f}" if masked else "-",
+                    best["bound"] if best else "-", goal,
                 )
             )  # fmt: skip
     return table

@@ -10,12 +10,17 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "QGMMA")
+# A wait for asynchronous copies, and how many groups of them may still be under way after it.
+_WAIT = re.compile(r"SB0, 0x([0-9a-f]+)")
 _ACCUMULATED = re.compile(r"HGMMA\.64x(\d+)x16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """Counts of instructions: all of them, and by what they do."""
+    """Counts of instructions: all of them, and by what they do.
+
+    under_way: the most groups of copies that a wait leaves under way; 0 where all that is copied is waited for at once.
+    """
 
     instructions: int
     tensor: int
@@ -23,10 +28,13 @@ class Code:
     async_copies: int
     bulk_copies: int
     local: int
+    under_way: int
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Code:
-        """Counted from the instructions' names."""
+    def of(cls, code: Sequence[tuple[str, str]]) -> Code:
+        """Counted from the instructions' names and operands."""
+        names = [name for name, _ in code]
+        waits = [_WAIT.search(operands) for name, operands in code if name == "DEPBAR.LE"]
 
         def count(*starts: str) -> int:
             return sum(name.startswith(starts) for name in names)
@@ -38,26 +46,30 @@ class Code:
             async_copies=count("LDGSTS"),
             bulk_copies=count("UTMALDG", "UBLKCP"),
             local=count("LDL", "STL"),
+            under_way=max((int(found[1], 16) for found in waits if found), default=0),
         )
 
 
 def whole(text: str) -> Code:
     """Everything that the kernel holds."""
-    return Code.of([name for name, _ in _instructions(text)])
+    return Code.of(list(_instructions(text)))
 
 
-def hot_loop(text: str) -> Code | None:
-    """The loop that multiplies the most and stands in no other, the leanest of those that are equal; None without any.
+def hot_loops(text: str) -> list[Code]:
+    """The loops that multiply the most and stand in no other, the leanest first.
 
-    A kernel of attention has one for tiles, one for columns and one for its own tiles. Those for values that are not
-    finite stand in another, which goes through a few columns of the output at a time.
+    A kernel of attention has one for tiles that need no mask, one for those that do, one for columns and one for its
+    own tiles. Those for values that are not finite stand in another, which goes through a few columns of the output at
+    a time.
     """
-    found = [(not nested, work, -len(names), names) for names, nested in _innermost(text) if (work := _work(names))]
-    return Code.of(max(found)[3]) if found else None
+    found = [(not nested, work, -len(code), code) for code, nested in _innermost(text) if (work := _work(code))]
+    most = max((each[:2] for each in found), default=None)
+    return [Code.of(code) for *_, code in sorted((e for e in found if e[:2] == most), key=lambda e: -e[2])]
 
 
-def _work(names: Sequence[str]) -> int:
+def _work(code: Sequence[tuple[str, str]]) -> int:
     """Matrix work in units of one instruction, by its width where its name says that."""
+    names = [name for name, _ in code]
     wide = [int(found[1]) for name in names if (found := _ACCUMULATED.match(name))]
     return sum(wide) or sum(name.startswith(_TENSOR) for name in names)
 
@@ -68,20 +80,20 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             yield found[1], found[2]
 
 
-def _innermost(text: str) -> Iterator[tuple[list[str], bool]]:
-    """The names in each loop that holds no other, from a label to the last branch back; and whether one holds it."""
-    names: list[str] = []
+def _innermost(text: str) -> Iterator[tuple[list[tuple[str, str]], bool]]:
+    """The code of each loop that holds no other, from a label to the last branch back; and whether one holds it."""
+    code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     loops: dict[int, int] = {}
     for line in text.splitlines():
         if found := _LABEL.match(line):
-            labels[found[1]] = len(names)
+            labels[found[1]] = len(code)
         elif found := _INSTRUCTION.match(line):
-            names.append(found[1])
+            code.append((found[1], found[2]))
             back = _TARGET.search(found[2])
             if found[1].startswith("BRA") and back and back[1] in labels:
-                loops[labels[back[1]]] = len(names)
+                loops[labels[back[1]]] = len(code)
     for start, end in loops.items():
         others = [loop for loop in loops.items() if loop != (start, end)]
         if not any(start <= other < end for other, _ in others):
-            yield names[start:end], any(other <= start and end <= until for other, until in others)
+            yield code[start:end], any(other <= start and end <= until for other, until in others)

@@ -1,7 +1,8 @@
 """Runs a step's pieces in processes of their own: a crash, a hang or an error of the device costs one piece alone.
 
 A worker (profiling.gpu.worker) says in lines of JSON which piece it begins and what came of it. One that dies or takes
-too long is replaced, and the next goes on behind the piece that was in hand.
+too long is replaced, and the next goes on behind the piece that was in hand. A rehearsal holds nothing of size: one
+process does its steps in turn.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class _Worker:
     began: bool = False
 
 
+# Processes that have done a step's pieces and wait for another's.
+Idle = list[_Worker]
+
+
 def run_pieces(
     step: Step,
     pieces: Sequence[str],
@@ -58,21 +63,22 @@ def run_pieces(
     deadline: float,
     log: Path,
     environment: Mapping[str, str],
+    idle: Idle | None = None,
 ) -> list[str]:
     """Do the pieces; `done` hears of each that ended. Those that the deadline (time.monotonic) cut off are returned.
 
-    log: a file that takes what the processes say.
+    log: a file that takes what the processes say. idle: processes to go on with, and where those go that may do so.
     """
     count = 1 if setting.small else step.workers
     shares = [list(pieces[i::count]) for i in range(count)]
     with log.open("a") as to:
-        workers = [_start(step, share, setting, to, environment) for share in shares if share]
+        workers = [_start(step, share, setting, to, environment, idle) for share in shares if share]
         left: list[str] = []
         try:
             while workers:
                 time.sleep(0.02)
                 for worker in list(workers):
-                    over = _listen(worker, step, done, log)
+                    over = _listen(worker, step, done, log, idle)
                     if time.monotonic() >= deadline:
                         _end(worker)
                         left += worker.pieces
@@ -80,16 +86,42 @@ def run_pieces(
                     elif over:
                         workers.remove(worker)
                         if worker.pieces:
-                            workers.append(_start(step, worker.pieces, setting, to, environment))
+                            workers.append(_start(step, worker.pieces, setting, to, environment, idle))
         finally:
             for worker in workers:
                 _end(worker)
     return left
 
 
-def _start(step: Step, pieces: list[str], setting: Setting, log: Any, environment: Mapping[str, str]) -> _Worker:
+def end_all(idle: Idle) -> None:
+    """End the processes that wait."""
+    while idle:
+        _end(idle.pop())
+
+
+def _start(
+    step: Step, pieces: list[str], setting: Setting, log: Any, environment: Mapping[str, str], idle: Idle | None
+) -> _Worker:
+    """A process that does the pieces: one that waits, or a new one."""
+    if idle:
+        worker = idle.pop()
+        worker = _Worker(process=worker.process, pieces=list(pieces), lines=worker.lines)
+    else:
+        worker = _new(pieces, log, environment)
+    stdin = worker.process.stdin
+    assert stdin is not None
+    try:
+        print(json.dumps({"module": step.module, "setting": asdict(setting), "pieces": pieces}), file=stdin, flush=True)
+        if idle is None:
+            stdin.close()
+    except BrokenPipeError:
+        pass  # It is dead already, which shows in its lines.
+    return worker
+
+
+def _new(pieces: list[str], log: Any, environment: Mapping[str, str]) -> _Worker:
     process = subprocess.Popen(
-        [sys.executable, "-m", "profiling.gpu.worker", step.module],
+        [sys.executable, "-m", "profiling.gpu.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
@@ -97,14 +129,9 @@ def _start(step: Step, pieces: list[str], setting: Setting, log: Any, environmen
         env={**os.environ, **environment},
         start_new_session=True,
     )
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
-    try:
-        json.dump({"setting": asdict(setting), "pieces": pieces}, process.stdin)
-        process.stdin.close()
-    except BrokenPipeError:
-        pass  # It is dead already, which shows in its lines.
     return _Worker(process=process, pieces=list(pieces), lines=lines)
 
 
@@ -114,8 +141,8 @@ def _read(stream: Any, lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def _listen(worker: _Worker, step: Step, done: Callable[[Outcome], object], log: Path) -> bool:
-    """Take in what a worker has said; whether it is over, because it ended or was ended."""
+def _listen(worker: _Worker, step: Step, done: Callable[[Outcome], object], log: Path, idle: Idle | None) -> bool:
+    """Take in what a worker has said; whether it is over, because it waits for more, ended or was ended."""
     while True:
         try:
             line = worker.lines.get_nowait()
@@ -128,6 +155,11 @@ def _listen(worker: _Worker, step: Step, done: Callable[[Outcome], object], log:
                 _give_up(worker, f"its process {_how(worker.process.returncode)}: {_tail(log)}", done)
             return True
         said = json.loads(line)
+        if "idle" in said:
+            if idle is None:
+                continue
+            idle.append(worker)
+            return True
         worker.began = True
         if "begin" in said:
             worker.piece = said["begin"]

@@ -47,7 +47,7 @@ def candidates(sort: str, dim: int, *, small: bool = False) -> list[Launch]:
     ]
     two = [
         Launch(rows=2, keys=keys, warps=8, stages=stages, registers=255)
-        for keys, stages in ((64, 3), (64, 2), (64, 4), (32, 4))
+        for keys, stages in ((128, 3), (64, 3), (128, 2), (64, 4), (32, 4))
     ]
     if dim > 128:
         one = [Launch(rows=1, keys=keys, warps=8, stages=stages) for keys, stages in ((32, 3), (64, 2), (32, 2))]

@@ -2,7 +2,8 @@
 
 A step of one program multiplies `queries` x `keys` twice, takes an exponential of each logit, issues the instructions
 of its loop once a warp, and reads its keys and values from the L2 cache. Programs on one multiprocessor overlap; within
-a program Triton runs products and softmax one after the other. The model knows no latencies: it bounds from above.
+a program Triton runs products and softmax one after the other. The model knows no latency but one: a loop that does not
+copy its keys and values ahead waits for them twice a step. It bounds from above.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from profiling.gpu.compiled import TARGETS, Build
 from profiling.gpu.machine_code import Code
 
 _REGISTERS, _WARPS, _SHARED_OF_A_PROGRAM = 65_536, 64, 1024
+# Cycles until the L2 cache answers, on the A100 and the H100 (Luo et al. 2024, "Benchmarking and Dissecting the Nvidia
+# Hopper GPU Architecture", table IV).
+_L2_LATENCY = 262
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,5 +70,7 @@ def predict(loop: Code, build: Build, target: str, *, queries: int, keys: int, d
         "L2": 2.0 * 2 * keys * dim / (device.l2_bytes_a_cycle / device.multiprocessors),
         "products, then softmax": (tensor + issue) / resident,
     }
+    if loop.async_copies and not loop.under_way:
+        cycles["waiting for copies"] = (tensor + issue + 2 * _L2_LATENCY + cycles["L2"]) / resident
     bound = max(cycles, key=lambda name: cycles[name])
     return Prediction(flops=device.flops * tensor / cycles[bound], bound=bound, cycles=cycles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from kernels.decode import triton as decode
 from kernels.index import SparseIndex, num_tiles
 from kernels.patterns import triton as builders
 from kernels.ragged import Ragged
+from kernels.triton_calls import KernelCall
 from profiling.gpu.compiled import Build, compile_kernel
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -28,6 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lists, tail": {"diagonals": False, "tiles": True, "tail": True},
     "diagonals, columns, window": {"columns": True, "window": 100},
     "diagonals, columns, ragged": {"columns": True, "ragged": True},
+    "skipping": {"skip": True},
+    "skipping, a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16, "skip": True},
     "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
     "everything": {
         "tiles": True,
@@ -70,13 +74,12 @@ def compile_for(
     tail: bool = False,
     window: int | None = None,
     ragged: bool = False,
+    skip: bool = False,
 ) -> tuple[Launch, Build]:
     """Compile the launch that a call of this sort would make on the target."""
-    from kernels.attention.triton_kernel import sparse_attention_kernel
-
     architecture = "hip" if target.startswith("gfx") else target
     v_dim = v_dim or head_dim
-    launch = choose(architecture, dim=max(head_dim, v_dim), itemsize=dtype.itemsize, has_tiles=tiles)
+    launch = choose(architecture, dim=max(head_dim, v_dim), itemsize=dtype.itemsize, has_tiles=tiles or skip)
     heads, kv_heads, length = 4, 2, 256
     entries = torch.arange(2, dtype=torch.int32)
     index = SparseIndex(
@@ -87,6 +90,7 @@ def compile_for(
         columns=torch.zeros(1, heads, int(columns), dtype=torch.int32),
         dense_tail=(64,) * heads if tail else (),
         window=window,
+        skip=torch.zeros(1, heads) if skip else None,
         ragged=Ragged.left_padded([length], length, length) if ragged else None,
     )
     q = torch.empty(1, heads, length, head_dim, dtype=dtype)
@@ -95,16 +99,26 @@ def compile_for(
     if page is not None:
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
         table = torch.zeros(1, length // page, dtype=torch.int32)
-    call = backend.prepare(q, k, v, index, scale=1.0, softcap=softcap, block_table=table, launch=launch)
-    return launch, compile_kernel(
-        sparse_attention_kernel, call.arguments, call.constants, backend.build_options(launch), target
-    )
+    how: dict[str, Any] = {"scale": 1.0, "softcap": softcap, "block_table": table}
+    *_, call = backend.prepare(q, k, v, index, **how, target=architecture)
+    launch = replace(launch, keys=call.constants["KEYS"])
+    return launch, _compile(call, target)
+
+
+def _compile(call: KernelCall, target: str) -> Build:
+    return compile_kernel(call.function, call.arguments, call.constants, call.options, target)
+
+
+def compile_tables(target: str) -> Build:
+    """Compile the launch that makes the attention kernel's tables, of heads some of which have lists, on the target."""
+    entries = torch.zeros(1, 4, 2, dtype=torch.int32)
+    tiles = torch.zeros(1, 4, 4, 1, dtype=torch.int32)
+    index = SparseIndex(q_len=256, k_len=256, diagonals=entries, tiles=tiles, columns=entries)
+    return _compile(backend.tables(index, 2, None, alone=(1,)), target)
 
 
 def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: int | None = None) -> dict[str, Build]:
     """Compile the launches of vertical-slash's estimate for a layer on the target, by name."""
-    from kernels.patterns import triton_kernels
-
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
     architecture = "hip" if target.startswith("gfx") else target
     heads, last = range(4), [128] * 4
@@ -115,18 +129,13 @@ def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: 
         "masses": plan.masses(0, some, some, some, some),
         "more masses": plan.masses(1, some, some, some, some),
     }
-    return {
-        name: compile_kernel(getattr(triton_kernels, one.kernel), one.arguments, one.constants, one.options, target)
-        for name, one in launches.items()
-    }
+    return {name: _compile(one, target) for name, one in launches.items()}
 
 
 def compile_choice(target: str, *, n: int) -> Build:
     """Compile the choice of the best out of n on the target."""
-    from kernels.patterns import triton_kernels
-
     _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1)
-    return compile_kernel(triton_kernels.best_places_kernel, one.arguments, one.constants, one.options, target)
+    return _compile(one, target)
 
 
 def compile_decode(
@@ -144,8 +153,6 @@ def compile_decode(
     scores: str = "none",
 ) -> dict[str, Build]:
     """Compile the launches that a call of this sort would make on the target, by name."""
-    from kernels.decode import triton_kernel
-
     heads, kv_heads, length = 8, 2, 2048
     q = torch.empty(1, heads, q_len, head_dim, dtype=dtype)
     k, v = (torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim or head_dim))
@@ -169,9 +176,4 @@ def compile_decode(
         splits=4,
         target="hip" if target.startswith("gfx") else target,
     )
-    return {
-        one.kernel: compile_kernel(
-            getattr(triton_kernel, one.kernel), one.arguments, one.constants, one.options, target
-        )
-        for one in launches
-    }  # fmt: skip
+    return {one.kernel: _compile(one, target) for one in launches}

@@ -53,13 +53,15 @@ class LayerGradients:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DensePass:
-    """What the model says of the tokens. nll: (S - 1,) fp32 -log p of each token but the first.
+    """What the model says of the tokens. nll: (S - 1,) fp32 -log p of each token but the first; hits: if it was the
+    likeliest.
 
     log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were visited on the way back;
     if not, `fault` says why.
     """
 
     nll: Tensor
+    hits: Tensor
     log_probs: Tensor
     gradients: bool
     fault: str | None = None
@@ -113,11 +115,12 @@ def gradient_pass(
         if head is None or states is None or not states.requires_grad:
             name = type(model).__name__
             return _without(model, input_ids, keep, f"{name} makes its logits in a way of its own, or has no gradients")
-        by_states, nll, log_probs = _losses(states.detach(), input_ids, answers, head, keep)
+        by_states, nll, hits, log_probs = _losses(states.detach(), input_ids, answers, head, keep)
         if not bool(by_states.isfinite().all()):
-            return DensePass(nll=nll, log_probs=log_probs, gradients=False, fault="the loss is not finite")
+            fault = "the loss is not finite"
+            return DensePass(nll=nll, hits=hits, log_probs=log_probs, gradients=False, fault=fault)
         torch.autograd.grad(states, entered[0], by_states)
-    return DensePass(nll=nll, log_probs=log_probs, gradients=True)
+    return DensePass(nll=nll, hits=hits, log_probs=log_probs, gradients=True)
 
 
 class _Dense(torch.autograd.Function):
@@ -163,12 +166,13 @@ def _states(model: PreTrainedModel, input_ids: Tensor) -> Any:
 
 def _losses(
     states: Tensor, input_ids: Tensor, answers: Tensor, head: Callable[[Tensor], Tensor], keep: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss' gradient by the last hidden states (1, S, M), -log p of each token, and log-probabilities to keep."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss' gradient by the last hidden states (1, S, M), a DensePass' nll and hits, and its log-probabilities."""
     gradient = torch.zeros_like(states)
     length, text = states.shape[1] - 1, not bool(answers.any())
     rows = max(1, _LOGITS // head(states[:, :1]).shape[-1])
     nll = torch.empty(length, device=states.device)
+    hits = torch.empty(length, dtype=torch.bool, device=states.device)
     kept = torch.zeros(len(keep), head(states[:, :1]).shape[-1], dtype=torch.float16, device=states.device)
     for start in range(0, length + 1, rows):
         stop = min(start + rows, length + 1)
@@ -182,6 +186,7 @@ def _losses(
             break
         lost = cross_entropy(logits[: len(targets)], targets, reduction="none")
         nll[start : start + len(targets)] = lost.detach()
+        hits[start : start + len(targets)] = logits.detach()[: len(targets)].argmax(-1) == targets
         if text:
             loss = lost.sum()
         else:
@@ -192,7 +197,7 @@ def _losses(
             loss = -(odds * asked).sum()
         if loss.requires_grad:
             (gradient[:, start:stop],) = torch.autograd.grad(loss, part)
-    return gradient, nll, kept
+    return gradient, nll, hits, kept
 
 
 @torch.no_grad()
@@ -200,14 +205,11 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
     """The same without gradients, where a model gives none."""
     logits = model(input_ids=input_ids, use_cache=False).logits[0]
     targets = input_ids[0, 1:].to(logits.device)
-    nll = torch.cat(
-        [
-            cross_entropy(a.float(), b, reduction="none")
-            for a, b in zip(logits[:-1].split(512), targets.split(512), strict=True)
-        ]
-    )
+    parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
+    nll = torch.cat([cross_entropy(a.float(), b, reduction="none") for a, b in parts])
+    hits = torch.cat([a.argmax(-1) == b for a, b in parts])
     kept = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
-    return DensePass(nll=nll, log_probs=kept, gradients=False, fault=fault)
+    return DensePass(nll=nll, hits=hits, log_probs=kept, gradients=False, fault=fault)
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ from runtime.plans import kernel_patterns, layer_plan
 class Fidelity:
     """Per head, (L, H) fp32, NaN in layers left alone.
 
-    error: relative L2 distance of the output; recall: attention mass kept; density: share of the causal tiles computed.
+    error: relative L2 distance of the output; recall: attention mass kept; density: share of the causal tiles computed,
+    those that skip-softmax skips by half.
     """
 
     error: np.ndarray
@@ -78,14 +79,26 @@ def index_fidelity(
     """The same of an index that is built."""
     heads = range(inputs.q.shape[1])
     expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
-    found, lse = attend(inputs, index, backend)
+    skipped = index.diagonals.new_zeros(index.diagonals.shape[:2])
+    found, lse = attend(inputs, index, backend, skipped=skipped)
     error = np.empty(len(heads), dtype=np.float32)
     for head in heads:
         # Head by head: the fp32 difference of a whole layer would be the largest tensor.
         exact = expected[0, head].float()
         error[head] = float((found[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
     recall = kept_mass(lse[0], dense_lse[0], inputs.sinks).mean(-1).cpu().numpy()
-    return Fidelity(error=error, recall=recall, density=index.density()[0].cpu().numpy())
+    density = index.density()[0] - skipped[0] / (2 * index.causal_tiles)
+    return Fidelity(error=error, recall=recall, density=density.cpu().numpy())
+
+
+def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "auto") -> Tensor:
+    """Tiles that each head computes, (1, H) fp64; one that is skipped counts half, for it has one product of two."""
+    counted = index.computed_tiles().double()
+    if index.skip is None:
+        return counted
+    skipped = index.diagonals.new_zeros(index.diagonals.shape[:2])
+    attend(inputs, index, backend, skipped=skipped)
+    return counted - skipped / 2
 
 
 def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -97,10 +110,12 @@ def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tens
     return attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
 
 
-def attend(inputs: LayerInputs, index: SparseIndex, backend: str) -> tuple[Tensor, Tensor]:
-    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S)."""
+def attend(
+    inputs: LayerInputs, index: SparseIndex, backend: str, *, skipped: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as for the op."""
     how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "sinks": inputs.sinks, "backend": backend}
-    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, **how)
+    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, skipped=skipped, **how)
 
 
 def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:

@@ -206,6 +206,15 @@ _KINDS = (
     ),
     _recalled("line_asked", "numbers of words by questions between the lines", "retrieval", "LongEval, Li et al. 2023"),
     _recalled("chain", "numbers that words take from words far before them", "chain", "variable tracking, RULER"),
+    Kind(
+        name="facts",
+        maker="profiling.prompts.recalls:recalls",
+        parameters=(_QUESTIONS,),
+        fixed={"form": "facts", "questions": 8},
+        asks="what `line_asked` and `chain` ask in one prompt, and more in later turns",
+        scored=f"{_INSIDE}; after the first question of a context, whether {_BEGINS}",
+        source="LongEval, Li et al. 2023; RULER, Hsieh et al. 2024",
+    ),
     _recalled(
         "label_map", "the random label of a word that had it far before", "in-context", "many-shot, Agarwal et al. 2024"
     ),
@@ -400,7 +409,9 @@ _KINDS = (
     ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
-# What is calibrated, gated and evaluated on by default: docs/results.md has the table that they were chosen by.
-# Questions of a later turn share a context: 16 of them cost little more than one, and show a loss of one in five.
+# What is calibrated and evaluated on by default: docs/results.md has the table that they were chosen by. Questions of a
+# later turn share a context: 16 of them cost little more than one.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
+# What a search is judged on by default: the same kinds of answers in a third of the prefills.
+JUDGED_TASKS = ("facts", "prose")
 TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"

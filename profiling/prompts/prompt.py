@@ -16,10 +16,21 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from profiling.prompts.kind import Kind
-from profiling.prompts.kinds import DEFAULT_TASKS, KINDS, TASKS
+from profiling.prompts.kinds import DEFAULT_TASKS, JUDGED_TASKS, KINDS, TASKS
 from profiling.prompts.tokens import Encoder, Ids
 
-__all__ = ["DEFAULT_TASKS", "SUBSETS", "TASKS", "Find", "Prompt", "Task", "digest", "make_prompts", "parse_task"]
+__all__ = [
+    "DEFAULT_TASKS",
+    "JUDGED_TASKS",
+    "SUBSETS",
+    "TASKS",
+    "Find",
+    "Prompt",
+    "Task",
+    "digest",
+    "make_prompts",
+    "parse_task",
+]
 # Subsets that RULER names its files by, in a folder that has the task's name.
 SUBSETS = ("validation", "test")
 
@@ -47,6 +58,7 @@ class Prompt:
         with the same context share its prefill.
     scored: half-open ranges of the context's tokens that are answers too: the model is asked for them inside the
         prompt, so what the method's prefill makes of the tokens before them is what is measured.
+    labels: which kind of answer each scored range is, where a prompt has several kinds.
     task: what the prompt was made of, as Task.name; empty where it was made by hand.
     finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
     metric: how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
@@ -64,6 +76,7 @@ class Prompt:
     new_tokens: int | None = None
     turn: int = 0
     scored: tuple[tuple[int, int], ...] = ()
+    labels: tuple[str, ...] = ()
     task: str = ""
 
     def __post_init__(self) -> None:

@@ -3,20 +3,23 @@
 A prompt is prefix + head + items. An item is new or comes back to one that began at least a quarter of the prompt
 before it; what it says then follows from that one alone, and these tokens are the prompt's `scored` ranges. They are
 predicted by the prefill itself, so dense attention of the last queries cannot stand in for the pattern. What is too
-much is cut from the first items, to which nothing comes back. The last 128 tokens have no scored range.
+much is cut from the first items, to which nothing comes back. The last 128 tokens have no scored range. A form may ask
+in a later turn as well: then several prompts share a context, and the first of them has its scored ranges.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import Prompt
+from profiling.prompts.prompt import Find, Prompt
 from profiling.prompts.tokens import Encoder
 from profiling.prompts.words import compounds, plain_words, words
 
@@ -30,6 +33,8 @@ _LABELS = "red blue green black white yellow brown pink gold grey"
 _PASSAGE, _CUE = 24, 4
 # Words of an entry in a dictionary.
 _ENTRY = 5
+# Names by which the usual length of a question is known.
+_NAMES = 64
 
 
 @dataclass(frozen=True)
@@ -41,19 +46,34 @@ class Thing:
 
 
 @dataclass(frozen=True)
+class Again:
+    """How an item is written that comes back: text before the value, and after it.
+
+    gives: whether it gives the value to a new name, as which it is one to come back to.
+    label: of these answers, where a form has several kinds of them.
+    """
+
+    before: str
+    after: str
+    gives: bool = False
+    label: str = ""
+
+
+@dataclass(frozen=True)
 class Form:
-    """How items are written: text before the value, and after it.
+    """How items are written.
 
     things: without end, none twice; those of one prompt.
-    new: of a thing that is new. again: of one that comes back, where an item may give its value to a new name.
-    gives: whether that item is one to come back to under its new name.
+    new: of a thing that is new, text before the value and after it. again: of one that comes back, in turn.
+    every: of the items of the second half one in so many comes back. turn: what a later turn asks; empty for nothing.
     """
 
     head: str
     things: Callable[[random.Random], Iterator[Thing]]
     new: tuple[str, str]
-    again: tuple[str, str]
-    gives: bool = False
+    again: tuple[Again, ...]
+    every: int = 2
+    turn: str = ""
 
 
 def _numbered(source: Callable[[random.Random], Iterator[str]]) -> Callable[[random.Random], Iterator[Thing]]:
@@ -77,72 +97,108 @@ def _passages(rng: random.Random) -> Iterator[Thing]:
         yield Thing(" ".join(chosen[:_CUE]), "".join(f" {word}" for word in chosen[_CUE:]))
 
 
+_FACT = ("The value of {name} is", ".\n")
+_ASKED = Again("Question: What is the value of {name}? Answer: The value of {name} is", ".\n", label="asked")
+_CHAINED = Again("The value of {new} is that of {name}, which is", ".\n", gives=True, label="chained")
 FORMS = {
     "line_asked": Form(
         "Below are facts, one a line, and questions about earlier ones with their answers.\n\n",
         _numbered(words),
-        ("The value of {name} is", ".\n"),
-        ("Question: What is the value of {name}? Answer: The value of {name} is", ".\n"),
+        _FACT,
+        (_ASKED,),
     ),
     "chain": Form(
         "Below values are set, one a line, some of them to the value of an earlier one.\n\n",
         _numbered(words),
-        ("The value of {name} is", ".\n"),
-        ("The value of {new} is that of {name}, which is", ".\n"),
-        gives=True,
+        _FACT,
+        (_CHAINED,),
+    ),
+    "facts": Form(
+        "Below values are set, one a line, some of them to the value of an earlier one, and some are asked for.\n\n",
+        _numbered(words),
+        _FACT,
+        (_ASKED, _CHAINED),
+        every=1,
+        turn="\nThe value of {name} is",
     ),
     "label_map": Form(
         "Each word has a colour, which stays the same wherever the word comes again.\n\n",
         _labelled,
         ("{name}:", "\n"),
-        ("{name}:", "\n"),
+        (Again("{name}:", "\n"),),
     ),
     "dictionary": Form(
         "Below is a dictionary. A word that comes again has the same entry again.\n\n",
         _entries,
         ("{name}:", ".\n"),
-        ("{name}:", ".\n"),
+        (Again("{name}:", ".\n"),),
     ),
-    "repeats": Form("", _passages, ("\n{name}", ".\n"), ("\n{name}", ".\n")),
+    "repeats": Form("", _passages, ("\n{name}", ".\n"), (Again("\n{name}", ".\n"),)),
 }
 
 
-def recalls(encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, form: str) -> list[Prompt]:
-    """Prompts of one of FORMS."""
-    return [_one(encode, form, length, random.Random(f"{seed} {form} {i}")) for i in range(samples)]
+def recalls(
+    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, form: str, questions: int = 1
+) -> list[Prompt]:
+    """Prompts of one of FORMS; `questions` of them share a context where it asks in a later turn."""
+    made: list[Prompt] = []
+    for number in range(-(-samples // questions)):
+        count = min(questions, samples - len(made))
+        made += _context(encode, form, length, count, random.Random(f"{seed} {form} {number}"))
+    return made
 
 
-def _one(encode: Encoder, name: str, length: int, rng: random.Random) -> Prompt:
+def _context(encode: Encoder, name: str, length: int, count: int, rng: random.Random) -> list[Prompt]:
     form = FORMS[name]
     head = encode.prefix + encode(form.head)
-    room = length - len(head)
-    things = form.things(random.Random(rng.random()))
+    named = rng.random()
+    things = form.things(random.Random(named))
+    # Questions of one context have as many tokens each: it leaves the same room before all of them.
+    some = [thing.name for thing in islice(form.things(random.Random(named)), _NAMES)] if form.turn else []
+    turns = encode.each([form.turn.format(name=one) for one in some]) if some else [()]
+    size = Counter(map(len, turns)).most_common(1)[0][0]
+    room = length - len(head) - size
     ids: list[int] = []
     # Where each thing began that may come back, in order; what was recalled goes to the end of the line.
     known: list[tuple[int, Thing]] = []
-    scored: list[tuple[int, int]] = []
+    lines: dict[Thing, tuple[int, int]] = {}
+    scored: list[tuple[int, int, str]] = []
     items = 0
     while len(ids) < room:
         due = range(bisect_right(known, len(ids) - length // FAR, key=itemgetter(0)))
-        back = bool(due) and len(ids) >= room // 2 and items % 2 == 0
+        back = bool(due) and len(ids) >= room // 2 and items % form.every == 0
         if back:
+            again = form.again[len(scored) % len(form.again)]
             _, thing = known.pop(rng.choice(due))
             new = next(things)
-            before, after = (text.format(name=thing.name, new=new.name) for text in form.again)
-            said = Thing(new.name, thing.value) if form.gives else thing
+            before, after = (text.format(name=thing.name, new=new.name) for text in (again.before, again.after))
+            said = Thing(new.name, thing.value) if again.gives else thing
         else:
             said = next(things)
             before, after = (text.format(name=said.name) for text in form.new)
         parts = encode.each([before, said.value, after])
         if back:
-            scored.append((len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1])))
+            scored.append((len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1]), again.label))
         if items >= _CUT:
             known.append((len(ids), said))
+            lines[said] = (len(ids), len(ids) + sum(map(len, parts)))
         ids += [token for part in parts for token in part]
         items += 1
     cut = len(ids) - room
-    ranges = [(len(head) + start - cut, len(head) + stop - cut) for start, stop in scored]
-    ranges = [(start, stop) for start, stop in ranges if stop <= length - _TAIL]
-    if room < 1 or not ranges:
+    shift = len(head) - cut
+    ranges = [(shift + start, shift + stop, label) for start, stop, label in scored]
+    ranges = [one for one in ranges if one[1] <= length - size - _TAIL]
+    asked = [thing for _, thing in known if len(encode(form.turn.format(name=thing.name))) == size]
+    if room < 1 or not ranges or (size and len(asked) < count):
         raise HeadwiseError(f"length {length} is too small for {name}: nothing can come back in it; try {2 * length}")
-    return Prompt((*head, *ids[cut:]), None, scored=tuple(ranges))
+    context = (*head, *ids[cut:])
+    spans = tuple((start, stop) for start, stop, _ in ranges)
+    if not form.turn:
+        return [Prompt(context, None, scored=spans)]
+    prompts = []
+    for thing in rng.sample(asked, count):
+        start, stop = lines[thing]
+        find = Find(thing.value, (shift + start, shift + stop))
+        prompts.append(Prompt.to_find((*context, *encode(form.turn.format(name=thing.name))), find, turn=size))
+    labels = tuple(label for _, _, label in ranges)
+    return [replace(prompts[0], scored=spans, labels=labels), *prompts[1:]]

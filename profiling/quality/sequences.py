@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import by_context
 from profiling.quality.forced import answer_ids, asks
 
-# Positions of a sequence that are compared besides its answers; their dense log-probabilities are held in fp16.
+# Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
 _MOST, _HELD = 256, 1 << 25
+# The kind of answers of later turns, where there are others.
+_LATER = "later"
 # Log-probabilities turned to fp32 at once.
 _ROWS = 128
 # What a model forbids altogether has a log-probability that half precision cannot hold.
@@ -42,13 +44,15 @@ class TokenSequence:
     """What one forward pass runs over.
 
     ids: S of them. context: how many are prefilled; the rest attends to everything. answers: half-open ranges of ids
-    that are right answers. task: as profiling.prompts.prompt.Task.name has it.
+    that are right answers; labels: the kind of each, where there are several. task: as
+    profiling.prompts.prompt.Task.name has it.
     """
 
     task: str
     ids: Ids
     context: int
     answers: tuple[tuple[int, int], ...]
+    labels: tuple[str, ...] = ()
 
     @property
     def is_text(self) -> bool:
@@ -75,15 +79,17 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
     found = []
     for numbers in by_context(prompts):
         first = prompts[numbers[0]]
-        ids, spans = list(first.context), list(first.scored)
+        ids, spans, labels = list(first.context), list(first.scored), list(first.labels)
         for number in numbers:
             prompt = prompts[number]
             ids += prompt.input_ids[len(prompt.context) :]
             if asks(prompt):
                 right = answer_ids(tokenizer, prompt)
                 spans.append((len(ids), len(ids) + len(right)))
+                labels += [_LATER] if first.labels else []
                 ids += [*right, *after]
-        found.append(TokenSequence(task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans)))
+        about = TokenSequence(task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans))
+        found.append(replace(about, labels=tuple(labels)))
     return found
 
 
@@ -92,8 +98,8 @@ class Losses:
     """What attention does to one sequence's predictions, beside dense attention.
 
     kl: (P,) KL(dense || found) in nats at positions spread over the context. nll, dense_nll: (P,) -log p of the tokens
-    that follow them. Of the answers, (A,) each: their number of tokens, -log p, mean KL at their tokens, and whether
-    every token was the likeliest.
+    that follow them. Of the answers, (A,) each: their number of tokens, -log p, and whether every token was the
+    likeliest.
     """
 
     kl: np.ndarray
@@ -102,13 +108,25 @@ class Losses:
     answer_tokens: np.ndarray
     answer_nll: np.ndarray
     answer_dense_nll: np.ndarray
-    answer_kl: np.ndarray
     right: np.ndarray
     dense_right: np.ndarray
+
+    def of(self, answers: np.ndarray) -> Losses:
+        """With these of the answers alone; answers: (A,) bool."""
+        own = ("answer_tokens", "answer_nll", "answer_dense_nll", "right", "dense_right")
+        return replace(self, **{name: getattr(self, name)[answers] for name in own})
 
 
 Plans = Mapping[int, LayerPlan]
 """The patterns of each layer that has some; other layers are dense."""
+
+
+class _Predicted(NamedTuple):
+    """log_probs: (P, V) at a sequence's positions. nll, hits: of all tokens of its answers, one after the other."""
+
+    log_probs: Tensor
+    nll: Tensor
+    hits: Tensor
 
 
 class Reference:
@@ -126,71 +144,84 @@ class Reference:
         self._backend = backend
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self._most = max(16, min(_MOST, _HELD // vocabulary))
-        self._dense: dict[int, Tensor] = {}
+        self._dense: dict[int, _Predicted] = {}
 
     def positions(self, number: int) -> Tensor:
-        """The positions of a sequence that are compared: P spread over its context, then those before answer tokens."""
+        """(P,) positions of a sequence that are compared, spread over its context."""
         one = self.sequences[number]
         # The context's last token is followed by a later turn, or by an answer, which counts for itself.
         spread = torch.linspace(0, one.context - 2, min(self._most, one.context - 1)).long()
-        before = [at for start, stop in one.answers for at in range(start - 1, stop - 1)]
-        return torch.cat([spread, torch.tensor(before, dtype=torch.long)]).to(self._model.device)
+        return spread.to(self._model.device)
 
-    def know(self, number: int, log_probs: Tensor) -> None:
-        """Take dense log-probabilities at `positions(number)` from a pass that was made anyway."""
-        self._dense[number] = log_probs
+    def know(self, number: int, log_probs: Tensor, nll: Tensor, hits: Tensor) -> None:
+        """Take what dense attention predicts from a pass that was made anyway.
+
+        Args:
+            number: of the sequence.
+            log_probs: (P, V) at `positions(number)`.
+            nll, hits: (S - 1,) -log p of each token but the first, and whether it was the likeliest.
+        """
+        before = self._before(number)
+        self._dense[number] = _Predicted(log_probs.half(), nll[before], hits[before])
 
     @property
     def known(self) -> list[str]:
-        """The sequences whose dense log-probabilities are here, by number."""
+        """The sequences whose dense predictions are here, by number."""
         return sorted(map(str, self._dense))
 
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare."""
         one, positions = self.sequences[number], self.positions(number)
         if number not in self._dense:
-            self._dense[number] = self._log_probs(number, {}).half()
-        dense, found = self._dense[number], self._log_probs(number, plans)
-        ids = torch.tensor(one.ids, device=found.device)
-        targets = ids[positions + 1]
+            log_probs, nll, hits = self._predicted(number, {})
+            self._dense[number] = _Predicted(log_probs.half(), nll, hits)
+        dense, found = self._dense[number], self._predicted(number, plans)
+        targets = torch.tensor(one.ids, device=positions.device)[positions + 1][:, None]
         kl = torch.cat(
             [
                 (wide.exp() * (wide - other)).sum(-1)
-                for wide, other in zip((rows.float() for rows in dense.split(_ROWS)), found.split(_ROWS), strict=True)
+                for wide, other in zip(
+                    (rows.float() for rows in dense.log_probs.split(_ROWS)), found.log_probs.split(_ROWS), strict=True
+                )
             ]
         ).clamp_min_(0)
-        nll, dense_nll = (-of.gather(1, targets[:, None])[:, 0].float() for of in (found, dense))
-        hits, dense_hits = (of.argmax(-1) == targets for of in (found, dense))
         sizes = [stop - start for start, stop in one.answers]
-        spread = len(positions) - sum(sizes)
 
-        def of_answers(values: Tensor) -> list[Tensor]:
-            return list(values[spread:].split(sizes)) if sizes else []
-
-        def numbers(values: list[Any], dtype: type) -> np.ndarray:
-            return np.array([value.item() for value in values], dtype=dtype)
+        def of_answers(values: Tensor, of: Callable[[Tensor], Tensor], dtype: type) -> np.ndarray:
+            return np.array([of(part).item() for part in values.split(sizes)] if sizes else [], dtype=dtype)
 
         return Losses(
-            kl=kl[:spread].cpu().numpy(),
-            nll=nll[:spread].cpu().numpy(),
-            dense_nll=dense_nll[:spread].cpu().numpy(),
+            kl=kl.cpu().numpy(),
+            nll=-found.log_probs.gather(1, targets)[:, 0].cpu().numpy(),
+            dense_nll=-dense.log_probs.gather(1, targets)[:, 0].float().cpu().numpy(),
             answer_tokens=np.array(sizes, dtype=np.int64),
-            answer_nll=numbers([one.sum() for one in of_answers(nll)], float),
-            answer_dense_nll=numbers([one.sum() for one in of_answers(dense_nll)], float),
-            answer_kl=numbers([one.mean() for one in of_answers(kl)], float),
-            right=numbers([one.all() for one in of_answers(hits)], bool),
-            dense_right=numbers([one.all() for one in of_answers(dense_hits)], bool),
+            answer_nll=of_answers(found.nll, Tensor.sum, float),
+            answer_dense_nll=of_answers(dense.nll, Tensor.sum, float),
+            right=of_answers(found.hits, Tensor.all, bool),
+            dense_right=of_answers(dense.hits, Tensor.all, bool),
         )
 
+    def _before(self, number: int) -> Tensor:
+        """The positions before the tokens of a sequence's answers."""
+        at = [at for start, stop in self.sequences[number].answers for at in range(start - 1, stop - 1)]
+        return torch.tensor(at, dtype=torch.long, device=self._model.device)
+
     @torch.inference_mode()
-    def _log_probs(self, number: int, plans: Plans) -> Tensor:
-        """(P, V) fp32 at a sequence's positions."""
-        one = self.sequences[number]
-        ids = torch.tensor([one.ids], device=self._model.device)
+    def _predicted(self, number: int, plans: Plans) -> _Predicted:
+        one, spread, before = self.sequences[number], self.positions(number), self._before(number)
+        ids = torch.tensor(one.ids, device=self._model.device)
         with attending(self._model, planned(plans, one.context, backend=self._backend)):
-            output = self._model(input_ids=ids, use_cache=False, logits_to_keep=self.positions(number))
-        logits: Tensor = output.logits[0].float()
-        return logits.log_softmax(-1).clamp_min_(LEAST)
+            output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=torch.cat([spread, before]))
+        logits, of_answers = output.logits[0].split([len(spread), len(before)])
+        nll = torch.zeros(len(before), device=ids.device)
+        hits = torch.zeros_like(nll, dtype=torch.bool)
+        # Answers may have many tokens: of their logits nothing is kept.
+        for start in range(0, len(before), _ROWS):
+            rows = slice(start, start + _ROWS)
+            targets, some = ids[before[rows] + 1], of_answers[rows].float()
+            nll[rows] = some.logsumexp(-1) - some.gather(1, targets[:, None])[:, 0]
+            hits[rows] = some.argmax(-1) == targets
+        return _Predicted(logits.float().log_softmax(-1).clamp_min_(LEAST), nll.clamp_max_(-LEAST), hits)
 
 
 def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:

@@ -5,16 +5,15 @@ Shapes: L layers of the model, N of them measured.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from artifacts import HeadwiseError
+from profiling.environment import environment
 from profiling.inside.decode_capture import StepInputs, capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
@@ -100,10 +99,7 @@ def measure(
         **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "sets", "seed", "greedy")},
         "choosers": first["choosers"],
         **{"tail": TAIL, "frozen": FROZEN, "dtype": config.dtype, "device": config.device, "command": config.command},
-        "versions": {
-            **{name: version(name) for name in ("headwise", "torch", "transformers")},
-            "python": platform.python_version(),
-        },
+        "versions": environment(config.device),
     }
     return Profile(arrays=arrays, about=about)
 

@@ -195,6 +195,7 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
     """
     some = min(_CHECKED, index.q_len)
     one = replace(index, diagonals=index.diagonals[:, :1], columns=index.columns[:, :1], tiles=index.tiles[:, :1])
+    one = replace(one, skip=None if index.skip is None else index.skip[:, :1].contiguous())
     rows = num_rows(some, index.k_len)
     # Length, index and the place in q of the queries compared.
     ends = [

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from artifacts.page_layout import aligned
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
 from runtime import Headwise, apply_dense
@@ -96,9 +97,8 @@ def lossless_table(written: Sequence[Mapping[str, Any]]) -> str:
                 str(stats["off_below"]),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     equal = sum(each["same"] == each["tokens"] for each in written)
-    table = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    table = "\n".join(aligned(lines))
     return f"{table}\ntokens equal to dense on {equal} of {len(written)} prompts"
 
 

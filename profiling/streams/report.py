@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from artifacts.page_layout import aligned
 from profiling.pictures.drawing import line_style, new_figure, save, save_table
 from profiling.streams.methods import Stretch
 from profiling.streams.tokens import TokenStream
@@ -115,8 +116,7 @@ def table(rows: Sequence[Row]) -> str:
                 *("-" if n is None else f"{n / _MIB:.1f}" for n in (row.cache_bytes, row.process_bytes)),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(aligned(lines))
 
 
 def plain(series: Sequence[Series], rows: Sequence[Row]) -> dict[str, Any]:

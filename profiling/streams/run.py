@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write, check_writable, out_folder
+from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
@@ -122,7 +121,7 @@ def _written(
         **plain(series, found),
         "timed": seconds,
         "settings": settings,
-        "versions": _versions(),
+        "environment": environment(config.device),
     }
     atomic_write(config.out / OUTPUT, (json.dumps(record, indent=1) + "\n").encode())
     draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
@@ -215,18 +214,9 @@ def _digest(config: Streamed, loaded: LoadedModel, method: Method, stream: Token
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    return {
-        **{name: version(name) for name in ("torch", "transformers")},
-        "python": platform.python_version(),
-        "threads": str(torch.get_num_threads()),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
 def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
     again = f", begun again {stream.repeats} times" if stream.repeats else ""
-    versions = ", ".join(f"{name} {value}" for name, value in _versions().items())
+    versions = ", ".join(f"{name} {value}" for name, value in environment(config.device).items())
     every = "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
     return (
         f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} tokens{again}; "

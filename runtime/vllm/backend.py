@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from runtime.vllm.builder import SparseBuilder
-from runtime.vllm.forward import SparseImpl, has_pages
+from runtime.vllm.forward import SparseImpl, is_ours
 from runtime.vllm.options import options_of
 
 _log = logging.getLogger("vllm.headwise")
@@ -62,7 +62,7 @@ def _block_size(backend: Any, default: int) -> int:
 @functools.cache
 def _impl(parent: Any) -> Any:
     base = parent.get_impl_cls()
-    return type(base)(f"Sparse{base.__name__}", (SparseImpl, base), {"in_pages": has_pages(parent)})
+    return type(base)(f"Sparse{base.__name__}", (SparseImpl, base), {"ours": is_ours(parent)})
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _chosen() -> Any:
         block_size=None,
     )
     parent = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
-    if has_pages(parent) is not None:
+    if is_ours(parent) is not None:
         return parent
     _log.info("Headwise takes FLASH_ATTN for a parent, not %s, whose cache it cannot read", parent.get_name())
     return FlashAttentionBackend

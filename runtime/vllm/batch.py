@@ -39,19 +39,34 @@ class Rest(NamedTuple):
     rows: slice | Tensor
 
 
+class Few(NamedTuple):
+    """Requests with the same few new tokens: their n * Q rows of the T, block table (n, N) and key lengths (n,).
+
+    kept: what layers that drop tokens have of them, worked out by the first such layer of the step.
+    """
+
+    rows: slice | Tensor
+    q_len: int
+    table: Tensor
+    ends: Tensor
+    kept: dict[Any, Tensor]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
     """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
 
-    pieces: prompts, or chunks of some, by patterns. steps: decode by chosen tokens.
+    every: all requests of the step. pieces: prompts, or chunks of some, by patterns. steps: decode by chosen tokens.
     part: see Rest; called once for what a layer serves.
     """
 
+    every: tuple[Piece, ...]
     pieces: tuple[Piece, ...]
     steps: tuple[Piece, ...]
     block_table: Tensor
     part: Callable[[Sequence[Piece]], Rest | None]
     _rests: dict[tuple[int, ...], Rest | None] = field(default_factory=dict)
+    _few: dict[tuple[Piece, ...], tuple[Few, ...]] = field(default_factory=dict)
 
     def rest(self, served: Sequence[Piece]) -> Rest | None:
         """What is left of the step beside what is served; None where nothing is."""
@@ -60,53 +75,61 @@ class Batch:
             self._rests[key] = self.part(served)
         return self._rests[key]
 
+    def others(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The requests beside those that are served."""
+        return tuple(piece for piece in self.every if piece not in served)
 
-def pieces_of(common: Any) -> list[Piece]:
-    """The prefills of a step, by vLLM's CommonAttentionMetadata; none where it is not causal.
+    def few(self, pieces: tuple[Piece, ...], page: int) -> tuple[Few, ...]:
+        """These requests, one group for each number of new tokens; a page has so many tokens."""
+        if pieces not in self._few:
+            groups: dict[int, list[Piece]] = {}
+            for piece in pieces:
+                groups.setdefault(piece.q_len, []).append(piece)
+            self._few[pieces] = tuple(
+                Few(
+                    _rows([(piece.q_start, piece.q_start + q_len) for piece in some]),
+                    q_len,
+                    self.block_table[[piece.request for piece in some], : -(-max(p.k_len for p in some) // page)],
+                    torch.tensor([piece.k_len for piece in some], dtype=torch.int32),
+                    {},
+                )
+                for q_len, some in groups.items()
+            )
+        return self._few[pieces]
 
-    Several tokens are one, unless they are few and vLLM says that they are drafts to verify. Lengths come from the
-    host: only a step that has several tokens of a request and no lengths there waits for the device.
+
+def requests_of(common: Any, *, exact: bool) -> tuple[Piece, ...]:
+    """The requests of a step, by vLLM's CommonAttentionMetadata; none where it is not plainly causal.
+
+    Lengths come from the host, but where it has none, or only bounds and they have to be exact: then from the device.
     """
-    if _special(common):
-        return []
-    starts = common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]
-    if max((b - a for a, b in pairwise(starts)), default=0) < 2:
-        return []
-    lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
-    k_lens = lengths.tolist()
+    if special(common):
+        return ()
+    upper = common.seq_lens_cpu_upper_bound
+    k_lens = (common.seq_lens if exact or upper is None else upper).tolist()
+    spans = pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
+    return tuple(
+        Piece(request, start, end - start, k_lens[request]) for request, (start, end) in enumerate(spans) if end > start
+    )
+
+
+def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:
+    """Those of a step's requests that are prefills: several tokens, unless they are few and drafts to verify."""
     told = common.is_prefilling
-    prefills = [True] * len(k_lens) if told is None or told.device.type != "cpu" else told.tolist()
-    return [
-        Piece(request, start, end - start, k_lens[request])
-        for request, (start, end) in enumerate(pairwise(starts))
-        if end - start > 1 and (end - start >= MIN_QUERIES or prefills[request])
-    ]
+    known = told is not None and told.device.type == "cpu"
+    drafts = {request for request, prefills in enumerate(told.tolist()) if not prefills} if known else set()
+    return [p for p in every if p.q_len > 1 and (p.q_len >= MIN_QUERIES or p.request not in drafts)]
 
 
-def steps_of(common: Any, serves: Callable[[int, int], bool]) -> list[Piece]:
-    """The requests of a step that have a few tokens, drafts to verify among them, and are served by chosen tokens.
-
-    serves: of how many tokens and how many keys that holds. Lengths are read from the device: they choose.
-    """
-    if _special(common):
-        return []
-    spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
-    k_lens = common.seq_lens.tolist()
-    return [
-        Piece(request, start, end - start, k_lens[request])
-        for request, (start, end) in enumerate(spans)
-        if end > start and serves(end - start, k_lens[request])
-    ]
-
-
-def _special(common: Any) -> bool:
+def special(common: Any) -> bool:
+    """Whether a step is another than plainly causal attention of all its requests."""
     parts = (common.mm_req_doc_ranges, common.rswa_prefix_lens, common.logits_indices_padded)
     return common.causal is not True or any(part is not None for part in parts)
 
 
-def is_long(piece: Piece, dense_below: int) -> bool:
-    """Whether a piece is served sparsely: as Headwise decides in transformers, by the keys that there are so far."""
-    return piece.q_len >= MIN_QUERIES and piece.k_len >= dense_below
+def is_long(piece: Piece, dense_below: int, dense_tail: int) -> bool:
+    """Whether a piece may be served sparsely: as in transformers, by the keys so far, and not where all is the tail."""
+    return piece.q_len >= max(MIN_QUERIES, dense_tail + 1) and piece.k_len >= dense_below
 
 
 def rest_of(common: Any, pieces: Sequence[Piece]) -> tuple[Any, slice | Tensor] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.vllm.batch import KEY, Batch, Piece, Rest, is_long, pieces_of, rest_of, steps_of
+from artifacts import HeadwiseError
+from runtime.vllm.batch import KEY, Batch, Piece, Rest, prefills_of, requests_of, rest_of, special
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.served import Served, served
 
@@ -36,7 +37,10 @@ class SparseBuilder(_Parent):
         assert at_work is not None
         every = get_layers_from_vllm_config(vllm_config, Attention)
         at_work.say(list(every.values()))
-        if any(at_work.serves(every[name]) for name in layer_names if name in every):
+        here = [every[name] for name in layer_names if name in every]
+        # Whether a layer of the group keeps its cache as we want it: the parent cannot serve any request of that.
+        self._owned = any(at_work.owns(layer) for layer in here)
+        if any(at_work.serves(layer) for layer in here):
             self._served = at_work
             if at_work.counting is None:
                 at_work.counting = self
@@ -48,7 +52,7 @@ class SparseBuilder(_Parent):
 
         parents = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         at_work = served(vllm_config)
-        if at_work is not None and at_work.chooser is not None:
+        if at_work is not None and (at_work.chooser is not None or at_work.artifact.kv_cache is not None):
             return AttentionCGSupport.NEVER
         if at_work is None or parents != AttentionCGSupport.ALWAYS:
             return parents
@@ -60,21 +64,27 @@ class SparseBuilder(_Parent):
         if self._served is None:
             return metadata
         common, chooser = common_attn_metadata, self._served.chooser
-        found = pieces_of(common)
-        long = tuple(piece for piece in found if is_long(piece, self._served.dense_below))
-        steps = () if chooser is None else tuple(steps_of(common, chooser.serves))
+        if self._owned and special(common):
+            raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
+        if not self._owned and chooser is None and common.max_query_len < 2:
+            every: tuple[Piece, ...] = ()
+        else:
+            every = requests_of(common, exact=self._owned or chooser is not None)
+        prefills = prefills_of(common, every)
+        long = tuple(filter(self._served.is_long, prefills))
+        steps = () if chooser is None else tuple(p for p in every if chooser.serves(p.q_len, p.k_len))
         if self._served.counting is self:
             # Of the steps before this one: what falls back in it is not known yet.
             self._served.tell()
-            short = set(found) - set(long) - set(steps)
+            short = set(prefills) - set(long) - set(steps)
             pieces = [(SPARSE, piece.q_len) for piece in long] + [("short", piece.q_len) for piece in short]
             self._served.counters.step(pieces, len(steps))
             if chooser is not None:
                 chooser.begin()
-        if long or steps:
+        if long or steps or self._owned:
             table = common.block_table_tensor
-            batch = Batch(pieces=long, steps=steps, block_table=table, part=lambda served: self._part(common, served))
-            setattr(metadata, KEY, batch)
+            parts = {"every": every, "pieces": long, "steps": steps, "block_table": table}
+            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), **parts))
         return metadata
 
     def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:

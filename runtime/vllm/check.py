@@ -15,7 +15,8 @@ from artifacts import Artifact, HeadwiseError, arguments
 from artifacts.command_line import FOUND, ArgumentParser
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
-from runtime.vllm.fit import misfits
+from runtime.vllm.dense import Stream
+from runtime.vllm.fit import misfits, streams_of
 from runtime.vllm.options import KEY, Options, ranges
 
 # docs/vllm.md has the same versions.
@@ -81,7 +82,10 @@ def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
     kinds = list(getattr(config, "layer_types", None) or ())
     slides = getattr(config, "sliding_window", None) is not None
     found: dict[str, list[int]] = {}
+    streams = streams_of(artifact)
     for number, row in enumerate(artifact.prefill.layers):
+        if number in streams:
+            continue
         if row is None:
             how = "left alone by the artifact"
         elif all(artifact.patterns[name].kind == "dense" for name in row):
@@ -93,6 +97,11 @@ def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
         found.setdefault(how, []).append(number)
     for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
         yield f"layers {ranges(numbers)}: {how}"
+    kept: dict[Stream, list[int]] = {}
+    for number, stream in streams.items():
+        kept.setdefault(stream, []).append(number)
+    for stream, numbers in kept.items():
+        yield f"layers {ranges(numbers)}: keep {stream.sinks} first and {stream.window} last tokens"
     if artifact.decode is not None:
         section = artifact.decode.omnikv
         served = [layer for layer in range(len(artifact.prefill.layers)) if section.filter_of(layer) is not None]

@@ -35,6 +35,8 @@ class Counters:
         self.decodes: Counter[str] = Counter()
         self._chosen = 0
         self._indices: Counter[int] = Counter()
+        # Indices of all steps before the latest, and whether dense attention was faster in that.
+        self._before, self._any_slower = 0, False
         # By device, and there until somebody asks: nothing waits for it.
         self._computed: dict[torch.device, Tensor] = {}
         self._causal = 0
@@ -50,6 +52,7 @@ class Counters:
 
         chosen: how many requests decode by chosen tokens in it.
         """
+        self._settle()
         self._sparse, self._chosen = [], chosen
         self.decodes[CHOSEN] += chosen
         for how, tokens in pieces:
@@ -58,14 +61,28 @@ class Counters:
                 self._sparse.append(tokens)
 
     def fell_back(self, reason: str) -> None:
-        """A layer left what the step has here to the parent: all of it counts as dense, by the first reason."""
-        for tokens in self._sparse:
-            self._add(SPARSE, -tokens, -1)
-            self._add(reason, tokens)
+        """A layer left what the step has here to dense attention: all of it counts as dense, by the first reason."""
+        self._left(reason)
         if self._chosen:
             self.decodes[CHOSEN] -= self._chosen
             self.decodes[reason] += self._chosen
-        self._sparse, self._chosen = [], 0
+        self._chosen = 0
+
+    def slower(self) -> None:
+        """In a layer dense attention serves a prefill of the step, since it is the faster there."""
+        self._any_slower = True
+
+    def _settle(self) -> None:
+        """Of the latest step: what dense attention serves in every layer counts as dense."""
+        if self._any_slower and self._indices.total() == self._before:
+            self._left("dense attention is faster")
+        self._any_slower, self._before = False, self._indices.total()
+
+    def _left(self, reason: str) -> None:
+        for tokens in self._sparse:
+            self._add(SPARSE, -tokens, -1)
+            self._add(reason, tokens)
+        self._sparse = []
 
     def _add(self, how: str, tokens: int, pieces: int = 1) -> None:
         self.pieces[how] += pieces
@@ -90,6 +107,7 @@ class Counters:
         Where there is a decode section, "decode" has {"chosen": n, reason: n}: a request counts in each of its steps.
         A chunk of a prompt counts as a prefill, whatever the number of layers.
         """
+        self._settle()
         report = {"prefills": dict(+self.pieces), "tokens": dict(+self.tokens), "density": self.density}
         return report | {"decode": dict(+self.decodes)} if +self.decodes else report
 

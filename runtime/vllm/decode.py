@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.decode import MAX_QUERIES, Decoded, decode_attention
-from kernels.index import PAD
+from kernels.decode import MAX_QUERIES, decode_attention
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.reads import taken
 from runtime.omnikv.roles import Role
 from runtime.vllm.options import ranges
-from runtime.vllm.pages import Packed, paged
+from runtime.vllm.pages import parted
 
 
 class Chooser:
@@ -59,7 +58,7 @@ class Chooser:
         cache: Tensor,
         pages: Tensor,
         k_len: int,
-        reader: Packed | None,
+        ours: bool,
         **how: Any,
     ) -> Tensor:
         """Attention of one request's new tokens, (1, H, Q, D).
@@ -71,14 +70,17 @@ class Chooser:
             cache: of the layer, with the keys and values of the new tokens.
             pages: (N,) int32 of the request.
             k_len: K.
-            reader: how a packed cache is read; None where kernels read pages.
+            ours: how the cache is laid out, see pages.parted.
             how: scale, softcap and sinks, as kernels.decode.decode_attention has them.
 
         Raises:
             HeadwiseError: the filter layer chose nothing in this step.
         """
+        k, v = parted(cache, ours)
+        ends = torch.full((1,), k_len, dtype=torch.int32, device=q.device)
+        keys: dict[str, Any] = {"k": k, "v": v, "block_table": pages[None], "ends": ends}
         if role.filters:
-            done = _over_all(q, cache, pages, k_len, reader, scores=self._omni.scores, **how)
+            done = decode_attention(q, **keys, scores=self._omni.scores, **how)
             assert done.scores is not None
             self._chosen[request, layer] = self._omni.choice(role, done.scores[..., :k_len], q.shape[2])
             return done.out
@@ -86,30 +88,4 @@ class Chooser:
         chosen = self._chosen.get((request, role.filter))
         if chosen is None:
             raise HeadwiseError(f"filter layer {role.filter} has chosen nothing")
-        return _over_chosen(q, cache, pages, k_len, reader, taken(chosen, role.choices), **how)
-
-
-def _over_all(q: Tensor, cache: Tensor, pages: Tensor, k_len: int, reader: Packed | None, **how: Any) -> Decoded:
-    if reader is not None:
-        keys = reader(cache, pages, k_len)
-        return decode_attention(q, keys.k, keys.v, **how)
-    return decode_attention(q, **_in_pages(q, cache, pages, k_len), **how)
-
-
-def _over_chosen(
-    q: Tensor, cache: Tensor, pages: Tensor, k_len: int, reader: Packed | None, tokens: Tensor, **how: Any
-) -> Tensor:
-    """tokens: (1, C) for all KV heads or (1, G, C)."""
-    if reader is None:
-        return decode_attention(q, **_in_pages(q, cache, pages, k_len), tokens=tokens, **how).out
-    rows = tokens if tokens.dim() == 2 else tokens[0]
-    k, v = reader.rows(cache, pages, torch.where(rows == PAD, 0, rows))
-    places = torch.arange(rows.shape[-1], dtype=torch.int32)
-    return decode_attention(q, k, v, tokens=torch.where(tokens == PAD, PAD, places), **how).out
-
-
-def _in_pages(q: Tensor, cache: Tensor, pages: Tensor, k_len: int) -> dict[str, Any]:
-    keys = paged(cache, pages, k_len, read=False)
-    assert keys.table is not None
-    ends = torch.full((1,), k_len, dtype=torch.int32, device=q.device)
-    return {"k": keys.k, "v": keys.v, "block_table": keys.table, "ends": ends}
+        return decode_attention(q, **keys, tokens=taken(chosen, role.choices), **how).out

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError
+from artifacts.kv_cache import Streaming
 from runtime.fingerprint import compare, config_info
+from runtime.vllm.dense import Stream
 
 
 def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parallel: int) -> Iterator[str]:
@@ -30,16 +32,13 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         compare(expected, found)
     except HeadwiseError as error:
         yield str(error)
-    if artifact.kv_cache is not None:
-        yield (
-            "the artifact has a kv_cache section, and vLLM's cache serves no caches that drop tokens: "
-            "leave it out (python -m artifacts merge CFG --kv-cache none --out NEW)"
-        )
+    yield from _unkept(artifact)
     section = None if artifact.decode is None else artifact.decode.omnikv
     if section is not None and section.selector != "last":
         yield f"decode.omnikv.selector is {section.selector!r}: vLLM keeps no earlier queries' scores, 'last' is served"
-    if section is not None and tensor_parallel > 1:
-        yield f"--tensor-parallel-size must be 1 with a decode section, got {tensor_parallel}"
+    if section is not None and tensor_parallel > found.num_kv_heads:
+        most = found.num_kv_heads
+        yield f"--tensor-parallel-size must be at most {most} (KV heads) with a decode section, got {tensor_parallel}"
     if section is not None and section.prefill_ratio is not None:
         yield f"decode.omnikv.prefill_ratio is {section.prefill_ratio}: in vLLM a chunk sees all of the past, use null"
     heads, kv_heads, size = found.num_heads, found.num_kv_heads, tensor_parallel
@@ -47,3 +46,37 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         yield f"{heads} query and {kv_heads} KV heads do not divide among {size} processes (--tensor-parallel-size)"
     if getattr(config, "attention_chunk_size", None):
         yield "the model attends within chunks of the text, which vLLM serves as sequences of their own"
+
+
+def streams_of(artifact: Artifact) -> dict[int, Stream]:
+    """By layer, what is kept in layers that drop tokens; of an artifact that fits."""
+    section, found = artifact.kv_cache, {}
+    for number in range(0 if section is None else len(section.layers)):
+        assert section is not None
+        for name in set(section.heads(number, artifact.model.num_kv_heads) or ()):
+            policy = section.policies[name]
+            if isinstance(policy, Streaming):
+                found[number] = Stream(policy.sinks, policy.window)
+    return found
+
+
+def _unkept(artifact: Artifact) -> Iterator[str]:
+    """What of a kv_cache section vLLM's pages cannot do: they hold all heads of a layer, and go as a whole."""
+    section = artifact.kv_cache
+    out = "leave the section out (python -m artifacts merge CFG --kv-cache none --out NEW)"
+    for name, policy in ({} if section is None else section.policies).items():
+        if policy.kind in ("snapkv", "h2o"):
+            yield (
+                f"kv_cache.policies.{name} is {policy.kind}: it keeps other tokens in each head, and vLLM frees whole "
+                f"pages of all heads; streaming is served: {out}"
+            )
+        if isinstance(policy, Streaming) and policy.positions != "original":
+            yield (
+                f"kv_cache.policies.{name}.positions is {policy.positions!r}: vLLM rotates keys before they are kept, "
+                "'original' is served"
+            )
+    for number in range(0 if section is None else len(section.layers)):
+        assert section is not None
+        names = section.heads(number, artifact.model.num_kv_heads) or ()
+        if len({section.policies[name] for name in names}) > 1:
+            yield f"kv_cache.layers[{number}] differs by head, and vLLM's pages hold all heads of a layer: {out}"

@@ -1,34 +1,53 @@
 """Mixed into a parent's implementation: sparse prefill and decode by chosen tokens here, everything else there.
 
+On a CPU, a layer that is served at all is served here alone, from pages laid out as our kernels read them best.
+
 Shapes: T tokens of a step, H query heads and G KV heads of this process, K key length of a request, D head dim.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
+from kernels.attention.checks import EIGHT_BITS
 from kernels.index import SparseIndex
 from kernels.patterns import Dense, LayerPlan
 from kernels.patterns.fixed import Fixed
 from runtime.attention.reasons import message, name_of
+from runtime.attention.turns import Turns
 from runtime.omnikv.roles import Role
-from runtime.vllm.batch import KEY, Batch, Piece, Rest, is_long
-from runtime.vllm.pages import Keys, Packed, given, packed, paged
+from runtime.vllm.batch import KEY, Batch, Piece, Rest
+from runtime.vllm.dense import attend_densely
+from runtime.vllm.pages import Keys, given, paged, parted, store
 from runtime.vllm.served import Served, number_of, served
 
 # Whatever the parent is.
 _Parent: Any = object
 
 
+class Call(NamedTuple):
+    """A step of one layer: query (T, H, D), key and value (T, G, D), the cache; output (T, H, D) is written to."""
+
+    layer: Any
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    cache: Tensor
+    output: Tensor
+
+
 class SparseImpl(_Parent):
     """AttentionImpl of a parent, which it calls for all that is not sparse."""
 
-    # Whether the parent's cache can be read where it lies.
-    in_pages: bool
+    # Whether a layer that is served here keeps its cache as our kernels want it, which the parent cannot read.
+    ours: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from vllm.config import get_current_vllm_config
@@ -36,7 +55,19 @@ class SparseImpl(_Parent):
         super().__init__(*args, **kwargs)
         self._served: Served | None = served(get_current_vllm_config())
         self.is_served = self._served is not None
-        self._reader: Packed | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """The parent's; and where this layer streams, vLLM is told so before it asks what each layer caches."""
+        super().process_weights_after_loading(act_dtype)
+        if self._served is not None:
+            self._served.tell_cache(self)
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        """Write keys and values (T, G, D) of a step into their slots (T,)."""
+        if self.ours and self._served is not None and self._served.owns(layer):
+            store(kv_cache, key, value, slots)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slots)
 
     def forward(
         self,
@@ -57,36 +88,46 @@ class SparseImpl(_Parent):
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None or self._served is None:
             return super().forward(layer, *arguments, **more)
-        plan = self._served.plan(layer, self.num_heads, self.num_kv_heads)
-        role = self._served.role(layer)
-        pieces = () if plan is None else batch.pieces
+        turns, role = self._served.turns(layer, self.num_heads, self.num_kv_heads), self._served.role(layer)
+        pieces = () if turns is None else batch.pieces
         steps = () if role is None else batch.steps
-        if not pieces and not steps:
+        owned = self._served.owns(layer)
+        if not pieces and not steps and not owned:
             return super().forward(layer, *arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
             self._served.refuse("the output is to be quantised")
             return super().forward(layer, *arguments, **more)
+        stored = self._served.eight_bits(layer)
+        call = Call(layer, query, key, value, kv_cache if stored is None else kv_cache.view(stored), output)
+        done: list[Piece] = []
         indices = []
         try:
             for piece in pieces:
-                assert plan is not None
-                keys = self._keys(plan, layer, batch, piece, key, value, kv_cache)
-                indices.append(self._attend(plan, query[piece.rows], keys, output[piece.rows]))
+                assert turns is not None
+                if (index := self._by_patterns(turns, batch, call, piece)) is not None:
+                    indices.append(index)
+                    done.append(piece)
+                else:
+                    self._served.counters.slower()
             for step in steps:
                 assert role is not None
-                self._decode(role, layer, batch, step, query[step.rows], kv_cache, output[step.rows])
+                self._decode(role, batch, call, step)
+                done.append(step)
         except Exception as error:
             why = str(error) if isinstance(error, HeadwiseError) else name_of(error)
-            if why is None:
+            if why is None or (steps and self._served.agrees):
                 raise
             self._served.refuse(why, "" if isinstance(error, HeadwiseError) else message(error))
-            return super().forward(layer, *arguments, **more)
+            done.clear()
+            indices.clear()
         number = number_of(layer.layer_name)
         assert number is not None
         for index in indices:
             self._served.counters.index(number, index)
-        if (rest := batch.rest((*pieces, *steps))) is not None:
-            self._leave(layer, rest, query, key, value, kv_cache, output)
+        if owned:
+            self._densely(batch, call, batch.others(done))
+        elif (rest := batch.rest(done)) is not None:
+            self._leave(call, rest)
         return output
 
     def _rehearse(self, layer: Any, query: Tensor) -> None:
@@ -97,84 +138,93 @@ class SparseImpl(_Parent):
         assert self._served is not None
         k_len = self._served.longest
         q = query[-k_len:].transpose(0, 1)[None]
-        plan = self._served.plan(layer, self.num_heads, self.num_kv_heads)
-        if plan is not None and is_long(Piece(0, 0, q.shape[2], k_len), self._served.dense_below):
-            # Their values, too, where a cache has to be unpacked.
-            held = query.new_zeros(1 if self.in_pages else 2, self.num_kv_heads, k_len, query.shape[-1])
-            plan.build(q, held[:1], scale=self.scale)
+        turns = self._served.turns(layer, self.num_heads, self.num_kv_heads)
+        if turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
+            turns.plan.build(q, query.new_zeros(1, self.num_kv_heads, k_len, query.shape[-1]), scale=self.scale)
 
-    def _attend(self, plan: LayerPlan, query: Tensor, keys: Keys, output: Tensor) -> SparseIndex:
-        """Write the sparse attention of one request, by the index that is returned: query (Q, H, D) -> output."""
-        q = query.transpose(0, 1)[None]
-        index = plan.build(q, keys.dense, scale=self.scale)
-        sparse_attention(
-            *(q, keys.k, keys.v, index),
-            sinks=getattr(self, "sinks", None),
-            scale=self.scale,
-            softcap=self.logits_soft_cap or None,
-            block_table=keys.table,
-            out=output.transpose(0, 1)[None],
-        )
-        return index
+    def _by_patterns(self, turns: Turns, batch: Batch, call: Call, piece: Piece) -> SparseIndex | None:
+        """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""
+        q = call.query[piece.rows].transpose(0, 1)[None]
+        lengths = piece.q_len, piece.k_len
+        gains = turns.gains(q, call.cache, *lengths)
+        if gains is False:
+            return None
+        built: list[SparseIndex] = []
 
-    def _keys(
-        self,
-        plan: LayerPlan,
-        layer: Any,
-        batch: Batch,
-        piece: Piece,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-    ) -> Keys:
-        whole = piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None
-        if whole and key is not None and value is not None:
-            return given(key[piece.rows], value[piece.rows])
-        reader = self._packed(layer, kv_cache) or paged
-        return reader(kv_cache, _pages(batch, piece, kv_cache), piece.k_len, reads_keys(plan))
+        def sparse(out: Tensor) -> Tensor:
+            keys = self._keys(turns.plan, batch, call, piece)
+            how = self._how(keys.scales[0])
+            index = turns.plan.build(q, keys.dense, scale=how["scale"])
+            built.append(index)
+            sparse_attention(*(q, keys.k, keys.v, index), block_table=keys.table, out=out.transpose(0, 1)[None], **how)
+            return out if keys.scales[1] == 1 else out.mul_(keys.scales[1])
 
-    def _packed(self, layer: Any, kv_cache: Tensor) -> Packed | None:
-        """How the parent's cache is read, None where kernels read its pages."""
-        if self._reader is None and not self.in_pages:
-            self._reader = packed(self, layer, kv_cache)
-        return self._reader
+        if gains:
+            sparse(call.output[piece.rows])
+        else:
+            # Both ways are tried: the output is the last one's, so patterns write beside it.
+            beside = torch.empty_like(call.output[piece.rows])
+            dense = partial(self._alone, batch, call, piece)
+            if (found := turns.measure(q, call.cache, lengths, partial(sparse, beside), dense)) is None:
+                return None
+            call.output[piece.rows] = found
+        return built[-1]
 
-    def _decode(
-        self, role: Role, layer: Any, batch: Batch, step: Piece, query: Tensor, kv_cache: Tensor, output: Tensor
-    ) -> None:
-        """Write what a request's new tokens attend to by the decode section: query (Q, H, D) -> output (Q, H, D)."""
+    def _how(self, k_scale: float = 1.0) -> dict[str, Any]:
+        softcap, sinks = self.logits_soft_cap or None, getattr(self, "sinks", None)
+        return {"scale": self.scale * k_scale, "softcap": softcap, "sinks": sinks}
+
+    def _keys(self, plan: LayerPlan, batch: Batch, call: Call, piece: Piece) -> Keys:
+        if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and call.value is not None:
+            assert call.key is not None
+            return given(call.key[piece.rows], call.value[piece.rows])
+        read = call.query.dtype if reads_keys(plan) else None
+        found = paged(call.cache, _pages(batch, piece, call.cache), piece.k_len, self.ours, read)
+        return found._replace(scales=_scales(call))
+
+    def _decode(self, role: Role, batch: Batch, call: Call, step: Piece) -> None:
+        """Write what a request's new tokens attend to by the decode section."""
         assert self._served is not None and self._served.chooser is not None
-        number = number_of(layer.layer_name)
+        number = number_of(call.layer.layer_name)
         assert number is not None
+        q, pages = call.query[step.rows].transpose(0, 1)[None], _pages(batch, step, call.cache)
+        k_scale, v_scale = _scales(call)
         found = self._served.chooser.attend(
-            *(number, role, step.request, query.transpose(0, 1)[None], kv_cache, _pages(batch, step, kv_cache)),
-            step.k_len,
-            self._packed(layer, kv_cache),
-            scale=self.scale,
-            softcap=self.logits_soft_cap or None,
-            sinks=getattr(self, "sinks", None),
+            *(number, role, step.request, q, call.cache, pages, step.k_len, self.ours), **self._how(k_scale)
         )
-        output.copy_(found[0].transpose(0, 1))
+        call.output[step.rows] = found[0].transpose(0, 1) * v_scale
 
-    def _leave(
-        self,
-        layer: Any,
-        rest: Rest,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        output: Tensor,
-    ) -> None:
+    def _alone(self, batch: Batch, call: Call, piece: Piece) -> Tensor:
+        """Write one request's dense attention: what it would be left to."""
+        assert self._served is not None
+        if self._served.owns(call.layer):
+            self._densely(batch, call, (piece,))
+        elif (rest := batch.rest(batch.others((piece,)))) is not None:
+            self._leave(call, rest)
+        return call.output[piece.rows]
+
+    def _densely(self, batch: Batch, call: Call, pieces: Sequence[Piece]) -> None:
+        assert self._served is not None
+        cache, stream = parted(call.cache, self.ours), self._served.stream(call.layer)
+        attend_densely(call.query, cache, call.output, batch, tuple(pieces), stream, **self._how())
+
+    def _leave(self, call: Call, rest: Rest) -> None:
         """Have the parent serve the requests that are not sparse."""
-        rows = rest.rows
-        q, k, v = (None if x is None else x[rows] for x in (query, key, value))
+        rows, stored = rest.rows, call.cache.dtype in EIGHT_BITS
+        cache = call.cache.view(torch.uint8) if stored else call.cache
+        q, k, v = (None if x is None else x[rows] for x in (call.query, call.key, call.value))
         if isinstance(rows, slice):
-            super().forward(layer, q, k, v, kv_cache, rest.metadata, output[rows])
+            super().forward(call.layer, q, k, v, cache, rest.metadata, call.output[rows])
             return
-        apart = output.new_empty(rows.numel(), *output.shape[1:])
-        super().forward(layer, q, k, v, kv_cache, rest.metadata, apart)
-        output[rows] = apart
+        apart = call.output.new_empty(rows.numel(), *call.output.shape[1:])
+        super().forward(call.layer, q, k, v, cache, rest.metadata, apart)
+        call.output[rows] = apart
+
+
+def _scales(call: Call) -> tuple[float, float]:
+    """What stored keys and values are to be multiplied by."""
+    layer = call.layer
+    return (layer._k_scale_float, layer._v_scale_float) if call.cache.dtype in EIGHT_BITS else (1.0, 1.0)
 
 
 def _pages(batch: Batch, piece: Piece, kv_cache: Tensor) -> Tensor:
@@ -186,6 +236,6 @@ def reads_keys(plan: LayerPlan) -> bool:
     return not all(isinstance(pattern, Fixed | Dense) for pattern in plan.patterns)
 
 
-def has_pages(parent: type) -> bool | None:
-    """Whether a backend's cache is read where it lies; None for a backend whose cache is not known."""
-    return {"CPU_ATTN": False, "FLASH_ATTN": True, "TRITON_ATTN": True}.get(str(parent.get_name()))  # type: ignore[attr-defined]
+def is_ours(parent: type) -> bool | None:
+    """Whether layers over a backend are ours alone; None for a backend whose cache is not known."""
+    return {"CPU_ATTN": True, "FLASH_ATTN": False, "TRITON_ATTN": False}.get(str(parent.get_name()))  # type: ignore[attr-defined]

@@ -13,16 +13,21 @@ import torch
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import shorten
-from kernels.patterns import LayerPlan
+from runtime.allocator import keep_freed_memory
 from runtime.attention.calls import no_kernel
+from runtime.attention.turns import Turns
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import Role, roles_of
 from runtime.plans import kernel_patterns, layer_plan
+from runtime.vllm.batch import Piece, is_long
 from runtime.vllm.counters import SPARSE, Counters
 from runtime.vllm.decode import Chooser
-from runtime.vllm.fit import misfits
+from runtime.vllm.dense import Stream
+from runtime.vllm.fit import misfits, streams_of
 from runtime.vllm.options import HASH_KEY, Options, options_of, ranges
 
+# By vLLM's names; scales for each token or head are other caches.
+_EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # Below vLLM's own logger, whose level and format it has.
 _log = logging.getLogger("vllm.headwise")
 
@@ -45,14 +50,21 @@ class Served:
         self.artifact: Artifact = headwise.artifact
         parallel = config.parallel_config
         self._size = int(parallel.tensor_parallel_size)
+        if config.device_config.device.type == "cpu":
+            keep_freed_memory()
+        # Every layer of the engine, by name, once there are any.
+        self._every: dict[str, Any] = config.compilation_config.static_forward_context
+        self._both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
         # Tokens of the longest sequence that the engine takes.
         self.longest = int(config.model_config.max_model_len)
         self._check(config)
         self._patterns = kernel_patterns(self.artifact, headwise.arrays)
-        self._plans: dict[tuple[int, int, int], LayerPlan | None] = {}
+        self._turns: dict[tuple[int, int, int], Turns | None] = {}
         self._reasons: dict[str, str | None] = {}
         self._said: set[str] = set()
         self._told = False
+        # Layers that drop tokens, by name.
+        self._streams: dict[str, Stream] = {}
         # Which layers are sparse here, and which are dense by which reason.
         self._layers: dict[str, str] = {}
         # Ranks are counted anew in each replica.
@@ -70,7 +82,31 @@ class Served:
 
     def serves(self, layer: Any) -> bool:
         """Whether anything of an attention layer of vLLM is served here."""
-        return self.why_dense(layer) is None or self.role(layer) is not None
+        return self.why_dense(layer) is None or self.role(layer) is not None or self.stream(layer) is not None
+
+    def stream(self, layer: Any) -> Stream | None:
+        """The tokens that the layer keeps by the kv_cache section; None where that is all of them."""
+        return self._streams.get(layer.layer_name)
+
+    def tell_cache(self, impl: Any) -> None:
+        """Before vLLM asks the layer of this implementation what it caches: a layer that streams says so.
+
+        Raises:
+            HeadwiseError: it cannot be served so.
+        """
+        (layer,) = (each for each in self._every.values() if getattr(each, "impl", None) is impl)
+        number = number_of(layer.layer_name)
+        stream = None if number is None else streams_of(self.artifact).get(number)
+        if stream is None:
+            return
+        if (reason := self._unserved(layer)) is not None:
+            raise HeadwiseError(
+                f"kv_cache.layers[{number}] drops tokens, and the layer cannot be served here: {reason}"
+            )
+        from runtime.vllm.streaming import spec_of
+
+        self._streams[layer.layer_name] = stream
+        layer.get_kv_cache_spec = lambda config: spec_of(layer, config, *stream)
 
     def role(self, layer: Any) -> Role | None:
         """What the layer does in decode by the decode section; None where the parent decodes."""
@@ -86,17 +122,26 @@ class Served:
             self._reasons[name] = self._why_dense(layer)
         return self._reasons[name]
 
-    def plan(self, layer: Any, num_heads: int, num_kv_heads: int) -> LayerPlan | None:
-        """The plan of the layer's heads in this process, None where the layer is left to the parent."""
+    def owns(self, layer: Any) -> bool:
+        """Whether a layer is served here alone: all of its requests, from pages in our own layout."""
+        return self.stream(layer) is not None or (bool(getattr(layer.impl, "ours", False)) and self.serves(layer))
+
+    def turns(self, layer: Any, num_heads: int, num_kv_heads: int) -> Turns | None:
+        """The plan of the layer's heads in this process and when it gains, None where the layer has no patterns."""
         if self.why_dense(layer) is not None:
             return None
         number = number_of(layer.layer_name)
         assert number is not None
         key = (number, num_heads, num_kv_heads)
-        if key not in self._plans:
+        if key not in self._turns:
             heads = slice(self._rank() * num_heads, (self._rank() + 1) * num_heads)
-            self._plans[key] = layer_plan(self.artifact, self._patterns, key[0], heads, num_kv_heads)
-        return self._plans[key]
+            plan = layer_plan(self.artifact, self._patterns, number, heads, num_kv_heads)
+            self._turns[key] = None if plan is None else Turns(plan)
+        return self._turns[key]
+
+    def is_long(self, piece: Piece) -> bool:
+        """Whether a prefill may be served by patterns."""
+        return is_long(piece, self.dense_below, self.artifact.prefill.dense_tail)
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """What should have been sparse in a step is served by the parent: count it, and say so once."""
@@ -105,6 +150,11 @@ class Served:
         if said not in self._said:
             self._said.add(said)
             _log.warning("a prefill is served densely: %s", said)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether processes choose together: one that gives up would leave the others waiting."""
+        return self.chooser is not None and self._size > 1
 
     def say(self, layers: list[Any]) -> None:
         """One line, once: which of these layers are sparse here, and why others are not."""
@@ -176,6 +226,10 @@ class Served:
             raise HeadwiseError(
                 f"--pipeline-parallel-size must be 1 with a decode section, got {parallel.pipeline_parallel_size}"
             )
+        if streams_of(self.artifact) and config.kv_transfer_config is not None:
+            raise HeadwiseError(
+                "--kv-transfer-config is not served where kv_cache drops tokens: the first ones would miss"
+            )
         architecture = next(iter(getattr(model.hf_config, "architectures", None) or ()), "")
         for reason in misfits(self.artifact, model.hf_text_config, architecture, tensor_parallel=self._size):
             raise HeadwiseError(reason)
@@ -190,6 +244,8 @@ class Served:
     def _why_dense(self, layer: Any) -> str | None:
         if (reason := self._unserved(layer)) is not None:
             return reason
+        if self.stream(layer) is not None:
+            return "it keeps its first and last tokens, by kv_cache"
         number = number_of(layer.layer_name)
         assert number is not None
         row = self.artifact.prefill.layers[number]
@@ -213,10 +269,38 @@ class Served:
             return "it slides"
         if impl.alibi_slopes is not None:
             return "it uses ALiBi"
-        if layer.kv_cache_torch_dtype != layer.dtype:
-            return f"its cache holds {shorten(layer.kv_cache_dtype)}, not {layer.dtype}"
+        if layer.kv_cache_torch_dtype != layer.dtype and (reason := self._unread(layer)) is not None:
+            return reason
         if layer.head_size_v != layer.head_size:
             return "its keys and values differ in size"
+        return self._unowned(layer) if getattr(impl, "ours", False) else None
+
+    def _unread(self, layer: Any) -> str | None:
+        """Why a cache of another dtype than the layer's cannot be read here."""
+        stored = self.eight_bits(layer)
+        if stored is None or layer.impl.ours:
+            return f"its cache holds {shorten(layer.kv_cache_dtype)}, not {layer.dtype}"
+        if self.artifact.kv_cache is not None:
+            return "its cache holds 8 bits, and the artifact has a kv_cache section"
+        if layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1:
+            return "its cache has a scale for each head"
+        kept = torch.empty(1, 1, 1, self.artifact.model.head_dim, dtype=stored, device=layer._k_scale.device)
+        return no_kernel("auto", kept.to(layer.dtype), kept, kept)
+
+    @staticmethod
+    def eight_bits(layer: Any) -> torch.dtype | None:
+        """What a cache of 8 bits holds, which vLLM hands out as bytes; None for any other cache."""
+        return _EIGHT_BITS.get(str(getattr(layer, "kv_cache_dtype", None)))
+
+    def _unowned(self, layer: Any) -> str | None:
+        """Why a layer of vLLM's CPU backend cannot be served here alone."""
+        if self._both_ways:
+            return "some of its tokens see each other both ways"
+        shares = [
+            getattr(getattr(each, "impl", None), "kv_sharing_target_layer_name", None) for each in self._every.values()
+        ]
+        if layer.impl.kv_sharing_target_layer_name is not None or layer.layer_name in shares:
+            return "it shares its cache with another layer"
         return None
 
     @staticmethod

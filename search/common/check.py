@@ -14,11 +14,12 @@ from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
-from profiling.prompts.held_out import SETS, Seen, held_out
-from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task
+from profiling.prompts.held_out import SETS, Seen
+from profiling.prompts.prompt import JUDGED_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.plans import kernel_patterns, layer_plan
+from search.model.prompts import judged_prompts
 from search.model.task_losses import Limits, TaskLoss, by_task
 
 if TYPE_CHECKING:
@@ -75,10 +76,10 @@ def run(config: Gate) -> Verdict:
 
 def verdict(config: Gate, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int) -> Verdict:
     """The same of an artifact and a model that are loaded."""
-    tasks = config.tasks or DEFAULT_TASKS
+    tasks = config.tasks or JUDGED_TASKS
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
     # A set that no search uses: its own may have decided.
-    prompts = held_out(tasks, loaded.tokenizer, **how, seen=Seen.by([arrays]), number=SETS)
+    prompts = judged_prompts(tasks, loaded, **how, seen=Seen.by([arrays]), number=SETS)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, length)
     with phase("held-out prompts", len(reference.sequences), "prompts") as shown:

@@ -16,6 +16,7 @@ _SHORT = {
     "bs": "block_sparse",
     "dil": "dilated",
     "mu": "memory_units",
+    "skip": "skip_softmax",
     "str": "strided",
     "tri": "tri_shape",
     "vs": "vertical_slash",
@@ -45,7 +46,8 @@ def pattern_of(name: str) -> Pattern:
     try:
         for field, info in classes[kind].model_fields.items():
             if info.is_required():
-                fields[field] = int(parts.pop(0))
+                part = parts.pop(0)
+                fields[field] = float(part) if info.annotation is float else int(part)
         for part in parts:
             fields[_LETTERS[part[0]]] = float(Decimal(part[1:]) / 100) if part[0] == "c" else int(part[1:])
         pattern = _PATTERN.validate_python(fields)

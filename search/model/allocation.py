@@ -88,7 +88,12 @@ class Heads:
 
     def predicted(self, allocation: Allocation) -> float:
         """What the curves say that an allocation loses, with equal weights."""
-        return float(np.nansum(allocation.pick(self.curves[allocation.tail].loss())))
+        return sum(self.predicted_by_kind(allocation).values())
+
+    def predicted_by_kind(self, allocation: Allocation) -> dict[str, float]:
+        """The same by kind of prompt, nats a token."""
+        losses = self.curves[allocation.tail].losses()
+        return {kind: float(np.nansum(allocation.pick(values))) for kind, values in losses.items()}
 
     def by_model(
         self,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import DEFAULT_TASKS
+from profiling.prompts.prompt import DEFAULT_TASKS, JUDGED_TASKS
 from search.model.costs import Unit
 from search.model.task_losses import Limits
 
@@ -23,7 +23,8 @@ SHORT = 2048
 class ModelSearch:
     """What a search with one budget for the model is asked to do; None takes the default that depends on the model.
 
-    budget: cost of all heads' attention, as a share of what computing everything by the same kernels costs.
+    budget: cost of all heads' attention, as a share of what computing everything by the same kernels costs; None: a
+        quarter, or more where not even the cheapest candidates keep to that.
     lengths: prompts are made at each; the patterns are for the longest, the others tell how sizes go with the length.
     samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
     storage: of Optuna's study, any URL that it takes; None keeps it in memory.
@@ -36,7 +37,7 @@ class ModelSearch:
     tasks: tuple[str, ...] = DEFAULT_TASKS
     lengths: tuple[int, ...] | None = None
     samples: int = 1
-    budget: float = DEFAULT_BUDGET
+    budget: float | None = None
     cost: Unit = "seconds"
     cost_table: Path | None = None
     n_trials: int = DEFAULT_TRIALS
@@ -65,8 +66,18 @@ class ModelSearch:
                 raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
         if self.lengths is not None and min(self.lengths) < 128:
             raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
-        if not 0 < self.budget <= 1:
-            raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.budget:g}")
+        if not 0 < self.share <= 1:
+            raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.share:g}")
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """The tasks of the prompts that judge: those that are calibrated on, by default in fewer prefills."""
+        return JUDGED_TASKS if self.tasks == DEFAULT_TASKS else self.tasks
+
+    @property
+    def share(self) -> float:
+        """The budget that was asked for, or the default."""
+        return DEFAULT_BUDGET if self.budget is None else self.budget
 
     def tails(self, length: int) -> tuple[int, ...]:
         """Dense tails that are compared for patterns of prompts of this length."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from artifacts import Evidence, Measurement, PromptSet, TaskFigures
-from profiling.bench import environment
+from profiling.environment import environment
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL

@@ -16,13 +16,18 @@ from search.model.task_losses import Limits, TaskLoss
 
 # Budgets of the front's other points, as shares of what is spent.
 _FRONT = (0.5, 2.0)
-# Where the gate fails: so many times the budget, least and most, so often.
-_STEPS, _ROUNDS = (1.25, 2.0), 8
-# What such a step is to come to, as a share of the limit; losses fall with this power of the budget (SmolLM2: 3.8).
-_AIM, _POWER = 0.8, 4
+# Budgets that held-out prompts judge at most.
+_ROUNDS = 6
+# What more budget is to come to, as a share of the limit, and how much more it is at least.
+_AIM, _STEP = 0.7, 1.05
+# Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to 0.88), or with one
+# within these bounds where two budgets say so.
+_POWER, _POWERS = 0.7, (0.4, 1.5)
+# Contexts of each task on which the front is measured.
+_CONTEXTS = 1
 
-Measure = Callable[[Reference, Sequence[Allocation], str], list[list[TaskLoss]]]
-"""What allocations lose on a set of sequences, by task; the phase's name."""
+Measure = Callable[[Reference, Sequence[Allocation], Sequence[int] | None], list[list[TaskLoss]]]
+"""What allocations lose on sequences of a set, by task; their numbers, None for all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,9 +40,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gated:
-    """What the gate let pass. points: measured on the same sequences.
+    """What the gate let pass, and what reported_on says of it.
 
-    chosen_on: the sequences by which there was more budget; None: no choice was made by held-out ones.
+    points: of the front, what was chosen among them, measured on some of reported_on. chosen_on: the sequences by
+    which there was more budget; None: no choice was made by held-out ones.
     """
 
     chosen: Point
@@ -56,54 +62,76 @@ class Gate:
     sets: Iterator[Reference]
     quiet: bool
 
-    def run(self, total: float, best: Trial, calibration: Reference) -> Gated:
+    def run(self, total: float, best: Trial) -> Gated:
         """What passes, and the points beside it.
 
-        The calibration prompts judge first, then a set of held-out ones. A set that raised the budget does not report
-        on it, as long as there are others.
+        What the calibration prompts lose says first whether there has to be more, then a set of held-out prompts.
+        How much more is read off the curves, in one step; another set reports on it. A set that raised the budget
+        reports only where there is no other.
 
         Args:
             total: the budget that was asked for.
-            best: how it is spent best.
-            calibration: the sequences of its losses.
+            best: how it is spent best, and what the calibration prompts lose with that.
 
         Raises:
             Finding: nothing passes.
         """
-        like, heads = best.allocation, self.heads
-        chosen, spent, rounds, said, chosen_on = Point(allocation=like, tasks=best.tasks), total, 0, None, None
-        reference, reports = calibration, False
-        while True:
-            fault = self.limits.fault(chosen.tasks)
+        like, chosen_on = best.allocation, None
+        said = fault = self.limits.fault(best.tasks)
+        spent, measured = total, [(total, self.limits.strain(best.tasks))]
+        for reference in self._sets():
             if fault is not None:
-                said = said or fault
-                if rounds == _ROUNDS or spent >= heads.total(1.0):
-                    raise Finding(
-                        f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
-                        "ask for a larger --budget or allow more"
-                    )
-                rounds += 1
-                # As much as all of attention costs is the last thing to try.
-                step = float(np.clip((self.limits.strain(chosen.tasks) / _AIM) ** (1 / _POWER), *_STEPS))
-                spent = min(spent * step, heads.total(1.0))
-                following, reports = self._like(like, spent, like.tail), False
-                chosen_on = None if reference is calibration else reference
-            elif not reports and (more := next(self.sets, None)) is not None:
-                following, reference, reports = chosen.allocation, more, True
-            else:
+                spent = self._more(like, measured)
+            (chosen,) = self._points(reference, [self._like(like, spent, like.tail)])
+            fault = self.limits.fault(chosen.tasks)
+            if fault is None:
                 break
-            called = "calibration prompts" if reference is calibration else "held-out prompts"
-            (chosen,) = self._points(reference, [following], called)
+            if len(measured) > _ROUNDS or spent >= self.heads.total(1.0):
+                raise Finding(
+                    f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
+                    "ask for a larger --budget or allow more"
+                )
+            said, chosen_on = said or fault, reference
+            measured.append((spent, self.limits.strain(chosen.tasks)))
         if said is not None and not self.quiet:
             more_than = chosen.allocation.cost / total
             print(f"the gate: {said}; with {more_than:.2f} times the budget it passes", file=sys.stderr)
         others = {one.digest: one for one in self._beside(like, spent) if one.digest != chosen.allocation.digest}
+        numbers = _first(reference.sequences)
         return Gated(
             chosen=chosen,
-            points=(chosen, *self._points(reference, list(others.values()), "held-out prompts")),
+            points=tuple(self._points(reference, [chosen.allocation, *others.values()], numbers)),
             chosen_on=None if chosen_on is None else chosen_on.sequences,
             reported_on=reference.sequences,
         )
+
+    def _sets(self) -> Iterator[Reference]:
+        """All sets, and the last one for ever."""
+        for reference in self.sets:
+            yield reference
+        while True:
+            yield reference
+
+    def _more(self, like: Allocation, measured: Sequence[tuple[float, float]]) -> float:
+        """The budget that comes to _AIM of the limits, from budgets and their strains, the newest last.
+
+        Losses go with a power of what the curves predict, kinds of prompts alike.
+        """
+        spent, strain = measured[-1][0], max(measured[-1][1], 1e-9)
+
+        def predicted(budget: float) -> float:
+            kinds = self.heads.predicted_by_kind(self._like(like, budget, like.tail))
+            return float(np.mean(np.log([max(loss, 1e-30) for loss in kinds.values()])))
+
+        power = _POWER
+        if len(measured) > 1 and (moved := predicted(measured[-2][0]) - predicted(spent)) > 0:
+            power = float(np.clip(np.log(max(measured[-2][1], 1e-9) / strain) / moved, *_POWERS))
+        wanted = predicted(spent) - max(0.0, float(np.log(strain / _AIM))) / power
+        low, high = min(spent * _STEP, self.heads.total(1.0)), self.heads.total(1.0)
+        while high > low * 1.01:
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if predicted(middle) <= wanted else (middle, high)
+        return high
 
     def _beside(self, like: Allocation, spent: float) -> list[Allocation]:
         """Other budgets, and of the other dense tails the one that loses least by the curves."""
@@ -118,6 +146,18 @@ class Gate:
         """The same weights with another total or dense tail."""
         return self.heads.by_model(total, tail, weight=like.weight, kinds=like.kinds)
 
-    def _points(self, reference: Reference, allocations: Sequence[Allocation], called: str) -> list[Point]:
-        found = self.measure(reference, allocations, called)
+    def _points(
+        self, reference: Reference, allocations: Sequence[Allocation], numbers: Sequence[int] | None = None
+    ) -> list[Point]:
+        """On the sequences of these numbers; None: all."""
+        found = self.measure(reference, allocations, numbers)
         return [Point(allocation=one, tasks=tuple(tasks)) for one, tasks in zip(allocations, found, strict=True)]
+
+
+def _first(found: Sequence[TokenSequence]) -> list[int]:
+    """The numbers of each task's first sequences."""
+    return [
+        number
+        for number, one in enumerate(found)
+        if sum(other.task == one.task for other in found[:number]) < _CONTEXTS
+    ]

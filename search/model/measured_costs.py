@@ -13,9 +13,9 @@ from torch import Tensor
 from artifacts import ModelInfo
 from kernels.index import num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
-from profiling.bench import environment
+from profiling.environment import environment
 from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.head_fidelity import dense_attention
+from profiling.inside.head_fidelity import dense_attention, worked_tiles
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.speed.attention_time import by_plan
@@ -109,7 +109,8 @@ def _table(timing: Timing) -> CostTable:
         taken = in_turn(runs)
         shape.update(heads=heads, kv_heads=groups, head_dim=inputs.q.shape[3])
         for key, plan in plans.items():
-            tiles = int(plan.build(inputs.q, inputs.k, scale=inputs.scale).computed_tiles().sum())
+            index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
+            tiles = float(worked_tiles(inputs, index, backend=timing.backend).sum())
             found[key].append((tiles, taken[key], taken[ANCHOR]))
         return dense_attention(inputs, backend=timing.backend)[0]
 
@@ -165,7 +166,7 @@ def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
     kinds.setdefault("dense", [make("dense")])
     found = []
     for like in kinds.values():
-        ordered = sorted(like, key=lambda p: sum(v for v in vars(p).values() if type(v) is int))
+        ordered = sorted(like, key=lambda p: sum(v for v in vars(p).values() if type(v) in (int, float)))
         found += _spread_of(ordered)
     return found
 

@@ -25,9 +25,10 @@ from search.model.refine import Trial
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a search found, to be written."""
+    """What a search found, to be written; budget: the share of all of attention that could be spent."""
 
     config: ModelSearch
+    budget: float
     loaded: LoadedModel
     model: ModelInfo
     backend: str

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, ModelInfo
@@ -38,14 +39,14 @@ from search.model.curves import Curves
 from search.model.gate import Gate
 from search.model.measured_costs import Timing, costs_of, measured
 from search.model.outcome import Outcome
-from search.model.prompts import calibration_prompts, held_out_prompts, held_out_sets, lengths_of
+from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
 from search.model.record import write
 from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import Scoring, score_prompts
 from search.model.task_losses import TaskLoss, by_task
 
 # Raised where the same unit would have another value.
-_VERSION = 2
+_VERSION = 3
 
 
 def run(config: ModelSearch) -> Artifact | None:
@@ -94,7 +95,8 @@ def search_model(
     prompts = {length: calibration_prompts(config, loaded, length) for length in lengths}
     seen = Seen(prompt for made in prompts.values() for prompt in made)
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
-    first = held_out_prompts(config, loaded, lengths[-1], seen, 0)
+    sets = held_out_sets(config, loaded, lengths[-1], seen)
+    sets = chain([next(sets)], sets)
     launch = launch or Ranks()
     backend = serving_backend(config.backend, model, config.dtype, config.device, quiet=not launch.is_first)
     costs = given_costs(config.cost, model, length=lengths[-1], dtype=config.dtype, table=config.cost_table)
@@ -128,7 +130,7 @@ def search_model(
             backend=backend,
             candidates=candidates,
         )
-        artifact = search.run(costs, first)
+        artifact = search.run(costs, sets)
         if launch.is_first:
             ledger.remove()
     return artifact
@@ -153,8 +155,8 @@ class _Search:
     def length(self) -> int:
         return max(self.prompts)
 
-    def run(self, costs: Costs | None, first: list[Prompt]) -> Artifact | None:
-        """All phases; the artifact in the first rank."""
+    def run(self, costs: Costs | None, held_out: Iterator[list[Prompt]]) -> Artifact | None:
+        """All phases; the artifact in the first rank. held_out: sets of prompts."""
         curves: dict[int, Mapping[int, Curves]] = {}
         faults = []
         for length, made in self.prompts.items():
@@ -171,20 +173,20 @@ class _Search:
         heads = self._heads(curves[self.length], costs)
         total = self._total(heads)
         trials = self._refined(heads, total, calibration)
-        held_out = held_out_sets(self.config, self.loaded, self.length, self.seen, first)
         gate = Gate(
             heads=heads,
             limits=self.config.limits,
-            measure=self._losses,
+            measure=lambda some, allocations, numbers: self._losses(some, allocations, "held-out prompts", numbers),
             sets=map(self._reference, held_out),
             quiet=not self.launch.is_first,
         )
-        gated = gate.run(total, trials[0], calibration)
+        gated = gate.run(total, trials[0])
         if not self.launch.is_first:
             return None
         return write(
             Outcome(
                 config=self.config,
+                budget=round(total / heads.total(1.0), 4),
                 loaded=self.loaded,
                 model=self.model,
                 backend=self.backend,
@@ -233,7 +235,7 @@ class _Search:
         unit = self.ledger.unit("times", {"sequence": one.digest, "table": self.config.cost})
 
         def find() -> dict[str, Any]:
-            return measured(timing, lambda costs: self._heads(curves, costs), self.config.budget)
+            return measured(timing, lambda costs: self._heads(curves, costs), self.config.share)
 
         found = self.ledger.once(unit, find) if self.launch.is_first else None
         return costs_of(self.launch.broadcast(found), self.model, length=self.length, dtype=self.config.dtype)
@@ -248,12 +250,19 @@ class _Search:
         )
 
     def _total(self, heads: Heads) -> float:
-        total, least = heads.total(self.config.budget), min(heads.least(tail) for tail in heads.curves)
-        if total <= least * 1.01:
+        share = self.config.share
+        total, least = heads.total(share), min(heads.least(tail) for tail in heads.curves)
+        if total > least * 1.01:
+            return total
+        said = f"the cheapest candidates cost {least / heads.total(1.0):.3f} of all of attention"
+        if self.config.budget is not None:
             raise HeadwiseError(
-                f"--budget {self.config.budget:g} is impossible at {self.length} tokens: the cheapest candidates cost "
-                f"{least / heads.total(1.0):.3f} of all of attention; ask for a good deal more, or a longer --length"
+                f"--budget {share:g} is impossible at {self.length} tokens: {said}; ask for a good deal more, or a "
+                "longer --length"
             )
+        total = max(1.01 * least, least + share * (heads.total(1.0) - least))
+        if self.launch.is_first:
+            print(f"at {self.length} tokens {said}: the budget is {total / heads.total(1.0):.3f}", file=sys.stderr)
         return total
 
     def _refined(self, heads: Heads, total: float, calibration: Reference) -> list[Trial]:
@@ -271,14 +280,19 @@ class _Search:
             return refine(asked, lambda some: self._losses(calibration, some), shown.reach)
 
     def _losses(
-        self, reference: Reference, allocations: Sequence[Allocation], called: str = ""
+        self,
+        reference: Reference,
+        allocations: Sequence[Allocation],
+        called: str = "",
+        numbers: Sequence[int] | None = None,
     ) -> list[list[TaskLoss]]:
         """What allocations lose on a set of sequences, by task; what was measured before is not measured again.
 
-        called: the phase's name; empty: it is part of another one.
+        called: the phase's name; empty: it is part of another one. numbers: of the sequences that count; None: all.
         """
         found, ledger = reference.sequences, self.ledger
-        asked = [(allocation, number) for allocation in allocations for number in range(len(found))]
+        numbers = range(len(found)) if numbers is None else numbers
+        asked = [(allocation, number) for allocation in allocations for number in numbers]
         units = [
             ledger.unit("losses", {"allocation": allocation.digest, "sequence": found[number].digest})
             for allocation, number in asked
@@ -296,4 +310,5 @@ class _Search:
             needs = [str(number) for _, number in asked]
             values = ledger.run(units, work, costs=costs, needs=needs, has=reference.known, done=shown.reach)
         losses = [Losses(**value) for value in values]
-        return [by_task(found, losses[at : at + len(found)]) for at in range(0, len(losses), len(found))]
+        some = [found[number] for number in numbers]
+        return [by_task(some, losses[at : at + len(some)]) for at in range(0, len(losses), len(some))]

@@ -7,9 +7,10 @@ from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
 from profiling.models.loading import LoadedModel
-from profiling.prompts.held_out import SETS, Seen, held_out
+from profiling.prompts.held_out import SETS, Seen, held_out, of_texts
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task, per_context
 from search.model.config import ModelSearch
+from search.model.task_losses import CONTEXTS
 
 # What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
 _LONGEST = 8192
@@ -54,20 +55,44 @@ def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, sa
     ]
 
 
-def held_out_prompts(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, number: int) -> list[Prompt]:
-    """The set of that number, which shares nothing with what was seen."""
-    how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
-    return held_out(config.tasks, loaded.tokenizer, **how, seen=seen, number=number)
+def judged_prompts(
+    tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int, seen: Seen, number: int
+) -> list[Prompt]:
+    """Prompts that judge: contexts are the units of what is claimed, so there are more of them than are calibrated on.
+
+    Of a generated task four times as many; of a text twice as many windows where it is long enough.
+    """
+    how: dict[str, Any] = {"length": length, "seed": seed, "seen": seen, "number": number}
+    found = []
+    for task in dict.fromkeys(tasks):
+        times = CONTEXTS
+        if of_texts(task):
+            times = 2 if _has(task, loaded, samples=2 * samples, **how) else 1
+        found += held_out((task,), loaded.tokenizer, samples=samples * times, **how)
+    return found
 
 
-def held_out_sets(
-    config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen, first: list[Prompt]
-) -> Iterator[list[Prompt]]:
-    """Sets of held-out prompts, each unlike those before, as far as texts have any; what is taken has been seen."""
+def _has(task: str, loaded: LoadedModel, **how: Any) -> bool:
+    try:
+        held_out((task,), loaded.tokenizer, **how)
+    except HeadwiseError:
+        return False
+    return True
+
+
+def held_out_sets(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen) -> Iterator[list[Prompt]]:
+    """Sets of prompts that judge, each unlike those before, as far as texts have any; what is taken has been seen.
+
+    Raises:
+        HeadwiseError: a text has none at all.
+    """
+    how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed, "seen": seen}
     for number in range(SETS - 1):
         try:
-            made = held_out_prompts(config, loaded, length, seen, number) if number else first
+            made = judged_prompts(config.judged, loaded, **how, number=number)
         except HeadwiseError:
+            if not number:
+                raise
             return
         for prompt in made:
             seen.add(prompt)

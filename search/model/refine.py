@@ -107,16 +107,14 @@ def check_storage(url: str | None) -> None:
 
 def balanced(heads: Heads, trial: Trial) -> dict[str, float] | None:
     """Weights of the kinds of prompts for which the curves predict what the trial measured; None with one kind."""
-    curves = heads.curves[trial.allocation.tail]
-    kinds = curves.losses()
-    if len(kinds) < 2:
+    predicted = heads.predicted_by_kind(trial.allocation)
+    if len(predicted) < 2:
         return None
     measured = {
         "text": [task.loss for task in trial.tasks if not task.answers],
         "answer": [task.loss for task in trial.tasks if task.answers],
     }
-    predicted = {kind: float(np.nansum(trial.allocation.pick(values))) for kind, values in kinds.items()}
-    factors = {kind: float(np.mean(measured[kind])) / max(predicted[kind], 1e-12) for kind in kinds}
+    factors = {kind: float(np.mean(measured[kind])) / max(loss, 1e-12) for kind, loss in predicted.items()}
     middle = float(np.exp(np.mean([np.log(max(factor, 1e-12)) for factor in factors.values()])))
     return {kind: float(np.clip(factor / middle, 1 / _MOST, _MOST)) for kind, factor in factors.items()}
 

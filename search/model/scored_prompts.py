@@ -147,7 +147,7 @@ def _score(
             keep=reference.positions(number),
             backend=scoring.backend,
         )
-        reference.know(number, found_pass.log_probs)
+        reference.know(number, found_pass.log_probs, found_pass.nll, found_pass.hits)
         fault = found_pass.fault
         left = {layer for layer in layers if (number, layer) not in found}
 

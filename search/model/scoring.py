@@ -50,7 +50,7 @@ class Scores:
 
     change: squared change of what the head adds to the residual stream, relative to the stream's. squared: squared
     change of its output; size: the output's own squared size. recall: attention mass kept. drop: first-order change of
-    the loss; fisher: half the sum over tiles of its square. tiles: 64 x 64 tiles computed.
+    the loss; fisher: half the sum over tiles of its square. tiles: 64 x 64 tiles computed, skipped ones by half.
     """
 
     change: np.ndarray
@@ -126,12 +126,14 @@ def score_layer(
     # A tail's first tile: rows from there on compute everything.
     firsts = {tail: (length - tail) // TILE if tail else num_tiles(length) for tail in tails}
     sums = {
-        tail: {name: np.zeros((heads, count)) for name in ("change", "squared", "recall", "drop", "fisher")}
+        tail: {name: np.zeros((heads, count)) for name in ("change", "squared", "recall", "drop", "fisher", "skipped")}
         for tail in tails
     }
-    sizes = np.zeros((heads, 1))
+    sizes, seen = np.zeros((heads, 1)), dict.fromkeys(tails, 0.0)
     drawn = list(zip(sample.rows.tolist(), sample.weights.tolist(), strict=True))
     for row, weight in drawn:
+        for tail, first in firsts.items():
+            seen[tail] += weight * (row + 1) * (row < first)
         sizes += (
             weight * layer.out[0, :, _span(row, length)].float().square().sum((1, 2)).cpu().double().numpy()[:, None]
         )
@@ -162,14 +164,16 @@ def score_layer(
     for tail in tails:
         sums[tail]["recall"][:, dense] = length
     tiles = torch.stack([index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1)
-    return {
-        tail: Scores(
+    found_of = {}
+    for tail, first in firsts.items():
+        # What is skipped goes with a row's length: its share of the drawn rows is that of all before the tail.
+        share = sums[tail].pop("skipped") / max(seen[tail], 1.0)
+        found_of[tail] = Scores(
             **sums[tail],
             size=np.broadcast_to(sizes, (heads, count)),
-            tiles=tiles.cpu().numpy() + _tail_tiles(indices, tail),
+            tiles=tiles.cpu().numpy() + _tail_tiles(indices, tail) - share * first * (first + 1) / 4,
         )
-        for tail in tails
-    }
+    return found_of
 
 
 def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[SparseIndex]:
@@ -196,6 +200,11 @@ class _Joined:
         # The same for all query tiles.
         self.diagonals = _join([index.diagonals for index in indices])
         self.columns = _join([index.columns for index in indices])
+        none = indices[0].diagonals.new_full(indices[0].diagonals.shape[:2], -torch.inf, dtype=torch.float32)
+        skips = [none if index.skip is None else index.skip for index in indices]
+        self.skip = (
+            _join([skip[..., None] for skip in skips])[..., 0] if any(i.skip is not None for i in indices) else None
+        )
 
     def of_row(self, row: int, start: int, stop: int) -> SparseIndex:
         """Of one query tile."""
@@ -209,6 +218,7 @@ class _Joined:
             if any(len(part[0, 0, 0]) for part in tiles)
             else empty_entries(1, heads, 1, 0, device=device),
             columns=self.columns,
+            skip=self.skip,
         )
 
 
@@ -238,6 +248,7 @@ def _row(
     heads, groups, count = inputs.q.shape[1], inputs.k.shape[1], len(some.indices)
     start, stop = row * TILE, row * TILE + dense.shape[1]
     # Candidates of a head stand side by side.
+    skipped = inputs.q.new_zeros((1, heads * count), dtype=torch.int32)
     many = inputs.q[:, :, start:stop].unflatten(1, (groups, -1)).repeat_interleave(count, dim=2).flatten(1, 2)
     out, lse = sparse_attention(
         many,
@@ -248,6 +259,7 @@ def _row(
         softcap=inputs.softcap,
         sinks=None if inputs.sinks is None else inputs.sinks.repeat_interleave(count),
         return_lse=True,
+        skipped=skipped,
         backend=backend,
     )
     change = out[0].float().unflatten(0, (heads, count)).sub_(dense[:, None])
@@ -255,6 +267,7 @@ def _row(
     found = {
         "squared": torch.linalg.vector_norm(change, dim=(2, 3)).double().square(),
         "recall": kept.sum(-1),
+        "skipped": skipped.view(heads, count),
         "change": stream.by_head(inputs.layer, change, slice(start, stop)),
     }
     if by_out is not None:
@@ -280,5 +293,5 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
 def _largest(patterns: Sequence[Pattern]) -> Pattern:
     """A pattern that none of these, all of one kind and last_q, is larger than."""
     first = patterns[0]
-    sizes = {name: max(getattr(p, name) for p in patterns) for name, value in vars(first).items() if type(value) is int}
-    return make(first.kind, **sizes)
+    names = [name for name, value in vars(first).items() if name != "coverage" and type(value) in (int, float)]
+    return make(first.kind, **{name: max(getattr(p, name) for p in patterns) for name in names})

@@ -12,12 +12,14 @@ from math import exp
 import numpy as np
 
 from artifacts import HeadwiseError
-from profiling.evaluation.intervals import bootstrap
+from profiling.evaluation.intervals import Interval, bootstrap, student
 from profiling.quality.sequences import Losses, TokenSequence
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
-# With fewer answers that dense attention gets right, a loss of one in five goes unseen more often than once in twenty.
-ENOUGH = 14
+# With fewer answers that dense attention gets right, in four contexts, a loss of one in five is often not seen.
+ENOUGH = 72
+# So many contexts are units of an interval; of fewer their answers are.
+CONTEXTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,8 @@ class Limits:
 
     kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll: rise of -log p of
     the right answer, nats for each of its tokens. lost: share of the answers that dense attention gets right by which
-    the patterns get fewer right, those that they win counted; one answer alone fails nothing.
+    the patterns get fewer right, those that they win counted; one answer alone fails nothing. A rise or a share that
+    its interval does not tell from none fails nothing either.
     """
 
     kl: float | None = MAX_KL
@@ -46,47 +49,54 @@ class Limits:
         return max(faults)[1] if faults else None
 
     def strain(self, tasks: Sequence[TaskLoss]) -> float:
-        """How many times its limit of KL or perplexity the worst task has: these two go smoothly with the budget."""
-        kl = [task.kl / self.kl for task in tasks if self.kl is not None]
-        rises = [task.perplexity - 1 for task in tasks if task.perplexity is not None]
-        return max([0.0, *kl, *(rise / self.perplexity for rise in rises if self.perplexity is not None)])
+        """How many times a limit the worst task has, by what would be a finding above it; 0 without limits."""
+        return max([times for task in tasks for times, sure, _ in self._measured(task) if sure], default=0.0)
 
     def _faults(self, task: TaskLoss) -> list[tuple[float, str]]:
         """(how many times the limit, why)."""
         found = []
-        if self.kl is not None and not task.kl <= self.kl:
+        for times, sure, said in self._measured(task):
+            # `not <=` so that NaN fails.
+            if not times <= 1 and sure:
+                found.append((times, f"{task.task}: {said}"))
+        return found
+
+    def _measured(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
+        """(how many times the limit, whether that is a finding if it is above it, in words) of all that is limited."""
+        found = []
+        if self.kl is not None:
             said = f"KL to dense attention is {task.kl:.4f} nats a token, the limit (--max-kl) is {self.kl:g}"
-            found.append((task.kl / self.kl, said))
-        if self.perplexity is not None and task.perplexity is not None and not task.perplexity - 1 <= self.perplexity:
+            found.append((task.kl / self.kl, True, said))
+        if self.perplexity is not None and task.perplexity is not None:
             rise = task.perplexity - 1
             said = f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is {self.perplexity:.2%}"
-            found.append((rise / self.perplexity, said))
-        # A rise that its interval does not tell from none is no finding.
-        if self.nll is not None and task.nll is not None and not task.nll <= self.nll and not task.nll_low <= 0:
+            found.append((rise / self.perplexity, True, said))
+        if self.nll is not None and task.nll is not None:
             said = (
                 f"-log p of the right answer rises by {task.nll:.3f} nats a token "
                 f"({task.nll_low:.3f} to {task.nll_high:.3f}), the limit (--max-nll) is {self.nll:g}"
             )
-            found.append((task.nll / self.nll, said))
+            found.append((task.nll / self.nll, not task.nll_low <= 0, said))
         # Near a tie answers turn both ways: those that are won stand against those that are lost.
-        fewer = task.lost - task.won
-        if self.lost is not None and fewer > 1 and not fewer <= self.lost * task.dense_right:
+        if self.lost is not None and task.lost - task.won > 1:
             said = (
                 f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of "
-                f"the others won, the limit (--max-lost) is {self.lost:.0%} fewer"
+                f"the others won, {task.fewer:.0%} fewer ({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit "
+                f"(--max-lost) is {self.lost:.0%}"
             )
-            found.append((fewer / task.dense_right / self.lost, said))
-        return [(times, f"{task.task}: {said}") for times, said in found]
+            found.append((task.fewer / self.lost, task.fewer_low > 0, said))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLoss:
     """What one task's sequences lose against dense attention.
 
-    kl: mean over the sequences. perplexity: over dense attention's, of text; None where answers are asked for. nll:
-    mean rise of -log p of the answers, nats a token, with its 95% interval; None without answers. answers: how many.
-    dense_right, lost, won: answers that dense attention gets right; of these those that go wrong; those it gets wrong
-    and the patterns get right.
+    task: its name; where its answers are of several kinds, one of them after a slash. kl: mean over the sequences.
+    perplexity: over dense attention's, of text; None where answers are asked for. nll: mean rise of -log p of the
+    answers, nats a token, with its 95% interval; None without answers. answers: how many. dense_right, lost, won:
+    answers that dense attention gets right; of these those that go wrong; those it gets wrong and the patterns get
+    right. fewer_low, fewer_high: the 95% interval of `fewer`.
     """
 
     task: str
@@ -100,6 +110,13 @@ class TaskLoss:
     dense_right: int
     lost: int
     won: int
+    fewer_low: float = 0.0
+    fewer_high: float = 0.0
+
+    @property
+    def fewer(self) -> float:
+        """By which share of dense attention's right answers the patterns get fewer right."""
+        return (self.lost - self.won) / max(1, self.dense_right)
 
     @property
     def loss(self) -> float:
@@ -112,47 +129,63 @@ class TaskLoss:
         if self.perplexity is not None:
             return f"{said}  perplexity {self.perplexity - 1:+.2%}"
         few = "" if self.dense_right >= ENOUGH else "  (too few to see a loss of one in five)"
+        share = f", {self.fewer:+.0%} ({self.fewer_low:+.0%} to {self.fewer_high:+.0%})" if self.dense_right else ""
         rise = f"-log p {self.nll:+.3f} ({self.nll_low:+.3f} to {self.nll_high:+.3f})"
         wrong = self.answers - self.dense_right
-        return f"{said}  answers lost {self.lost} of {self.dense_right}, won {self.won} of {wrong}, {rise}{few}"
+        return f"{said}  answers lost {self.lost} of {self.dense_right}, won {self.won} of {wrong}{share}, {rise}{few}"
 
 
 def by_task(found: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[TaskLoss]:
-    """The losses of some sequences by task, in the order of each task's first."""
-    tasks: dict[str, list[tuple[TokenSequence, Losses]]] = {}
+    """The losses of some sequences by task and kind of answer, in the order of each one's first."""
+    tasks: dict[str, list[Losses]] = {}
     for one, loss in zip(found, losses, strict=True):
-        tasks.setdefault(one.task, []).append((one, loss))
-    return [_task(task, [loss for _, loss in each]) for task, each in tasks.items()]
+        for label in dict.fromkeys(one.labels):
+            own = np.array([other == label for other in one.labels])
+            tasks.setdefault(f"{one.task}/{label}", []).append(loss.of(own))
+        if not one.labels:
+            tasks.setdefault(one.task, []).append(loss)
+    return [_task(task, each) for task, each in tasks.items()]
 
 
 def _task(task: str, losses: Sequence[Losses]) -> TaskLoss:
-    """Sequences are the unit of what is claimed; where there are fewer than four, their answers are."""
-    kl = [float(np.concatenate([one.kl, np.repeat(one.answer_kl, one.answer_tokens)]).mean()) for one in losses]
-    answers = sum(len(one.right) for one in losses)
+    """Contexts are the unit of what is claimed; where there are fewer than four, their answers are."""
+    kl = [float(one.kl.mean()) for one in losses]
     text = [float((one.nll - one.dense_nll).mean()) for one in losses if not len(one.right)]
-    rises = [(one.answer_nll - one.answer_dense_nll, one.answer_tokens) for one in losses if len(one.right)]
-    nll, low, high = None, 0.0, 0.0
-    if rises:
-        units = [rise.sum() / tokens.sum() for rise, tokens in rises]
-        if len(units) < 4:
-            units = [value for rise, tokens in rises for value in rise / tokens]
-        nll = float(sum(rise.sum() for rise, _ in rises) / sum(tokens.sum() for _, tokens in rises))
-        interval = bootstrap(units)
-        low, high = interval.low, interval.high
-    dense_right = sum(int(one.dense_right.sum()) for one in losses)
+    asked = [one for one in losses if len(one.right)]
+    nll, interval, few = None, Interval(0.0, 0.0, 0.0, 0), Interval(0.0, 0.0, 0.0, 0)
+    if asked:
+        # Of each answer: the rise of -log p, its tokens, lost (1) or won (-1), and whether it is right under dense.
+        tables = [
+            np.stack([one.answer_nll - one.answer_dense_nll, one.answer_tokens, turned, one.dense_right], axis=1)
+            for one in asked
+            for turned in [one.dense_right.astype(int) - one.right.astype(int)]
+        ]
+        units = np.stack([table.sum(0) for table in tables]) if len(tables) >= CONTEXTS else np.concatenate(tables)
+        interval, few = (_ratio(units[:, at], units[:, at + 1], contexts=len(tables)) for at in (0, 2))
+        nll = interval.value
     return TaskLoss(
         task=task,
         sequences=len(losses),
         kl=float(np.mean(kl)),
         perplexity=exp(float(np.mean(text))) if text else None,
         nll=nll,
-        nll_low=low,
-        nll_high=high,
-        answers=answers,
-        dense_right=dense_right,
+        nll_low=interval.low,
+        nll_high=interval.high,
+        answers=sum(len(one.right) for one in losses),
+        dense_right=sum(int(one.dense_right.sum()) for one in losses),
         lost=sum(int((one.dense_right & ~one.right).sum()) for one in losses),
         won=sum(int((~one.dense_right & one.right).sum()) for one in losses),
+        fewer_low=few.low,
+        fewer_high=few.high,
     )
+
+
+def _ratio(values: np.ndarray, sizes: np.ndarray, *, contexts: int) -> Interval:
+    """The sum of values over the sum of sizes, by units, with the interval of its linear approximation."""
+    total = max(1.0, float(sizes.sum()))
+    ratio = float(values.sum()) / total
+    of = student if contexts >= CONTEXTS else bootstrap
+    return of((ratio + (values - ratio * sizes) * len(values) / total).tolist())
 
 
 def mean_kl(tasks: Sequence[TaskLoss]) -> float:

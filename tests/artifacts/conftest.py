@@ -119,9 +119,10 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         artifacts.BlockSparse(blocks=40, coverage=0.995),
         artifacts.Dense(),
         artifacts.MemoryUnits(sink=128, window=1024, units=16, representatives=8),
+        artifacts.SkipSoftmax(scale_factor=40.5),
     )
     names = [artifacts.pattern_name(pattern) for pattern in patterns]
-    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:12]), (*[names[11]] * 3, names[12]))
+    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:12]), (*[names[11]] * 2, names[13], names[12]))
     growth = artifacts.Growth(length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "dense": {}})
     figures = {"kl": 0.25, "recall": 0.9, "density": 0.2}
     fast = artifacts.Point(cost=0.5, speedup=4.0, **figures, lost=3)

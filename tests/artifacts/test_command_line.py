@@ -137,7 +137,7 @@ def test_show_every_kind(tmp_path, every_kind, capsys, monkeypatch):
     save(artifact, tmp_path / "cfg.yaml", arrays)
     text = page(tmp_path / "cfg.yaml", capsys, monkeypatch, columns=100)
     rows = [line.split()[:2] for line in text.splitlines() if line[:6].isspace() and line.strip()[:2] in "0 1 2 3 4 "]
-    assert rows == [["0", "VVAB"], ["1", "...."], ["2", "DTLS"], ["3", "FVBD"], ["4", "DDDM"]]
+    assert rows == [["0", "VVAB"], ["1", "...."], ["2", "DTLS"], ["3", "FVBD"], ["4", "DDKM"]]
     assert "T tri_shape, L dilated, S strided, F static" in text
 
 

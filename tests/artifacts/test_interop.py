@@ -130,7 +130,8 @@ def test_an_export_says_what_does_not_fit(tmp_path, every_kind):
     assert by_what["the kv_cache section has no place in this format"] == ("not carried over", 0)
     assert by_what["sizes go with the length here; written are those of 4096 tokens"] == ("not carried over", 0)
     assert by_what["written is prefill.layers, of a front of 2 points"] == ("not carried over", 0)
-    assert by_what["dense is written as 8,192 diagonals"] == ("same", 5)
+    assert by_what["dense is written as 8,192 diagonals"] == ("same", 4)
+    assert by_what["skip-softmax is written as dense: nothing is skipped"] == ("computes more", 1)
     told = "memory units are written as stream_llm: what they look up is left out"
     assert by_what[told] == ("keeps less", 1) and names[4][3] == ["stream_llm", 128, 1024]
     assert said["lossy"] and "--against back.yaml" in said["measure"]

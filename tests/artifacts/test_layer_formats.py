@@ -66,9 +66,9 @@ def test_modelopt_there_and_back(tmp_path):
     assert file.read_bytes() == data and not back["lossy"]
     assert artifact.prefill.layers[0] == ("dense",) * 4 and artifact.prefill.imported.format == "modelopt"
     name = artifact.prefill.layers[1][0]
-    assert artifacts.density.density(artifact.patterns[name], 8192) == pytest.approx(0.5, abs=0.02)
+    assert artifact.patterns[name] == artifacts.SkipSoftmax(scale_factor=182.135)
     assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
-    assert effects(there) == {("chooses otherwise", 8), ("not carried over", 8)} and len(there["notes"]) == 3
+    assert effects(there) == {("keeps less", 8), ("not carried over", 8)} and len(there["notes"]) == 3
     assert "profiling.fidelity" in there["measure"]
 
 
@@ -77,7 +77,6 @@ def test_modelopt_there_and_back(tmp_path):
     [
         ({"algorithm": "skip_softmax", "target_sparsity": {"prefill": 0.5}}, []),
         ({"target_sparsity": 0.5}, ["decode skips 0.5 of its tiles"]),
-        ({"threshold_scale_factor": 3.5}, []),
         (
             {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}, "sparse_softmax": {"sparsity_n": 2}},
             ["of every few keys some are kept in prefill: 2 of None"],
@@ -100,6 +99,12 @@ def test_the_same_without_groups_and_as_it_once_was(tmp_path, given, notes):
         ({"target_sparsity": {"prefill": 2}}, r"target_sparsity\.'prefill' must be from 0 to 1, got 2"),
         ({"target_sparsity": 0.5, "ignore": ["lm_head"]}, "ignore: must name a layer, such as .*, got 'lm_head'"),
         ({"target_sparsity": 0.5, "ignore": "x"}, "ignore must be a list of modules, got 'x'"),
+        ({"threshold_scale_factor": -1}, "threshold_scale_factor must be a number above 0, .*, got -1"),
+        (
+            {"threshold_scale_factor": {"prefill": {"a": 1}}},
+            "threshold_scale_factor must be a number above 0, .* b that",
+        ),
+        ({"threshold_scale_factor": {"formula": "a", "prefill": {"a": 1, "b": 1}}}, r"formula must be .*, got 'a'"),
     ],
 )
 def test_configurations_that_cannot_be(tmp_path, given, message):
@@ -121,6 +126,28 @@ def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_pat
     assert json.loads((tmp_path / "a.json").read_text()) == MODELOPT
     assert json.loads((tmp_path / "b.json").read_text()) == options
     assert not [finding for finding in findings(tmp_path / "both.yaml") if finding.severity == "error"]
+
+
+@pytest.mark.parametrize("given", [3.5, {"prefill": 3.5}, {"prefill": {"a": 3.5, "b": 0}}])
+def test_a_threshold_for_all_heads_there_and_back(tmp_path, given):
+    convert(
+        _write(tmp_path, {"threshold_scale_factor": given, "ignore": ["model.layers.2.self_attn"]}),
+        tmp_path / "cfg.yaml",
+        source="modelopt",
+        layers=3,
+        **SHAPE,
+    )
+    artifact, _ = load_pair(tmp_path / "cfg.yaml")
+    assert set(artifact.patterns) == {"skip_3.5", "dense"}
+    # As if it had been searched, so that it is not handed back as it was read.
+    found = build()
+    prefill = found.prefill.model_copy(update={"layers": artifact.prefill.layers, "growth": None, "front": None})
+    own = found.model_copy(update={"patterns": artifact.patterns, "prefill": prefill})
+    artifacts.save(own, tmp_path / "own.yaml")
+    said = convert(tmp_path / "own.yaml", tmp_path / "x.json", target="modelopt")
+    made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"]["config_groups"]["group_0"]
+    assert made["threshold_scale_factor"]["prefill"] == {"a": 3.5, "b": 0.0}
+    assert made["ignore"] == ["model.layers.2.self_attn"] and effects(said) == {("computes more", 8)}
 
 
 def test_modelopt_of_patterns_that_were_searched(tmp_path):

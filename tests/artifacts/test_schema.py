@@ -195,7 +195,7 @@ def at(table, *places):
         (lambda rows: rows.astype("int64"), "front.rows must be int16 of shape (2, 5, 4), got int64"),
         (lambda rows: at(rows, 0, 1, 0), "must leave alone (-1) the layers that prefill.layers leaves alone"),
         (lambda rows: at(rows, 1, 2, 0, -1), "must leave alone (-1) the layers that prefill.layers leaves alone"),
-        (lambda rows: at(rows, 0, 2, 3, 12), "front.rows names pattern 12, there are 12 from 0 on"),
+        (lambda rows: at(rows, 0, 2, 3, 13), "front.rows names pattern 13, there are 13 from 0 on"),
     ],
 )
 def test_rows_of_points_that_cannot_be(change, message, every_kind, tmp_path):

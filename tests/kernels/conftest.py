@@ -21,7 +21,7 @@ LAYER = (
     make("strided", sink=70, window=65, stride=3),
     make("dilated", sink=1, window=500, dilation=2),
     make("block_sparse", blocks=9, coverage=0.7),
-    make("vertical_slash", vertical=200, slash=300, coverage=0.8),
+    make("skip_softmax", scale_factor=3.0),
     make("a_shape", sink=1, window=1),
     make("memory_units", sink=1, window=70, units=2),
 )

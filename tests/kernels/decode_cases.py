@@ -24,7 +24,10 @@ from tests.kernels.triton_memory import memory_checked
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`tokens` is None, "shared", "heads" (others for each KV head) or "ragged" (also of different number)."""
+    """`tokens` is None, "shared", "heads" (others for each KV head) or "ragged" (also of different number).
+
+    Keys and values are of dtype `cache`, or of the queries'.
+    """
 
     q_len: int = 1
     k_len: int = 300
@@ -44,6 +47,7 @@ class Case:
     layout: str = "contiguous"
     page: int | None = None
     dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None
 
 
 # Starts and ends of three sequences: full, in the middle, and (for a few queries) shorter than the queries.
@@ -124,6 +128,8 @@ def problem(case: Case, device: torch.device) -> tuple[tuple[Tensor, Tensor, Ten
     if case.page is not None:
         # The order is the same for both: one table serves K and V.
         (k, rest["block_table"]), (v, _) = paged(k, case.page), paged(v, case.page)
+    if case.cache is not None:
+        k, v = k.to(case.cache), v.to(case.cache)
     return (q, k, v), rest, seen.to(device)
 
 
@@ -248,11 +254,17 @@ def interpreted() -> dict[str, tuple[Case, int | None]]:
         "window",
         "pages of 16",
     )
+    eight = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     halves = ("sinks", "64 keys", "D 80", "ragged tokens", "window, starts, ends, soft-cap")
     return {
         **{name: (case, None) for name, case in SMALL.items()},
         **{f"3 splits, {name}": (SMALL[name], 3) for name in split},
         "20 splits, 300 keys": (Case(), 20),
+        **{
+            f"float8 {kind}, {name}": (replace(SMALL[name], dtype=torch.float16, cache=cache), 2)
+            for kind, cache in eight.items()
+            for name in ("pages of 16", "sinks, tokens")
+        },
         **{f"float16, {name}": (replace(SMALL[name], dtype=torch.float16), 2) for name in halves},
     }
 

@@ -1,9 +1,13 @@
-"""Counts what a layer's prefill and a decode step launch. As a script (TRITON_INTERPRET=1) it prints them as JSON."""
+"""Counts what a layer's prefill and a decode step launch; as a script it prints them as JSON.
+
+TRITON_INTERPRET=1 python -m tests.kernels.launches > docs/results/gpu_launches.json
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.metadata import version
 
 import torch
 
@@ -77,7 +81,8 @@ def main() -> None:
         ):  # fmt: skip
             found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
         found[f"model step, OmniKV, {length}"] = asdict(model_step(length))
-    print(json.dumps(found))
+    environment = {"torch": torch.__version__, "triton": version("triton"), "device": None}
+    print(json.dumps({"environment": environment, "counts": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu, reference, sparse_attention
-from kernels.index import SparseIndex, cat_sequences
+from kernels.index import SparseIndex
+from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, Pattern
 from kernels.ragged import Ragged
 from tests.kernels.triton_inputs import paged

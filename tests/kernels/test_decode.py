@@ -168,6 +168,8 @@ INTERPRETED = (
     "pages of 16",
     "20 splits, 300 keys",
     "float16, window, starts, ends, soft-cap",
+    "float8 e4m3, pages of 16",
+    "float8 e5m2, sinks, tokens",
 )
 
 

@@ -22,6 +22,8 @@ from tests.kernels.test_attention import CASES, SERVERS, check, problem
 from tests.sampling import sampled
 
 KEPT = ("length 65", "9 heads on 3", "packed, q of k, tail, window", "packed queries, pages")
+# What serves without a compiler: its code is compiled again for the package, a minute of the processor.
+UNCOMPILED = (torch.float32, "reference")
 # What a kernel may import: torch brings filelock, and triton to the builds that serve GPUs.
 _ALLOWED = frozenset(("torch", "triton", "filelock"))
 
@@ -51,7 +53,7 @@ def own(loaded: Any, index: SparseIndex) -> Any:
     return loaded.SparseIndex(**values)
 
 
-def test_it_is_another_module_with_other_operators(loaded: Any) -> None:
+def test_it_is_another_module(loaded: Any) -> None:
     assert loaded.__name__.startswith("headwise_cpu_") and loaded.SparseIndex is not SparseIndex
     assert set(loaded.__all__) <= set(dir(loaded))
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
@@ -59,14 +61,18 @@ def test_it_is_another_module_with_other_operators(loaded: Any) -> None:
         loaded.sparse_attention(*torch.zeros(3, 1, 1, 1, 64), index, backend="fast")
     there = {name for name in sys.modules if name.startswith(f"{loaded.__name__}.")}
     assert f"{loaded.__name__}.dispatch" in there
-    # The native code is there once something asks for it.
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_its_native_code_has_operators_of_its_own(loaded: Any) -> None:
     importlib.import_module(f"{loaded.__name__}.native.build").load()
     ours = importlib.import_module(f"{loaded.__name__}._ops").ops
     assert ours.engines(torch.float32) == torch.ops.headwise.engines(torch.float32) and ours is not torch.ops.headwise
 
 
 @pytest.mark.parametrize("name", sampled(CASES, *KEPT))
-@pytest.mark.parametrize(("dtype", "server"), [*SERVERS, (torch.float32, "reference")])
+@pytest.mark.parametrize(("dtype", "server"), sampled([*SERVERS, UNCOMPILED], UNCOMPILED))
 def test_conformance(
     loaded: Any, dtype: torch.dtype, server: str, name: str, layer_of_unlike_heads: tuple[Pattern, ...]
 ) -> None:
@@ -87,6 +93,8 @@ def test_conformance(
     check(lse, expected_lse, "lse", dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_builds_the_same_indices(loaded: Any, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
     q, k = torch.randn(1, 6, 500, 64), torch.randn(1, 2, 500, 64)
     layer = list(itertools.islice(itertools.cycle(layer_of_unlike_heads), 6))

@@ -30,6 +30,7 @@ fields_of: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "vertical_slash": {"vertical": sizes, "slash": sizes, "last_q": st.integers(1, 100), "coverage": share},
     "block_sparse": {"blocks": st.integers(1, 9), "coverage": share},
     "memory_units": {"sink": sizes, "window": sizes, "units": st.integers(1, 9), "representatives": st.integers(1, 70)},
+    "skip_softmax": {"scale_factor": st.floats(0.1, 900)},
 }
 pattern = st.one_of(
     *(

@@ -123,6 +123,7 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
         "vertical_slash": [{"vertical": 300, "slash": 200}, {"vertical": 80, "slash": 150, "coverage": 0.9}],
         "block_sparse": [{"blocks": 6}, {"blocks": 5, "coverage": 0.9}],
         "memory_units": [{"sink": 70, "window": 90, "units": 4}, {"sink": 1, "window": 30, "units": 2}],
+        "skip_softmax": [{"scale_factor": 2.0}, {"scale_factor": 70.0}],
     }
     assert sizes.keys() == KINDS.keys()
     for kind, (large, small) in sizes.items():

@@ -16,18 +16,15 @@ import torch
 
 from kernels import dispatch
 from kernels.attention import sparse_attention, triton, triton_launch
-from kernels.attention.triton_launch import Launch, choose, serves, split
-from kernels.index import PAD, SparseIndex, num_tiles
+from kernels.attention.triton_launch import choose, serves, split
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from profiling.gpu.compiled import TARGETS
 from profiling.gpu.variants import HEAD_DIMS
-from tests.kernels import triton_builders, triton_cases
+from tests.kernels import triton_builders, triton_cases, triton_tables
 from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
-TWO = Launch(rows=2, keys=64, warps=8, stages=3)
-ONE = Launch(rows=1, keys=64, warps=4, stages=3)
 # One of each sort that the kernel tells apart.
 KEPT = (
     "length 63, layer",
@@ -36,6 +33,9 @@ KEPT = (
     "tails 0, 10, 70, 300; 130 of 300, 1,2,0",
     "window 65, 2,2,120",
     "padded, q of k",
+    "float8_e4m3fn, pages",
+    "skip",
+    "skip, lists, columns, 100 of 450, tail",
     "packed, pages of 16, layer",
     "packed, window, tails, soft-cap, 2,2,60, pages",
 )
@@ -80,6 +80,12 @@ def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[f
     assert tuple(interpreted[name]) == (0, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(triton_tables.TABLES, "tables, 2 query tiles, window 300"))
+def test_tables_name_what_each_query_tile_wants(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    assert interpreted[name] == [0, 0]
+
+
 def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
     program = (
         "import sys, torch; from kernels.attention import triton; from kernels import dispatch\n"
@@ -115,6 +121,17 @@ def test_reasons_to_decline_a_gpu_tensor(
     assert triton.supports(x, x[..., :64], x) == reason
 
 
+@pytest.mark.parametrize(("target", "reads"), [("sm_80", False), ("sm_89", True), ("sm_100", True), ("hip", False)])
+def test_gpus_that_cannot_read_eight_bits_are_declined(
+    target: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launch, "architecture", lambda _: target)
+    x = torch.ones(1, 1, 4, 64)
+    reason = None if reads else f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
+    assert triton_launch.unread(x.to(torch.float8_e4m3fn)) == reason
+    assert triton_launch.unread(x.to(torch.float8_e5m2)) is None and triton_launch.unread(x) is None
+
+
 def test_no_gradient_is_silently_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     x = torch.ones(1, 1, 4, 8)
@@ -132,63 +149,6 @@ def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPa
     assert missing(torch.device("cpu")) == "triton is not installed"
 
 
-def _index(k_len: int, diagonals: list[list[int]], columns: list[list[int]], window: int | None = None) -> SparseIndex:
-    def padded(rows: list[list[int]]) -> torch.Tensor:
-        width = max(map(len, rows))
-        return torch.tensor([[row + [PAD] * (width - len(row)) for row in rows]], dtype=torch.int32)
-
-    none = torch.empty(1, len(diagonals), num_tiles(k_len), 0, dtype=torch.int32)
-    return SparseIndex(
-        q_len=k_len,
-        k_len=k_len,
-        diagonals=padded(diagonals),
-        tiles=none,
-        columns=padded(columns).contiguous(),
-        window=window,
-    )
-
-
-DIAGONALS = [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 7], list(range(8))]
-COLUMNS = [[0, 1, 70, 300], [5], [0, 63, 64, 127, 128, 200, 449], [], [3, 500]]
-
-
-@pytest.mark.parametrize("window", [None, 1, 65, 66, 200])
-@pytest.mark.parametrize("launch", [ONE, TWO], ids=["one tile", "two tiles"])
-def test_walk_visits_what_each_query_tile_wants(launch: Launch, window: int | None) -> None:
-    index = _index(500, DIAGONALS, COLUMNS, window)
-    tables = triton._tables(index, launch.rows, window)
-    walk, counts, held = (tables[name] for name in ("walk", "walk_counts", "held"))
-    n, reach = num_tiles(500), 8 if window is None else -(-(window - 1) // 64)
-    for head, diagonals in enumerate(DIAGONALS):
-        wanted = [d for d in diagonals if d <= reach]
-        assert held[0, head].nonzero().flatten().tolist() == wanted
-        for at in range(0, n, launch.rows):
-            entries = walk[0, head].tolist()
-            found: list[tuple[int, int]] = []
-            if launch.rows == 1:
-                found = [(at, at - d) for d in entries[1 : 1 + int(counts[0, head, at])]]
-            else:
-                for entry in entries[: int(counts[0, head, at])]:
-                    found += [(at + half, at - entry // 4) for half in (0, 1) if entry >> half & 1]
-            own = {(row, tile) for row in range(at, at + launch.rows) for tile in range(at, at + launch.rows)}
-            expected = [(row, row - d) for row in range(at, at + launch.rows) for d in wanted if row >= d]
-            assert sorted(found) == sorted(set(expected) - own)
-
-
-@pytest.mark.parametrize("window", [None, 1, 65, 66, 200])
-def test_columns_outside_the_window_or_in_the_unbroken_run_of_diagonals_are_not_counted(window: int | None) -> None:
-    index = _index(500, DIAGONALS, COLUMNS, window)
-    tables = triton._tables(index, 1, window)
-    reach = 8 if window is None else -(-(window - 1) // 64)
-    for head, columns in enumerate(COLUMNS):
-        unbroken = next(i for i, d in enumerate([*DIAGONALS[head], PAD]) if i != d or d > reach)
-        for at in range(num_tiles(500)):
-            counted = sum(c // 64 <= at - unbroken for c in columns)
-            assert int(tables["column_counts"][0, head, at]) == counted
-            if window is not None:
-                assert int(tables["column_starts"][0, head, at]) == sum(c // 64 < at - reach for c in columns)
-
-
 @pytest.mark.parametrize("dim", [1, 16, 17, 33, 64, 65, 80, 96, 112, 128, 130, 160, 192, 224, 256])
 def test_head_dims_split_into_two_powers_of_two(dim: int) -> None:
     for widest in (128, 256):
@@ -204,7 +164,7 @@ def test_every_target_has_a_build(target: str, dim: int) -> None:
     target = target.replace("gfx942", "hip")
     for itemsize in (2, 4):
         assert choose(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
-        assert 64 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
+        assert 128 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
         assert serves(target, dim=dim, itemsize=itemsize) or (itemsize == 4 and dim > 128)
 
 

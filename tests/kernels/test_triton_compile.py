@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from profiling.gpu.compiled import TARGETS
-from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_for
+from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_for, compile_tables
 from tests.sampling import sampled
 
 pytestmark = [
@@ -63,3 +63,9 @@ def test_estimate_compiles_without_spills(target: str, head_dim: int, window: in
 def test_choice_compiles_without_spills(target: str, n: int) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     assert compile_choice(target, n=n).spilled == 0
+
+
+@pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
+def test_tables_compile_without_spills(target: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert compile_tables(target).spilled == 0

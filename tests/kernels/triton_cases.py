@@ -13,7 +13,7 @@ import sys
 import torch
 
 from kernels.attention.triton_launch import Launch
-from tests.kernels import triton_builders
+from tests.kernels import triton_builders, triton_tables
 from tests.kernels.triton_inputs import Case, packed, padded, run, square
 from tests.kernels.triton_memory import memory_checked
 
@@ -49,6 +49,15 @@ PLAIN = {
     "float16": square(200, dtype=torch.float16, heads=4, kv_heads=2),
     "transposed": square(130, layout="transposed", kv_heads=3),
     "strided": square(130, layout="strided", index="listless"),
+    "skip": square(450, heads=2, index="random:7,0,0", skip=-3.0, launch=_launch(1, 64)),
+    "skip, 16 keys a step": square(450, heads=2, index="random:7,0,0", skip=-3.0, launch=_launch(1, 16)),
+    "skip, lists, columns, 100 of 450, tail": Case(
+        q_len=230, k_len=450, heads=3, index="random:3,4,60", skip=-2.0, softcap=30.0, dense_tail=(0, 0, 70)
+    ),
+    "skip, window, padded, pages": padded(
+        450, 30, 300, heads=2, index="random:8,0,0", skip=-3.0, window=280, page=16, queries=200
+    ),
+    "skip, float16": square(400, heads=2, index="random:6,0,0", skip=-3.0, dtype=torch.float16),
     "own tile only": square(150, index="random:1,0,0"),
     "all three sorts": square(300, heads=2, index="random:2,2,90"),
     "lists on diagonals": square(300, heads=2, index="random:3,4,20"),
@@ -56,9 +65,26 @@ PLAIN = {
     "many columns": Case(q_len=70, k_len=300, heads=2, index="random:1,0,280"),
     **{
         f"{rows} x 64 queries, {keys} keys": square(260, heads=2, index="random:2,0,90", launch=_launch(rows, keys))
-        for rows, keys in ((1, 64), (2, 64), (1, 16), (2, 16))
+        for rows, keys in ((1, 64), (2, 64), (1, 16), (2, 16), (1, 128))
+    },
+    **{
+        f"pairs of tiles, {name}": Case(q_len=q, k_len=300, heads=2, launch=_launch(rows, 128), **more)
+        for rows, q, name, more in (
+            (2, 300, "all", {"index": "random:5,0,90", "dense_tail": (70, 130)}),
+            (2, 260, "pages", {"index": "random:4,0,0", "page": 64}),
+            (2, 130, "small pages", {"index": "random:4,0,20", "page": 16}),
+            (2, 300, "window", {"index": "random:5,0,90", "window": 200}),
+            (1, 300, "lists", {"index": "random:1,3,60"}),
+            (1, 200, "lists, window, tail", {"index": "random:3,3,60", "window": 230, "dense_tail": (0, 70)}),
+        )
     },
     "given out": square(130, given=True),
+    **{
+        f"{str(cache).removeprefix('torch.')}, pages": Case(
+            q_len=70, k_len=200, heads=2, page=16, dtype=torch.float16, cache=cache, sinks=True, softcap=30.0
+        )
+        for cache in (torch.float8_e4m3fn, torch.float8_e5m2)
+    },
     **{f"pages of {size}, {kind}": square(200, page=size, index=kind) for size, kind in
        ((16, "listless"), (32, "layer"), (64, "layer"), (128, "listless"), (256, "layer"))},
     "pages, q of k, batch 2": Case(q_len=70, k_len=150, batch=2, heads=2, kv_heads=2, page=16),
@@ -125,11 +151,13 @@ SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:
-    """The errors of one case, estimate or choice."""
+    """The errors of one case, estimate, choice or set of tables."""
     if name in SMALL:
         return run(SMALL[name], device)
     if name in triton_builders.ESTIMATES:
         return triton_builders.estimate_error(triton_builders.ESTIMATES[name], device)
+    if name in triton_tables.TABLES:
+        return triton_tables.tables_error(name, device)
     return triton_builders.choice_error(name, device)
 
 
@@ -138,7 +166,7 @@ def main(names: list[str]) -> None:
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    names = names or [*SMALL, *triton_builders.ESTIMATES, *triton_builders.CHOICES]
+    names = names or [*SMALL, *triton_builders.ESTIMATES, *triton_builders.CHOICES, *triton_tables.TABLES]
     with memory_checked():
         print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
 

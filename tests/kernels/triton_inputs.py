@@ -16,7 +16,8 @@ from torch import Tensor
 from kernels.attention import sparse_attention
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch
-from kernels.index import PAD, SparseIndex, ascending, cat_sequences, empty_entries, num_rows, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, ascending, empty_entries, num_rows, num_tiles
+from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 
@@ -35,7 +36,9 @@ LISTLESS = tuple(pattern for pattern in LAYER if pattern.kind != "block_sparse")
 class Case:
     """`index` is "layer" (unlike heads), "listless" or "random:D,T,C" (so many of each sort in every head).
 
-    `dense_tail` holds for all heads, or for head i if it is a tuple; `given` hands `out` to the call.
+    Keys and values are of dtype `cache`, or of the queries'. `dense_tail` holds for all heads, or for head i if it is a
+    tuple; `given` hands `out` to the call. `skip` is the bound of every head but the first; q and k are then such that
+    tiles of keys are wanted more or less.
     """
 
     q_len: int
@@ -49,9 +52,11 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None
     index: str = "layer"
     dense_tail: int | tuple[int, ...] = ()
     window: int | None = None
+    skip: float | None = None
     ragged: Ragged | None = None
     page: int | None = None
     layout: str = "contiguous"
@@ -84,15 +89,23 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     q = _values((case.batch, case.heads, case.q_len, case.head_dim), case, device)
     k = _values((case.batch, case.kv_heads, case.k_len, case.head_dim), case, device)
     v = _values((case.batch, case.kv_heads, case.k_len, case.v_dim), case, device)
+    if case.skip is not None:
+        strength = torch.randn(*k.shape[:2], num_tiles(case.k_len), 1, device=device).repeat_interleave(TILE, 2)
+        want = torch.randn(case.head_dim, device=device)
+        q, k = q + want.to(q.dtype), k / 2 + (strength[:, :, : case.k_len] * want).to(k.dtype)
     if case.ragged is not None:
         _poison_padding(q, k, v, case.ragged)
-    index = _index(case, q, k)
+    if case.cache is not None:
+        k, v = k.to(case.cache), v.to(case.cache)
+    index = _index(case, q, k.to(q.dtype))
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sinks = torch.randn(case.heads, device=device) * 2 if case.sinks else None
     how: dict[str, Any] = {"scale": scale, "softcap": case.softcap, "sinks": sinks}
+    counts = [torch.zeros(index.diagonals.shape[:2], dtype=torch.int32, device=device) for _ in range(2)]
     expected, expected_lse = sparse_attention(
-        q.float(), k.float(), v.float(), index, **how, return_lse=True, backend="reference"
+        q.float(), k.float(), v.float(), index, **how, return_lse=True, backend="reference", skipped=counts[0]
     )
+    how["skipped"] = counts[1]
     buffer = torch.full((*q.shape[:3], case.v_dim + 3), float("nan"), dtype=case.dtype, device=device)
     if case.given:
         how["out"] = buffer[..., 1:-2]
@@ -102,6 +115,7 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
         out, lse = sparse_attention(q, k, v, index, **how, return_lse=True, backend="triton")
     else:
         out, lse = backend.sparse_attention(q, k, v, index, **how, launch=case.launch)
+    assert torch.equal(*counts) and bool(counts[0].any()) == (case.skip is not None), counts
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     if case.given:
         assert out is how["out"] and bool(buffer[..., [0, -2, -1]].isnan().all())
@@ -151,6 +165,10 @@ def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
         index = cat_sequences(parts, case.ragged)
     tail = (case.dense_tail,) * case.heads if isinstance(case.dense_tail, int) else case.dense_tail
     index = replace(index, dense_tail=tail, window=case.window)
+    if case.skip is not None:
+        bounds = torch.full(index.diagonals.shape[:2], case.skip, device=q.device)
+        bounds[:, 0] = -torch.inf
+        index = replace(index, skip=bounds)
     index.validate()
     return index
 

@@ -50,8 +50,18 @@ def test_rows_are_means_of_trials_and_are_kept(
         raise AssertionError("what is in the ledger is not run again")
 
     monkeypatch.setattr(difficulty, "trials", never)
-    assert difficulty.main(asked(model, out, *tasks)) == 0
+    kept = tmp_path / "settings.json"
+    assert difficulty.main(asked(model, out, *tasks, "--settings", str(kept))) == 0
     assert {(row["task"], row["measure"]): row for row in json.loads(out.read_text())["rows"]} == rows
+    assert {row["task"] for row in json.loads(kept.read_text())["tiny"]} == {"line_turns@questions=2", "mrcr"}
+
+
+def test_a_task_that_is_far_off_is_given_up(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.json"
+    assert difficulty.main(asked(model, out, "--task", "passkey", "--samples", "20")) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["count"], row["dense"], row["difference"], row["prompts"]) == (8, 0.0, None, None)
+    assert row["high"] < 0.4 and not row["shows"] and "given up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, load
 from profiling import report
 from profiling.evaluation.fronts import Front, Point, front_of, told
 from profiling.evaluation.measure import evaluate
+from profiling.prompts.settings import Setting
 from search.published.config import HeadSearch
 from search.published.head_budget import run
 from tests.search.conftest import save_tiny
@@ -31,7 +33,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(searched: Path, out: Path, *more: str) -> list[str]:
     base = [str(searched / "cfg.yaml"), "--model", str(searched / "tiny"), "--out", str(out), "--dtype", "float32"]
-    return [*base, "--length", str(LENGTH), "--methods", "headwise", "random_tiles", *more]
+    return [*base, "--length", str(LENGTH), "--methods", "headwise", "a_shape", "random_tiles", *more]
 
 
 def test_what_fits_is_measured_and_the_rest_is_named(
@@ -66,8 +68,14 @@ def test_what_fits_is_measured_and_the_rest_is_named(
     counts = {(f["task"], f["measure"]): f["count"] for f in record["figures"] if f["method"] == "random_tiles"}
     assert counts["passkey", "score"] == counts["babilong_qa1", "forced choice"] == 4
     timed = {each["method"] for each in record["prefill"]}
-    assert timed == {"dense", "dense_kernel", "headwise"}, "what chooses by scores is not timed"
+    assert timed == {"dense", "dense_kernel", "headwise", "a_shape"}, "what chooses by scores is not timed"
+    (same,) = record["equal_time"]
+    own, other = same["rows"]
+    assert (own["name"], own["apart"], other["name"]) == ("headwise", None, "a_shape")
+    assert other["low"] <= other["apart"] <= other["high"] and other["apart"] == pytest.approx(other["kl"] - own["kl"])
+    assert set(same["dense_seconds"]) == {"dense", "dense_kernel"} and own["seconds"] > 0 < other["seconds"]
     html = (out / "index.html").read_text()
+    assert "In the same time, 900 tokens" in html
     assert (
         "Quality against time" in html
         and "How many prompts it takes" in html
@@ -78,6 +86,24 @@ def test_what_fits_is_measured_and_the_rest_is_named(
     capsys.readouterr()
     assert report.main([str(out)]) == 0
     assert (out / "index.html").read_text() == html and "900 tokens" in capsys.readouterr().out
+
+
+def test_tasks_and_lengths_are_the_models_settings(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = load(searched / "cfg.yaml")
+    base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9, seconds=1.0)
+    some = (
+        base,
+        replace(base, task="short", length=20),
+        replace(base, task="hopeless", dense=0.0),
+        replace(base, task="forced", dense=0.0, measure="choice"),
+    )
+    monkeypatch.setattr(report, "settings", {"m": some, "smollm2": some[:1]}.__getitem__)
+    places, left = report.places_of("m", artifact, (), ())
+    assert places == [("prose", LENGTH), ("a", LENGTH), ("forced", LENGTH)]
+    assert left == ["short at 20 tokens, which the artifact serves densely"]
+    assert report.places_of("m", artifact, (), (600,))[0] == [(t, 600) for t in ("prose", "a", "short", "forced")]
+    monkeypatch.setattr(report, "settings", {"new": (), "smollm2": some[:1]}.__getitem__)
+    assert report.places_of("new", artifact, (), (600,))[0] == [("prose", 600), ("a", 600)]
 
 
 def test_a_front_is_what_none_beats() -> None:

@@ -257,7 +257,7 @@ def test_files_say_what_made_them(
     given = config(command="python -m profiling.stream --out x")
     run(given, loaded)
     record = json.loads((given.out / "stream.json").read_text())
-    assert record["command"] == given.command and record["versions"]["torch"] == torch.__version__
+    assert record["command"] == given.command and record["environment"]["torch"] == torch.__version__
     lines = (given.out / "stream.csv").read_text().splitlines()
     assert lines[0] == "method,end,nll,token_seconds,cache_bytes,process_bytes" and len(lines) == 1 + 6 * 5
     assert (given.out / "stream.png").stat().st_size > 10_000 and (given.out / "stream.svg").is_file()

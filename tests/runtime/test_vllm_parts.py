@@ -18,13 +18,15 @@ from torch import Tensor
 import artifacts
 from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
+from runtime.attention.turns import Turns
 from runtime.vllm.__main__ import main
-from runtime.vllm.batch import Piece, is_long, pieces_of, rest_of
+from runtime.vllm.batch import Piece, is_long, prefills_of, requests_of, rest_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
+from runtime.vllm.dense import Stream
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import Options, options_of, ranges
-from runtime.vllm.pages import Packed, paged
+from runtime.vllm.pages import paged, store
 from runtime.vllm.served import Served, number_of
 from tests.runtime.omnikv import DECODE
 
@@ -115,12 +117,18 @@ def step(*requests: tuple[int, int], padded: int = 0) -> Common:
     )
 
 
+def pieces_of(common: Common) -> list[Piece]:
+    return prefills_of(common, requests_of(common, exact=False))
+
+
 def test_pieces_and_the_rest() -> None:
     common = step((1, 40), (100, 300), (10, 10), (200, 200), (64, 100), padded=2)
     pieces = pieces_of(common)
     assert pieces == [Piece(1, 1, 100, 300), Piece(2, 101, 10, 10), Piece(3, 111, 200, 200), Piece(4, 311, 64, 100)]
-    long = [piece for piece in pieces if is_long(piece, 128)]
+    long = [piece for piece in pieces if is_long(piece, 128, 0)]
     assert [piece.request for piece in long] == [1, 3]
+    # Shorter ones would be all tail.
+    assert [piece.request for piece in pieces if is_long(piece, 128, 100)] == [3]
     found = rest_of(common, long)
     assert found is not None
     rest, rows = found
@@ -153,57 +161,30 @@ def test_steps_that_are_not_plainly_causal_are_left_alone(change: dict[str, Any]
     assert pieces_of(common) == []
 
 
-def columns(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Keys transposed in their page, values as they are: vLLM's vector kernels."""
-    pages, heads, size, width = cache.shape
-    k, v = cache.view(pages, heads, 2, -1).unbind(2)
-    at, within = slots // size, slots % size
-    k.view(pages, heads, width // 2, size)[at, :, :, within] = key
-    v.view(pages, heads, size, width // 2)[at, :, within] = value
+def interleaved(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """As vLLM's backends for GPUs write."""
+    cache[slots // PAGE, :, slots % PAGE] = torch.cat([key, value], dim=-1)
 
 
-def tiles(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Pairs of numbers in tiles of 16: vLLM's AMX kernel."""
-    pages, heads, size, width = cache.shape
-    dim = width // 2
-    k, v = cache.view(pages, heads, 2, -1).unbind(2)
-    for row, slot in enumerate(slots.tolist()):
-        page, t = divmod(slot, size)
-        k.view(pages, heads, size // 16, dim // 2, 16, 2)[page, :, t // 16, :, t % 16] = key[row].view(heads, -1, 2)
-        v.view(pages, heads, dim // 16, size // 2, 16, 2)[page, :, :, t // 2, :, t % 2] = value[row].view(heads, -1, 16)
-
-
-def scrambled(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """A layout without a rule."""
-    columns(key, value, cache, slots)
-    cache.copy_(
-        cache.flatten(2)[:, :, torch.randperm(cache[0, 0].numel(), generator=torch.Generator().manual_seed(0))].view_as(
-            cache
-        )
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("write", [columns, tiles])
-@pytest.mark.parametrize("size", [16, 32, 128])
-def test_a_packed_cache_is_read_as_it_was_written(write: Any, dtype: torch.dtype, size: int) -> None:
-    for length in (1, size - 1, size, 3 * size + 5):
-        pages = torch.randperm(7)[: -(-length // size)].to(torch.int32)
-        cache = torch.full((7, G, size, 2 * D), float("nan"), dtype=dtype)
-        key, value = torch.randn(2, length, G, D).to(dtype)
-        at = torch.arange(length)
-        write(key, value, cache, pages[at // size].long() * size + at % size)
-        keys = Packed(write, cache)(cache, pages, length)
-        assert torch.equal(keys.k[0].transpose(0, 1), key) and torch.equal(keys.v[0].transpose(0, 1), value)
-        assert keys.dense is keys.k and keys.table is None
-
-
-def test_a_cache_that_is_not_understood_is_refused() -> None:
-    cache = torch.zeros(2, G, 16, 2 * D)
-    with pytest.raises(artifacts.HeadwiseError, match="places of tokens in a page follow no rule"):
-        Packed(scrambled, cache)
-    with pytest.raises(artifacts.HeadwiseError, match="512 numbers were written, 0 are there"):
-        Packed(lambda *_: None, cache)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 15, 16, 53])
+@pytest.mark.parametrize("padded_pages", [False, True])
+def test_our_pages_hold_what_was_stored(dtype: torch.dtype, length: int, padded_pages: bool) -> None:
+    whole = torch.full((7, G + padded_pages, PAGE, 2 * D), float("nan"), dtype=dtype)
+    cache = whole[:, :G]
+    pages = torch.randperm(6)[: -(-length // PAGE)].to(torch.int32) + 1
+    key, value = torch.randn(2, length + 3, G, D).to(dtype)
+    at = torch.arange(length)
+    # Padding at the end of a step has no slot.
+    slots = torch.cat([pages[at // PAGE].long() * PAGE + at % PAGE, torch.full((2,), -1)])
+    store(cache, key, value, slots)
+    keys = paged(cache, pages, length, ours=True, read=dtype)
+    assert torch.equal(keys.dense[0].transpose(0, 1), key[:length])
+    for held, given in ((keys.k, key), (keys.v, value)):
+        assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], given[:length])
+    # Pages of others are as they were.
+    others = [page for page in range(1, 7) if page not in pages]
+    assert cache[others].isnan().all()
 
 
 class Parent:
@@ -218,7 +199,9 @@ class Parent:
         for i, (start, end) in enumerate(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])):
             if end > start:
                 k_len = int(common.seq_lens[i])
-                keys = paged(cache, common.block_table_tensor[i, : -(-k_len // PAGE)], k_len)
+                keys = paged(
+                    cache, common.block_table_tensor[i, : -(-k_len // PAGE)], k_len, ours=False, read=cache.dtype
+                )
                 q = query[start:end].transpose(0, 1)[None]
                 index = LayerPlan([make("dense")] * H, G).build(q, keys.dense)
                 output[start:end] = reference(
@@ -232,30 +215,45 @@ class ParentsBuilder:
         return SimpleNamespace(common=common, fast=fast_build)
 
 
+@pytest.fixture(params=[False, True], ids=["pages of the parent", "pages of ours"])
+def ours(request: pytest.FixtureRequest) -> bool:
+    """Whether the layer is served here alone, as on a CPU."""
+    return bool(request.param)
+
+
 @pytest.fixture
-def engine() -> Any:
+def engine(ours: bool) -> Any:
     """An implementation and a builder over Parent, with a plan of its own."""
     patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
     served: Any = object.__new__(Served)
     served.__dict__.update(
-        artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128)),
+        artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128, dense_tail=0)),
         longest=512,
         chooser=None,
         role=lambda _: None,
         counters=Counters(),
-        plan=lambda *_: LayerPlan(patterns * 2, G),
+        turns=lambda *_: Turns(LayerPlan(patterns * 2, G)),
+        owns=lambda _: ours,
+        stream=lambda _: None,
+        eight_bits=lambda _: None,
+        _size=1,
         _said=set(),
     )
-    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"in_pages": True}))
-    impl.__dict__.update(_served=served, is_served=True, _reader=None)
+    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
+    impl.__dict__.update(_served=served, is_served=True)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
-    builder.__dict__.update(_served=served)
+    builder.__dict__.update(_served=served, _owned=ours)
     served.counting = builder
     return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2)
 
 
-def serve(engine: Any, common: Common) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
-    """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K, G, D)."""
+def serve(
+    engine: Any, common: Common, gone: Stream | None = None
+) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
+    """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K, G, D).
+
+    gone: a layer that drops tokens, whose pages between the first and the last ones are another's.
+    """
     cache = torch.full((int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D), float("nan"))
     query, inputs = torch.randn(common.num_actual_tokens, H, D), []
     key, value = torch.full((2, common.num_actual_tokens, G, D), float("nan"))
@@ -264,7 +262,11 @@ def serve(engine: Any, common: Common) -> tuple[list[Tensor], list[Tensor], list
         k_len = int(common.seq_lens[i])
         k, v = torch.randn(2, k_len, G, D)
         at = torch.arange(k_len)
-        cache[common.block_table_tensor[i, at // PAGE].long(), :, at % PAGE] = torch.cat([k, v], dim=-1)
+        slots = common.block_table_tensor[i, at // PAGE].long() * PAGE + at % PAGE
+        (store if engine.impl.ours else interleaved)(cache, k, v, slots)
+        if gone is not None:
+            first, last = -(-gone.sinks // PAGE), (k_len - (end - start) - gone.window + 1) // PAGE
+            cache[common.block_table_tensor[i, first : max(first, last)].long()] = float("nan")
         key[start:end], value[start:end] = k[k_len - (end - start) :], v[k_len - (end - start) :]
         inputs.append((query[start:end], k, v))
     metadata = engine.builder.build(0, common)
@@ -298,7 +300,51 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
     assert report["prefills"].get("sparse", 0) == sparse
     assert report["prefills"].get("short", 0) == sum(q_len > 1 for q_len, _ in requests) - sparse
     assert (report["density"] is None) == (sparse == 0)
-    assert hasattr(metadata, "headwise") == (sparse > 0)
+    assert hasattr(metadata, "headwise") == (sparse > 0 or engine.impl.ours)
+
+
+@pytest.mark.parametrize("ours", [False])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_caches_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
+    scales = {"_k_scale_float": 0.5, "_v_scale_float": 0.25}
+    engine.served.eight_bits = lambda _: stored
+    common = step((100, 300))
+    cache = torch.zeros(int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D, dtype=stored)
+    k, v = ((torch.randn(300, G, D) / scale).to(stored) for scale in scales.values())
+    at = torch.arange(300)
+    slots = common.block_table_tensor[0, at // PAGE].long() * PAGE + at % PAGE
+    interleaved(cache.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8), slots)
+    query, output = torch.randn(100, H, D), torch.empty(100, H, D)
+    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **scales)
+    metadata = engine.builder.build(0, common)
+    engine.impl.forward(layer, query, query[:, :G], query[:, :G], cache.view(torch.uint8), metadata, output)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, k.float() * 0.5, v.float() * 0.25))
+    index = LayerPlan(engine.patterns, G).build(q, k, scale=Parent.scale)
+    expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
+    torch.testing.assert_close(output.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
+    assert engine.served.counters.report()["prefills"] == {"sparse": 1}
+
+
+@pytest.mark.parametrize("stream", [Stream(4, 50), Stream(20, 64), Stream(0, 30), Stream(3, 1000)])
+def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: Stream) -> None:
+    engine.served.owns, engine.served.stream = lambda _: True, lambda _: stream
+    engine.served.turns = lambda *_: None
+    engine.builder._owned = True
+    engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
+    requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
+    outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
+    for out, (q, k, v) in zip(outputs, inputs, strict=True):
+        at = torch.arange(len(k))
+        expected = []
+        for i in range(len(q)):
+            last = len(k) - len(q) + i
+            seen = ((at < stream.sinks) | (at > last - stream.window)) & (at <= last)
+            # A learned logit is a key of no value.
+            one = by_choice(q[i : i + 1], k[seen], v[seen], None)
+            logits = torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1)) * Parent.scale
+            share = 1 - torch.softmax(torch.cat([logits, engine.impl.sinks[:, None]], 1), 1)[:, -1]
+            expected.append(one * share[:, None])
+        torch.testing.assert_close(out, torch.cat(expected), atol=2e-5, rtol=1e-5)
 
 
 SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last"}
@@ -338,9 +384,8 @@ def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV, heads: list[int])
     return seen
 
 
-@pytest.mark.parametrize("write", [None, columns, tiles])
 @pytest.mark.parametrize("more", [{}, {"head_map": MAP}, {"coverage": 0.6}, {"coverage": 0.6, "head_map": MAP}])
-def test_layers_read_what_filter_layers_chose(engine: Any, write: Any, more: dict[str, Any]) -> None:
+def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any]) -> None:
     from runtime.omnikv.decode import OmniKV
     from runtime.omnikv.roles import roles_of
     from runtime.vllm.decode import Chooser
@@ -350,10 +395,6 @@ def test_layers_read_what_filter_layers_chose(engine: Any, write: Any, more: dic
     omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto", coverage=section.coverage)
     engine.served.chooser = Chooser(omni)
     engine.served.role = lambda layer: engine.served.chooser.role(number_of(layer.layer_name))
-    if write is not None:
-        type(engine.impl).in_pages = False
-        type(engine.impl).do_kv_cache_update = staticmethod(lambda layer, *parts: write(*parts))
-        engine.impl.parents_write = write
     # Decode, short and long; a prefill; drafts to verify.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200))
     metadata = engine.builder.build(0, common)
@@ -361,28 +402,18 @@ def test_layers_read_what_filter_layers_chose(engine: Any, write: Any, more: dic
     chose: dict[int, list[Any]] = {}
     for number in (1, 2, 3):
         cache = torch.full((int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D), float("nan"))
-        # Padding of the last page is read by some layouts, and not used.
-        cache.nan_to_num_(nan=0.0)
         query, parts = torch.randn(common.num_actual_tokens, H, D), []
         key, value = torch.empty(2, common.num_actual_tokens, G, D)
         for i, (start, end) in enumerate(spans):
             k, v = torch.randn(2, int(common.seq_lens[i]), G, D)
             at = torch.arange(len(k))
             slots = common.block_table_tensor[i, at // PAGE].long() * PAGE + at % PAGE
-            if write is None:
-                cache[slots // PAGE, :, slots % PAGE] = torch.cat([k, v], dim=-1)
-            else:
-                write(k, v, cache, slots)
+            (store if engine.impl.ours else interleaved)(cache, k, v, slots)
             key[start:end], value[start:end] = k[len(k) - (end - start) :], v[len(k) - (end - start) :]
             parts.append((query[start:end], k, v))
         output = torch.full_like(query, float("nan"))
         monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn")
-        # What is left to the parent is not looked at: its cache is of pages.
-        parent, Parent.forward = Parent.forward, lambda *args: args[-1]  # type: ignore[method-assign, assignment]
-        try:
-            engine.impl.forward(monkey, query, key, value, cache, metadata, output)
-        finally:
-            Parent.forward = parent  # type: ignore[method-assign]
+        engine.impl.forward(monkey, query, key, value, cache, metadata, output)
         for request in (0, 3) if section.coverage else (0, 3, 4):
             start, end = spans[request]
             q, k, v = parts[request]
@@ -434,7 +465,7 @@ def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     index = LayerPlan([make("dense")] * H, G).build(q, k)
     expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
-    torch.testing.assert_close(out.transpose(0, 1)[None], expected)
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
     assert [record.getMessage() for record in caplog.records] == ["a prefill is served densely: out of memory: no room"]
     # It is counted as what it was.
     found = engine.served.counters.report()
@@ -460,7 +491,7 @@ def test_keys_are_gathered_only_where_an_index_reads_them(
 ) -> None:
     sizes: dict[str, Any] = {"a_shape": {"sink": 64, "window": 64}, "vertical_slash": {"vertical": 70, "slash": 70}}
     plan = LayerPlan([make(kind, **sizes.get(kind, {})) for kind in patterns] * 2, G)
-    engine.served.plan = lambda *_: plan
+    engine.served.turns = lambda *_: Turns(plan)
     seen: list[Tensor] = []
     build = LayerPlan.build
     monkeypatch.setattr(LayerPlan, "build", lambda self, q, k, **how: (seen.append(k), build(self, q, k, **how))[1])
@@ -472,42 +503,49 @@ def test_keys_are_gathered_only_where_an_index_reads_them(
     assert dense.shape == k.shape and (dense.untyped_storage().nbytes() >= k.nbytes) == gathered
 
 
-@pytest.mark.parametrize(("longest", "in_pages", "wanted"), [(512, True, [512]), (512, False, [512]), (100, True, [])])
+@pytest.mark.parametrize(("longest", "wanted"), [(512, [512]), (100, [])])
 def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, in_pages: bool, wanted: list[int]
+    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[int]
 ) -> None:
-    engine.served.longest, type(engine.impl).in_pages = longest, in_pages
-    built: list[tuple[int, int, int]] = []
+    engine.served.longest = longest
+    built: list[tuple[int, int]] = []
     build = LayerPlan.build
 
     def noted(self: LayerPlan, q: Tensor, k: Tensor, **how: Any) -> Any:
-        built.append((q.shape[2], k.shape[2], k.untyped_storage().nbytes() // k.nbytes))
+        built.append((q.shape[2], k.shape[2]))
         return build(self, q, k, **how)
 
     monkeypatch.setattr(LayerPlan, "build", noted)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
     query, output = torch.randn(200, H, D), torch.ones(200, H, D)
     engine.impl.forward(None, query, None, None, torch.empty(0), None, output)
-    # Unpacked values lie beside the keys.
-    assert built == [(200, k_len, 1 if in_pages else 2) for k_len in wanted] and not output.any()
+    assert built == [(200, k_len) for k_len in wanted] and not output.any()
 
 
-def test_a_cache_that_cannot_be_read_leaves_the_step_to_the_parent(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    impl = type(engine.impl)
-    impl.in_pages, impl.do_kv_cache_update = False, lambda *_: None
-    with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
-        (whole, chunk), inputs, _ = serve(engine, step((200, 200), (100, 300)))
-    for out, parts in zip((whole, chunk), inputs, strict=True):
+@pytest.mark.parametrize("verdict", [True, False, None])
+def test_patterns_serve_where_they_gain(engine: Any, monkeypatch: pytest.MonkeyPatch, verdict: bool | None) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def measure(self: Turns, q: Tensor, k: Tensor, lengths: Any, sparse: Any, dense: Any) -> Tensor | None:
+        # As it does: each way once or more, dense last, and here patterns win with the longer chunk alone.
+        asked.append(lengths)
+        done = sparse()
+        assert dense() is not None
+        return done if lengths[0] > 100 else None
+
+    monkeypatch.setattr(Turns, "gains", lambda *_: verdict)
+    monkeypatch.setattr(Turns, "measure", measure)
+    requests = [(1, 40), (100, 300), (130, 400), (10, 200)]
+    outputs, inputs, _ = serve(engine, step(*requests))
+    sparse = {True: [1, 2], False: [], None: [2]}[verdict]
+    for i, (out, parts) in enumerate(zip(outputs, inputs, strict=True)):
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        index = LayerPlan([make("dense")] * H, G).build(q, k)
-        expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
-        torch.testing.assert_close(out.transpose(0, 1)[None], expected)
-    (record,) = caplog.records
-    assert "vLLM's CPU cache is not understood" in record.getMessage()
-    prefills = engine.served.counters.report()["prefills"]
-    assert sum(prefills.values()) == 2 and "sparse" not in prefills
+        plan = LayerPlan(engine.patterns if i in sparse else [make("dense")] * H, G)
+        expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
+        torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
+    assert asked == ([(100, 300), (130, 400)] if verdict is None else [])
+    told = {"dense attention is faster": 2} if verdict is False else {"sparse": 2}
+    assert engine.served.counters.report()["prefills"] == told | {"short": 1}
 
 
 def test_names_of_layers() -> None:
@@ -553,13 +591,22 @@ def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
-    policies = artifacts.KVCache(policies={"s": artifacts.SnapKV(budget=0.5)}, layers=("s",) * 6)
+    given = {"s": artifacts.SnapKV(budget=0.5), "c": artifacts.Streaming(), "f": artifacts.Full()}
+    heads = artifacts.load(files()[1]).model.num_kv_heads
+    policies = artifacts.KVCache(policies=given, layers=("s", "c", ("f",) * (heads - 1) + ("c",), "f", "f", "f"))
     model, cfg = files(kv_cache=policies)
     assert main(["check", cfg, "--model", model]) == 3
+    out = "leave the section out (python -m artifacts merge CFG --kv-cache none --out NEW)"
     assert capsys.readouterr().out == (
-        "no: the artifact has a kv_cache section, and vLLM's cache serves no caches that drop tokens: "
-        "leave it out (python -m artifacts merge CFG --kv-cache none --out NEW)\n"
+        "no: kv_cache.policies.s is snapkv: it keeps other tokens in each head, and vLLM frees whole pages of all "
+        f"heads; streaming is served: {out}\n"
+        "no: kv_cache.policies.c.positions is 'cache': vLLM rotates keys before they are kept, 'original' is served\n"
+        f"no: kv_cache.layers[2] differs by head, and vLLM's pages hold all heads of a layer: {out}\n"
     )
+    stream = artifacts.Streaming(sinks=4, window=60, positions="original")
+    model, cfg = files(kv_cache=artifacts.KVCache(policies={"c": stream, "f": given["f"]}, layers=("c", "c", *"ffff")))
+    assert main(["check", cfg, "--model", model]) == 0
+    assert "layers 0-1: keep 4 first and 60 last tokens\n" in capsys.readouterr().out
     section = DECODE.model_copy(update={"selector": "uniform", "prefill_ratio": 2.0})
     model, cfg = files(kv_cache=None, decode=artifacts.Decode(omnikv=section))
     assert main(["check", cfg, "--model", model]) == 3
@@ -570,8 +617,11 @@ def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], buil
     model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
     assert main(["check", cfg, "--model", model]) == 0
     assert "decode: layers 3, 5 read what layers 2, 4 choose\n" in capsys.readouterr().out
-    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "2"]) == 3
-    assert capsys.readouterr().out == "no: --tensor-parallel-size must be 1 with a decode section, got 2\n"
+    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "8"]) == 3
+    most = artifacts.load(cfg).model.num_kv_heads
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"no: --tensor-parallel-size must be at most {most} (KV heads) with a decode section, got 8"
+    )
     model, cfg = files(decode=None)
     assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "3"]) == 3
     assert "KV heads do not divide among 3 processes" in capsys.readouterr().out

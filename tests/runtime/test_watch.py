@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, SkipSoftmax
+from kernels.attention import sparse_attention
 from kernels.attention.recall import estimate_recall
 from kernels.patterns import LayerPlan, make
 from runtime import Headwise
 from tests.runtime.conftest import SPARSE, sparse_rows
+from tests.runtime.tiny import look_at_themselves
 
 
 class Operations(TorchDispatchMode):
@@ -197,3 +199,35 @@ def test_threads_lose_no_call(build, artifact_for, ids) -> None:
     for number, layer in after["layers"].items():
         assert layer["sequences"] == 2 * before["layers"][number]["sequences"] == 36
         assert layer["recall"] == pytest.approx(before["layers"][number]["recall"], rel=1e-6)
+
+
+def test_what_skip_softmax_skips_is_counted(build, artifact_for, ids) -> None:
+    """By sequence, of its own causal tiles; and the output is that of nobody watching."""
+    model, prompt = build(num_hidden_layers=1), ids(400, batch=2)
+    look_at_themselves(model)
+    real = torch.ones_like(prompt)
+    real[0, :100] = 0
+    pattern = SkipSoftmax(scale_factor=299.0)
+    made = artifact_for(model, dense=True)
+    artifact = made.model_copy(
+        update={
+            "patterns": {"skip_299": pattern},
+            "prefill": made.prefill.model_copy(update={"layers": (("skip_299",) * 4,)}),
+        }
+    )
+    with torch.no_grad():
+        with Headwise(artifact).apply(model):
+            unwatched = model(prompt, attention_mask=real).logits
+        with Headwise(artifact).apply(model, watch=True) as handle:
+            assert torch.equal(model(prompt, attention_mask=real).logits, unwatched)
+    (layer,) = handle.stats()["layers"].values()
+    shares = torch.zeros(4)
+    for row, start in ((0, 100), (1, 0)):
+        # Rotary positions of a padded sequence may begin anywhere: only differences count.
+        ((q, k, v),) = captured(model, prompt[row : row + 1, start:])
+        index = LayerPlan([make("skip_softmax", scale_factor=299.0)] * 4, 2).build(q, k)
+        skipped = torch.zeros(1, 4, dtype=torch.int32)
+        sparse_attention(q, k, v, index, backend="reference", skipped=skipped)
+        shares += skipped[0] / index.causal_tiles / 2
+    assert float(shares.max()) > 0
+    assert layer["skipped"] == pytest.approx(shares.tolist(), abs=1e-6) and layer["density"] == [1.0] * 4

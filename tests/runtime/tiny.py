@@ -179,6 +179,18 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+def look_at_themselves(model: Any) -> None:
+    """Give every KV head the projection of its first query head: tokens attend to themselves most, and tiles differ."""
+    for layer in model.model.layers:
+        q, k = layer.self_attn.q_proj, layer.self_attn.k_proj
+        dim, groups = layer.self_attn.head_dim, k.out_features // layer.self_attn.head_dim
+        with torch.no_grad():
+            for name in ("weight", "bias"):
+                if (own := getattr(k, name)) is not None:
+                    first = getattr(q, name).unflatten(0, (groups, -1, dim))[:, 0]
+                    own.copy_(first.flatten(0, 1))
+
+
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random causal model in evaluation mode, of a family of FAMILIES or of transformers."""
     sizes = SIZES | FAMILIES.get(family, {}) | changes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from profiling.inside.missed_mass import missed_mass
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from search.explain import Question, main, report, run
-from search.explaining.findings import Trial, on_hull
 from search.published.config import HeadSearch
 from search.published.head_budget import run as run_search
 
@@ -167,13 +165,6 @@ def test_overviews_agree_with_the_arrays(found: Path, capsys: pytest.CaptureFixt
     assert len(capsys.readouterr().out.splitlines()) == 2 + 3
 
 
-def test_the_text_marks_the_winner(found: Path) -> None:
-    answer = asked(found, 0, 4)
-    marked = [line for line in report(answer).splitlines() if re.match(r"\* \w+_\d", line)]
-    assert len(marked) == 1
-    assert answer["pattern"] in marked[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -230,23 +221,6 @@ def test_arrays_of_another_shape_are_refused(found: Path, tmp_path: Path) -> Non
     artifacts.save(artifact, out, arrays)
     with pytest.raises(HeadwiseError, match=r"chosen\.candidate has the shape \(3, 5\)"):
         asked(out, 0, 0)
-
-
-def trial(at: int, cost: float, squared: float) -> Trial:
-    scores = {"error": squared**0.5, "recall": 1.0, "density": 0.5, "seconds": cost}
-    return Trial(candidate=at, pattern=f"bs_{at + 1}", kind="block_sparse", **scores)
-
-
-def test_the_hull_holds_whoever_wins_at_some_price() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        trials = [trial(at, *rng.uniform(0.1, 1.0, 2)) for at in range(12)]
-        line = on_hull(trials)
-        squared, costs = (np.array(column) for column in zip(*((t.error**2, t.cost) for t in trials), strict=True))
-        winners = set((squared + np.geomspace(1e-3, 1e3, 4001)[:, None] * costs).argmin(axis=1).tolist())
-        assert winners <= set(line)
-        assert costs[line].tolist() == sorted(costs[line])
-        assert all(trials[a].error > trials[b].error for a, b in pairwise(line))
 
 
 def test_missed_mass_is_what_plain_softmax_says(found: Path, tiny_model: Path) -> None:

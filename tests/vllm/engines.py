@@ -104,7 +104,8 @@ class Transformers:
     ) -> list[int]:
         """What is generated; `chunks` are the lengths that the prompt is fed in."""
         with self._applied(artifact):
-            return self._generate(self._new_cache(), prompt, chunks or [len(prompt)], tokens)
+            cache = self._new_cache() if artifact is None else load(artifact).new_cache(self.model)
+            return self._generate(cache, prompt, chunks or [len(prompt)], tokens)
 
     def continued(
         self,

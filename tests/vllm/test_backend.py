@@ -48,7 +48,7 @@ def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> No
     assert issubclass(backend, parent) and backend.get_name() == "CUSTOM"
     assert backend.get_supported_kernel_block_sizes() == parent.get_supported_kernel_block_sizes()
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
-    assert issubclass(impl, SparseImpl) and issubclass(impl, parent.get_impl_cls()) and impl.in_pages
+    assert issubclass(impl, SparseImpl) and issubclass(impl, parent.get_impl_cls()) and not impl.ours
     assert issubclass(builder, SparseBuilder) and issubclass(builder, parent.get_builder_cls())
     # vLLM turns the class into its path and back.
     assert resolve_obj_by_qualname(".".join(backend.full_cls_name())) is backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -62,3 +63,21 @@ def test_chunks_and_cached_prefixes(model: str, artifact: Any, transformers: Tra
         assert cached == 0
         wanted = transformers.tokens(each.prompt_token_ids, chunks, artifact=path, tokens=TOKENS)
         assert list(each.outputs[0].token_ids) == wanted, chunks
+
+
+def drafted(model: str, path: str, prompts: list[list[int]]) -> tuple[list[list[int]], list[int], Any]:
+    """Tokens with drafts by n-grams, the lengths of all steps, and what was served."""
+    # Each of the last tokens has been seen before, so something is drafted after it.
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with engine(model, path, speculative_config=drafts) as served:
+        made = [served.tokens([ids], TOKENS)[0] for ids in prompts]
+        return made, [length for each in served.cuts.values() for length in each[2:]], stats()
+
+
+def test_drafts_by_ngrams(model: str, artifact: Any, transformers: Transformers) -> None:
+    path, prompts = artifact(), [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
+    # In a process of its own: after its drafts vLLM starts no other engine in the same one.
+    with get_context("spawn").Pool(1) as apart:
+        made, steps, found = apart.apply(drafted, (model, path, prompts))
+    assert made == [transformers.tokens(ids, artifact=path, tokens=TOKENS) for ids in prompts]
+    assert any(length > 1 for length in steps) and found["prefills"] == {"sparse": 2}

@@ -84,4 +84,4 @@ def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifa
     told = refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
     assert "decode.omnikv.selector is 'uniform'" in told
     kept = artifacts.KVCache(policies={"s": artifacts.SnapKV(budget=0.5)}, layers=("s",) * 3)
-    assert "the artifact has a kv_cache section" in refused(model, artifact(kv_cache=kept))
+    assert "kv_cache.policies.s is snapkv" in refused(model, artifact(kv_cache=kept))

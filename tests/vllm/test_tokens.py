@@ -9,6 +9,7 @@ import pytest
 from runtime.vllm import stats
 from tests.vllm.conftest import prompt
 from tests.vllm.engines import Transformers, engine
+from tests.vllm.test_decode import decode
 
 PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3), prompt(256, 4), prompt(255, 5)]
 DENSE = (("dense",) * 4,) * 3
@@ -79,10 +80,12 @@ def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) ->
     assert outcome(artifact(DENSE)) == outcome(None)
 
 
-def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Transformers) -> None:
+@pytest.mark.parametrize("decoding", [False, True])
+def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Transformers, decoding: bool) -> None:
     from vllm import LLM, SamplingParams
 
-    path = artifact()
+    # By head: what KV heads of one process choose, those of the other read.
+    path = artifact(decode=decode("by head")) if decoding else artifact()
     wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
     llm = LLM(
         model=model,
@@ -106,5 +109,6 @@ def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Tr
     assert [(each["rank"], each["prefills"]) for each in found] == [
         (rank, {"sparse": 4, "short": 2}) for rank in range(2)
     ]
+    assert [("decode" in each) for each in found] == [decoding] * 2
     # Each rank has other heads, with other patterns.
     assert found[0]["density"] != found[1]["density"]

@@ -16,6 +16,8 @@ from profiling.evaluation.intervals import (
     paired_difference,
     prompts_needed,
     sign_flip,
+    student,
+    student_p,
     wilson,
 )
 
@@ -29,6 +31,17 @@ def test_wilson_by_its_formula() -> None:
     assert (found.value, found.count) == (0.8, 10)
     assert (found.low, found.high) == pytest.approx((middle - half, middle + half))
     assert (found.low, found.high) == pytest.approx((0.490, 0.943), abs=5e-4)
+
+
+@pytest.mark.parametrize("count, quantile", [(2, 12.706), (4, 3.182), (8, 2.365), (31, 2.042)])
+def test_student_by_the_table(count: int, quantile: float) -> None:
+    values = np.random.default_rng(0).standard_normal(count).tolist()
+    found, half = student(values), quantile * float(np.std(values, ddof=1)) / count**0.5
+    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half), rel=2e-3)
+    assert found.value == pytest.approx(np.mean(values))
+    # A mean whose interval ends at 0 has a p-value of 5%.
+    assert student_p([value - found.low for value in values]) == pytest.approx(0.05, rel=5e-3)
+    assert student_p([0.0] * count) == 1.0
 
 
 def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:

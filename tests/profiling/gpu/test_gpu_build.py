@@ -13,7 +13,7 @@ from artifacts import HeadwiseError
 from profiling import gpu_build
 from profiling.gpu import builds
 from profiling.gpu.compiled import Build
-from profiling.gpu.machine_code import Code, hot_loop, whole
+from profiling.gpu.machine_code import Code, hot_loops, whole
 from profiling.gpu.time_model import DEVICES, predict, programs
 
 # Two loops side by side, of which the first is leaner, a narrow one, and one that multiplies more inside of another.
@@ -29,7 +29,7 @@ MACHINE = """
 .L_x_2:
         /*0070*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
         /*0080*/                   LDL R9, [R1] ;
-        /*0090*/                   FADD R3, R4, R5 ;
+        /*0090*/                   DEPBAR.LE SB0, 0x2 ;
         /*00a0*/                   MUFU.EX2 R3, R4 ;
         /*00b0*/                   HGMMA.64x128x16.F32.BF16 R24, R128, gdesc[UR12].tnspB, R24, gsb0 ;
         /*00c0*/               @P1 BRA `(.L_x_2) ;
@@ -50,12 +50,12 @@ BUILD = Build(shared=132_624, registers=238, spilled=0, assembly="", warps=8, ma
 
 
 def test_the_hot_loop_is_the_leanest_of_those_that_multiply_most() -> None:
-    loop = hot_loop(MACHINE)
-    assert loop == Code(instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0)
+    loop, second = hot_loops(MACHINE)
+    assert loop == Code(instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0, under_way=0)
+    assert (second.instructions, second.local, second.under_way) == (6, 1, 2)
     everything = whole(MACHINE)
     assert (everything.tensor, everything.local, everything.instructions) == (6, 2, 21)
-    assert hot_loop("") is None
-    assert hot_loop(MACHINE.replace("HGMMA", "FFMA")) is None
+    assert hot_loops("") == hot_loops(MACHINE.replace("HGMMA", "FFMA")) == []
 
 
 def test_programs_that_fit_a_multiprocessor() -> None:
@@ -68,7 +68,7 @@ def test_programs_that_fit_a_multiprocessor() -> None:
 
 
 def test_the_model_by_hand() -> None:
-    loop = Code(instructions=400, tensor=12, exponentials=32, async_copies=8, bulk_copies=0, local=0)
+    loop = Code(instructions=400, tensor=12, exponentials=32, async_copies=8, bulk_copies=0, local=0, under_way=2)
     found = predict(loop, BUILD, "sm_90", queries=128, keys=64, dim=128)
     # 4 * 128 * 64 * 128 operations at 4,096 a cycle; 400 instructions of 8 warps, 4 a cycle; 8,192 exponentials.
     assert found.cycles["tensor cores"] == 1024 and found.cycles["issue"] == 800
@@ -79,6 +79,9 @@ def test_the_model_by_hand() -> None:
     # Two programs hide each other's softmax: the tensor cores are what is left.
     two = predict(loop, replace(BUILD, registers=120, shared=60_000), "sm_90", queries=128, keys=64, dim=128)
     assert two.bound == "tensor cores" and two.flops == DEVICES["sm_90"].flops
+    waiting = predict(replace(loop, under_way=0), BUILD, "sm_90", queries=128, keys=64, dim=128)
+    assert waiting.bound == "waiting for copies"
+    assert waiting.cycles[waiting.bound] == pytest.approx(1824 + 2 * 262 + found.cycles["L2"])
 
 
 @pytest.mark.slow
@@ -89,7 +92,7 @@ def test_what_is_known_of_a_build_for_hopper(tmp_path: Path, monkeypatch: pytest
     assert facts["wgmma"] and facts["spilled"] == 0 and facts["programs"] >= 1
     loop = facts["loop"]
     assert loop["tensor"] and loop["async_copies"] + loop["bulk_copies"] and loop["exponentials"]
-    assert loop["local"] == 0
+    assert loop["local"] == 0 and loop["under_way"] > 0
     assert 0 < facts["predicted"]["flops"] <= DEVICES["sm_90"].flops
     monkeypatch.setattr(builds, "names", lambda *_, **__: [name])
     to = tmp_path / "builds.json"
@@ -105,8 +108,12 @@ def facts(**changes: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"spilled": 24}, "24 bytes spilled at 200 registers"),
+        ({"spilled": 72}, "72 bytes spilled at 200 registers"),
         ({"loop": {"local": 1}}, "its hot loop reads or writes local memory"),
+        (
+            {"loop": {"async_copies": 8, "under_way": 0}, "launch": {"stages": 3}},
+            "its hot loop waits for each copy that it starts",
+        ),
         ({"shared": 10**6}, "1000000 bytes of shared memory, the device has 232448"),
     ],
 )

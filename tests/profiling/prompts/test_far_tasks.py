@@ -28,7 +28,7 @@ def made(task: str, tokenizer: Any, samples: int = 2, length: int = LENGTH, seed
     return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
 
 
-@pytest.mark.parametrize("task", [*TURNS, *INSIDE])
+@pytest.mark.parametrize("task", [*TURNS, *INSIDE, "facts"])
 def test_prompts_have_the_length_that_was_asked_for(tokenizer: Any, task: str) -> None:
     for length in (2048, 4099):
         prompts = made(task, tokenizer, 3, length)
@@ -73,13 +73,17 @@ def test_chains_may_have_more_links() -> None:
         assert f"The value of {found} is {prompt.answer}." in text
 
 
-@pytest.mark.parametrize("task", INSIDE)
+@pytest.mark.parametrize("task", [*INSIDE, "facts"])
 def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str) -> None:
     for prompt in made(task, tokenizer):
         ids = prompt.input_ids
-        assert len(prompt.scored) >= 3 and prompt.answer is None
-        assert max(stop for _, stop in prompt.scored) <= LENGTH - 128
-        for start, stop in prompt.scored:
+        if task == "facts" and not prompt.scored:
+            continue
+        assert len(prompt.scored) >= 3 and (prompt.answer is None or task == "facts")
+        assert max(stop for _, stop in prompt.scored) <= len(prompt.context) - 128
+        names = {"asked": "line_asked", "chained": "chain"}
+        labels = prompt.labels or [task] * len(prompt.scored)
+        for (start, stop), label in zip(prompt.scored, labels, strict=True):
             said, before = tokenizer.decode(ids[start:stop]).strip(), tokenizer.decode(ids[:start])
             cue = before[before.rindex("\n") + 1 :]
             name = {
@@ -88,12 +92,25 @@ def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str
                 "label_map": r"(\w+):$",
                 "dictionary": r"(\w+):$",
                 "repeats": r"([\w ]+)$",
-            }[task]
+            }[names.get(label, label)]
             thing = re.search(name, cue.strip())
             assert thing
             told = before[: -len(cue)].rindex(f"{thing[1]} {said}" if task == "repeats" else thing[1])
             assert said in before[told : told + len(thing[1]) + len(said) + 60]
             assert len(tokenizer(before[told:], add_special_tokens=False)["input_ids"]) >= LENGTH // 4 - 60
+
+
+def test_facts_ask_in_turns_of_one_context_and_inside_it_once(tokenizer: Any) -> None:
+    prompts = made("facts@questions=4", tokenizer, 6)
+    contexts = [prompt.context for prompt in prompts]
+    assert [contexts.count(context) for context in dict.fromkeys(contexts)] == [4, 2]
+    assert [bool(prompt.scored) for prompt in prompts] == [True, False, False, False, True, False]
+    assert {"asked", "chained"} == set(prompts[0].labels)
+    for prompt in prompts:
+        start, stop = prompt.finds[0].span
+        asked = re.search(r"of ([\w-]+) is$", tokenizer.decode(prompt.input_ids[-prompt.turn :]))
+        line = tokenizer.decode(prompt.context[start:stop])
+        assert asked and str(prompt.answer) in line and asked[1] in line
 
 
 def test_labels_stay_what_they_were() -> None:
@@ -117,7 +134,7 @@ def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) ->
         assert text.index(name) < 300 and text.count(name) == 2 and name not in text[-100:]
 
 
-@pytest.mark.parametrize("task", [*TURNS, *INSIDE])
+@pytest.mark.parametrize("task", [*TURNS, *INSIDE, "facts"])
 def test_what_does_not_fit_is_an_error(task: str) -> None:
     with pytest.raises(HeadwiseError, match=f"length 150 is too small for {task}"):
         made(task, byte_level(), 8, 150)

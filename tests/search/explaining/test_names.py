@@ -19,6 +19,8 @@ PATTERNS = [
     a.BlockSparse(blocks=3, coverage=0.29),
     a.MemoryUnits(sink=1, window=2, units=3),
     a.MemoryUnits(sink=1, window=2, units=3, representatives=8),
+    a.SkipSoftmax(scale_factor=4),
+    a.SkipSoftmax(scale_factor=32.7681),
 ]
 
 

@@ -9,7 +9,13 @@ from kernels.patterns import KINDS
 from search.model.candidates import ladder
 
 # What goes with the length, by kind, and in what it counts.
-SIZES = {"a_shape": ("window",), "vertical_slash": ("vertical", "slash"), "block_sparse": ("blocks",), "dense": ()}
+SIZES = {
+    "a_shape": ("window",),
+    "vertical_slash": ("vertical", "slash"),
+    "block_sparse": ("blocks",),
+    "skip_softmax": ("scale_factor",),
+    "dense": (),
+}
 
 
 @pytest.mark.parametrize("length", [4096, 8192, 131_072])

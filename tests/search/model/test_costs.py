@@ -89,7 +89,7 @@ def test_a_table_without_a_kind_is_one_line(model: ModelInfo, tmp_path: Path) ->
 
 
 def test_what_a_table_is_of() -> None:
-    from profiling.bench import environment
+    from profiling.environment import environment
 
     costs = Costs(unit="seconds", length=LENGTH, head_dim=16, dtype="float32", table=linear_table())
     assert not costs.of_machine("cpu")

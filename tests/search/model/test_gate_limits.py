@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.quality.sequences import Losses, TokenSequence
-from search.model.task_losses import Limits, TaskLoss, by_task, lost_answers, mean_kl
+from search.model.task_losses import ENOUGH, Limits, TaskLoss, by_task, lost_answers, mean_kl
 
 GOOD = {"kl": 0.01, "perplexity": None, "nll": 0.01, "nll_low": -0.02, "nll_high": 0.04}
 
@@ -44,10 +45,10 @@ def test_what_loses_little_passes() -> None:
             "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the limit (--max-nll) is 0.1",
         ),
         (
-            task(lost=6, won=1),
+            task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
             "lost",
             "kv: 6 of 30 answers that dense attention gets right are lost and 1 of the others won, "
-            "the limit (--max-lost) is 10% fewer",
+            "17% fewer (4% to 31%), the limit (--max-lost) is 10%",
         ),
     ],
     ids=["kl", "perplexity", "nll", "lost"],
@@ -64,29 +65,26 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
 
 
 def test_of_several_faults_the_worst_is_said() -> None:
-    twice, thrice = task("twice", kl=0.1), task("thrice", lost=9)
+    twice, thrice = task("twice", kl=0.1), task("thrice", lost=9, fewer_low=0.1)
     assert (said := Limits().fault([twice, thrice])) is not None and said.startswith("thrice: 9 of 30")
     assert (said := Limits().fault([thrice, task("four", kl=0.2)])) is not None and said.startswith("four: KL")
 
 
 @pytest.mark.parametrize("dense_right", [1, 2, 5])
 def test_one_lost_answer_alone_fails_nothing_and_two_do(dense_right: int) -> None:
-    assert Limits().fault([task(dense_right=dense_right, lost=1)]) is None
-    assert Limits().fault([task(dense_right=dense_right + 1, lost=2)]) is not None
+    assert Limits().fault([task(dense_right=dense_right, lost=1, fewer_low=0.1)]) is None
+    assert Limits().fault([task(dense_right=dense_right + 1, lost=2, fewer_low=0.1)]) is not None
 
 
 def test_answers_that_are_won_stand_against_those_that_are_lost() -> None:
-    assert Limits().fault([task(dense_right=20, lost=4, won=1)]) is not None
-    assert Limits().fault([task(dense_right=20, lost=4, won=2)]) is None
+    assert Limits().fault([task(dense_right=20, lost=4, won=1, fewer_low=0.01)]) is not None
+    assert Limits().fault([task(dense_right=20, lost=4, won=2, fewer_low=0.01)]) is None
     assert Limits().fault([task(dense_right=3, lost=2, won=1)]) is None
 
 
-def test_one_in_five_of_enough_answers_is_seen() -> None:
-    assert Limits().fault([task(dense_right=15, lost=3)]) is not None
-    assert Limits().fault([task(dense_right=20, lost=2)]) is None
-
-
-def test_a_rise_that_its_interval_does_not_tell_from_none_is_no_finding() -> None:
+def test_what_its_interval_does_not_tell_from_none_is_no_finding() -> None:
+    assert Limits().fault([task(dense_right=20, lost=4, fewer_low=0.0)]) is None
+    assert Limits().fault([task(dense_right=20, lost=4, fewer_low=0.01)]) is not None
     assert Limits().fault([task(nll=0.3, nll_low=-0.01, nll_high=0.7)]) is None
     assert Limits().fault([task(nll=0.3, nll_low=0.01, nll_high=0.7)]) is not None
 
@@ -121,7 +119,6 @@ def losses(sizes: tuple[int, ...], rise: list[float], right: list[bool], dense: 
         answer_tokens=np.array(sizes, dtype=np.int64),
         answer_nll=np.array(rise) + 2,
         answer_dense_nll=np.full(len(sizes), 2.0),
-        answer_kl=np.full(len(sizes), 2 * kl),
         right=np.array(right, dtype=bool),
         dense_right=np.array(dense, dtype=bool),
     )
@@ -139,11 +136,10 @@ def test_losses_are_gathered_by_task() -> None:
     )
     kv, prose = found
     assert [kv.task, prose.task] == ["kv", "prose"]
-    # Answers' tokens count beside the ten positions: 5 of twice the KL each time.
-    assert kv.kl == pytest.approx(np.mean([0.1 * 20 / 15, 0.2 * 20 / 15])) and prose.kl == pytest.approx(0.3)
+    assert kv.kl == pytest.approx(0.15) and prose.kl == pytest.approx(0.3)
     assert kv.nll == pytest.approx((0.2 + 0.6 + 1.2) / 10) and kv.perplexity is None
     # Few sequences: the interval is over their answers.
-    assert kv.nll_low >= 0.1 - 1e-9 and kv.nll_high <= 0.24 + 1e-9 and kv.nll_low < kv.nll < kv.nll_high
+    assert kv.nll_low >= 0.14 - 1e-9 and kv.nll_high <= 0.26 + 1e-9 and kv.nll_low < kv.nll < kv.nll_high
     assert (kv.sequences, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
     assert prose.perplexity == pytest.approx(exp(0.3)) and prose.nll is None and prose.answers == 0
     assert kv.loss == pytest.approx(kv.kl + 0.2) and prose.loss == prose.kl
@@ -151,6 +147,22 @@ def test_losses_are_gathered_by_task() -> None:
     assert lost_answers(found) == {"dense_right": 2, "lost": 1}
 
 
+def test_kinds_of_answers_are_judged_apart_and_contexts_are_the_units() -> None:
+    one = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
+    lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
+    kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
+    asked, later = by_task([one] * 8, [lost] * 4 + [kept] * 4)
+    assert (asked.task, asked.answers, asked.lost, later.task, later.answers, later.lost) == (
+        *("facts/asked", 16, 8),
+        *("facts/later", 8, 0),
+    )
+    # Half of eight contexts lose all of their answers: as eight units the share is less certain than as sixteen.
+    assert asked.fewer == 0.5 and asked.nll == pytest.approx(0.1)
+    half = 2.365 * np.std([1, 0] * 4, ddof=1) / 8**0.5
+    assert (asked.fewer_low, asked.fewer_high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
+    assert (later.fewer_low, later.fewer_high) == (0, 0)
+
+
 def test_lines_say_what_is_too_few() -> None:
-    assert "too few" in task(dense_right=13).line() and "too few" not in task(dense_right=14).line()
+    assert "too few" in task(dense_right=ENOUGH - 1).line() and "too few" not in task(dense_right=ENOUGH).line()
     assert "perplexity +1.00%" in text().line()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,17 +18,22 @@ from artifacts import HeadwiseError
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
-from profiling.prompts.held_out import Seen, held_out
+from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.sequences import Reference, sequences
+from profiling.ranks import Ranks
 from runtime import load
 from search.common.check import plans_of
 from search.heads import main
 from search.model.allocation import spent_by
+from search.model.config import ModelSearch
+from search.model.pipeline import _Search
+from search.model.prompts import judged_prompts
 from search.model.task_losses import Limits, by_task
 from search.model.timing import ANCHOR, SDPA
-from tests.processes import Process, run
+from tests.processes import run
 from tests.search.conftest import save_tiny
+from tests.search.model.made import heads_of
 
 LENGTH = 512
 TASKS = ("passkey", "prose")
@@ -121,9 +127,10 @@ def test_it_loses_less_than_a_budget_for_each_head(found: Path) -> None:
 def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
     (artifact, arrays), loaded = artifacts.load_pair(found), load_model(str(tiny_model), dtype="float32")
     calibration = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
-    prompts = held_out(TASKS, loaded.tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(calibration))
+    prompts = judged_prompts(TASKS, loaded, length=LENGTH, samples=1, seed=0, seen=Seen(calibration), number=0)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
-    losses = [reference.losses(number, plans_of(artifact, arrays, LENGTH)) for number in range(len(TASKS))]
+    plans = plans_of(artifact, arrays, LENGTH)
+    losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
     assert artifact.evidence is not None and artifact.evidence.chosen_on is None
     for figures, task in zip(artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True):
         assert figures.task == task.task and figures.kl == pytest.approx(task.kl, rel=1e-4)
@@ -195,7 +202,12 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     assert found["dense attention by sdpa"].baseline == pytest.approx(3e-3)
     # Patterns of all kinds and dense on each layer, then three budgets, then what was found, also on half the prompt.
     kinds = {name.partition("(")[0] for name in timed[0]}
-    assert kinds == {"AShape", "VerticalSlash", "BlockSparse", "Dense", ANCHOR} and timed[3] == ["0", "1", "2", ANCHOR]
+    assert kinds == {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense", ANCHOR} and timed[3] == [
+        "0",
+        "1",
+        "2",
+        ANCHOR,
+    ]
     assert next(names for names in timed if "chosen" in names) == ["chosen", ANCHOR, SDPA]
     assert "10.00 times as fast as the better dense" in capsys.readouterr().out
 
@@ -227,21 +239,6 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
     monkeypatch.setattr(Ledger, "put", counted)
     assert main(options(tiny_model, out)) == 0
     assert not before & set(again) and content(out) == content(found) and not ledger_of(out).exists()
-
-
-@pytest.mark.slow
-def test_killed_it_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "cfg.yaml"
-    process = Process("search.heads", *options(tiny_model, out))
-    while len(list(ledger_of(out).glob("*.unit"))) < 2:
-        assert process.code is None, "it ended before it could be killed"
-        time.sleep(0.002)
-    process.kill()
-    finished = len(list(ledger_of(out).glob("*.unit")))
-    assert finished >= 2 and not out.exists()
-    code, _, said = run("search.heads", *options(tiny_model, out))
-    assert code == 0 and f"{finished} units are finished" in said
-    assert content(out) == content(found) and not ledger_of(out).exists()
 
 
 @pytest.mark.slow
@@ -296,20 +293,6 @@ def test_fresh_discards_what_is_there(
     monkeypatch.undo()
     assert main(options(tiny_model, out, "--fresh", calibration="passkey", n_trials="1")) == 0
     assert content(out) != content(found)
-
-
-def test_what_is_damaged_is_scored_again(
-    found: Path, tiny_model: Path, tmp_path: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "cfg.yaml"
-    with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "remove", lambda self: None)
-        assert main(options(tiny_model, out)) == 0
-    largest = max(ledger_of(out).glob("*.unit"), key=lambda file: file.stat().st_size)
-    data = largest.read_bytes()
-    largest.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert main(options(tiny_model, out)) == 0
-    assert len(scored) == 7 and content(out) == content(found)
 
 
 def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: Path, tmp_path: Path) -> None:
@@ -403,3 +386,14 @@ def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=r"every layer of .* slides over a window already: nothing to search"):
         main(options(model, tmp_path / "cfg.yaml"))
     assert not list(tmp_path.glob("cfg*"))
+
+
+def test_without_a_budget_there_is_always_one(capsys: pytest.CaptureFixture[str]) -> None:
+    heads = heads_of(0, heads=4, candidates=8)
+    costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
+    heads = replace(heads, costs=costs, all_keys=1.0)
+    asked = SimpleNamespace(config=ModelSearch(model="x", out=Path("x.yaml")), length=128, launch=Ranks())
+    least = min(map(heads.least, heads.curves))
+    total = _Search._total(cast(Any, asked), heads)
+    assert least < total < heads.total(1.0) and total == pytest.approx(least + 0.25 * (heads.total(1.0) - least))
+    assert "at 128 tokens the cheapest candidates cost 0." in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""Skip-softmax: all tiles of scores, softmax and values where scores are high enough (BLASST, arXiv 2512.12087)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from kernels.copies import on_device
+from kernels.index import SparseIndex, dense_index
+from kernels.patterns.base import Pattern
+
+
+def _no_factor(value: object) -> str | None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return None if fits else f"must be a positive number, got {value!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipSoftmax(Pattern):
+    """Every causal tile but those whose largest weight is below a threshold, which goes with the prompt's length.
+
+    scale_factor: the threshold is scale_factor / K on K keys, as BLASST calibrates it and ModelOpt stores it; from 1 on
+        nothing is skipped. SparseIndex.skip says what is compared with what.
+    """
+
+    kind: ClassVar[str] = "skip_softmax"
+    scale_factor: float = field(metadata={"fault": _no_factor})
+
+    def bound(self, k_len: int) -> float:
+        """The log of the threshold on `k_len` keys; -inf where nothing is skipped."""
+        return math.log(self.scale_factor / k_len) if self.scale_factor < k_len else -math.inf
+
+    @classmethod
+    def prepare(
+        cls,
+        largest: Sequence[Self],
+        heads: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> Callable[[Sequence[Self]], SparseIndex]:
+        """See Pattern.prepare. Nothing is chosen here: the kernel skips."""
+        k_len = k.shape[2]
+        every = dense_index(q.shape[0], len(heads), q.shape[2], k_len, q.device)
+
+        def build(patterns: Sequence[Self]) -> SparseIndex:
+            bounds = tuple(pattern.bound(k_len) for pattern in patterns)
+            return every.changed(skip=on_device(bounds, q.device, torch.float32).expand(q.shape[0], -1))
+
+        return build

@@ -1,0 +1,37 @@
+"""What a figure depends on beside its command: the machine, and the packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("headwise", "torch", "transformers")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def environment(device: str | torch.device = "cpu") -> dict[str, str]:
+    """Names of the device and of the processor's instructions, cores, threads, and versions, for a record."""
+    return {
+        "device": device_name(device),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in _PACKAGES},
+    }
+
+
+def device_name(device: str | torch.device) -> str:
+    """The GPU's name, or the processor's."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if _CPUINFO.exists():
+        lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
+        if found := next((value.strip() for key, _, value in lines if key.strip() == "model name"), ""):
+            return found
+    return platform.processor() or platform.machine()

@@ -1,0 +1,38 @@
+"""The prompts of a search: how many judge, and that the default tasks serve long lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from profiling.models.loading import load_tokenizer
+from profiling.prompts.held_out import Seen
+from search.model.config import ModelSearch
+from search.model.prompts import calibration_prompts, held_out_sets, judged_prompts
+from tests.profiling.tokenizers import byte_level
+
+
+def test_more_contexts_judge_than_are_calibrated_on() -> None:
+    loaded: Any = SimpleNamespace(tokenizer=byte_level())
+    made = judged_prompts(("facts", "prose"), loaded, length=4096, samples=2, seed=0, seen=Seen(), number=0)
+    contexts = dict.fromkeys((prompt.task, prompt.context) for prompt in made)
+    assert [task for task, _ in contexts] == ["facts"] * 8 + ["prose"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_default_tasks_are_made_at_128k_tokens() -> None:
+    """Calibration, and a set that judges: no text is too short, and nothing is in both."""
+    config = ModelSearch(model="smollm2", out=Path("cfg.yaml"), lengths=(131_072,), beyond_positions=True)
+    loaded: Any = SimpleNamespace(tokenizer=load_tokenizer("smollm2"))
+    made = calibration_prompts(config, loaded, 131_072)
+    assert list(dict.fromkeys(prompt.task for prompt in made)) == list(config.tasks)
+    seen = Seen(made)
+    before = Seen(made)
+    first = next(held_out_sets(config, loaded, 131_072, seen))
+    assert {len(prompt.input_ids) for prompt in [*made, *first]} == {131_072}
+    assert {prompt.task for prompt in first} == {"facts", "prose"} == {*config.judged}
+    assert not any(map(before.overlaps, first)) and all(map(seen.overlaps, first))
