@@ -17,11 +17,10 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import atomic_write, check_writable
+from artifacts.files import check_writable
 from profiling.evaluation.kvpress import write_results
 from profiling.evaluation.measure import (
     DEPTHS,
-    OUTPUT,
     Evaluation,
     check_lengths,
     evaluate,
@@ -30,8 +29,8 @@ from profiling.evaluation.measure import (
 )
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods
-from profiling.evaluation.page import page
-from profiling.evaluation.record import as_json, attached, record_of, table
+from profiling.evaluation.page import write_report
+from profiling.evaluation.record import attached, record_of, table
 from profiling.evaluation.times import Speed, measure
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
@@ -97,23 +96,14 @@ def run(job: Job) -> dict[str, Any]:
     loaded = load_model(job.model, dtype=job.dtype, device=job.device, revision=job.revision)
     check(artifact.model, loaded.model)
     with open_ledger(job.out, fresh=job.fresh) as ledger:
-        methods = Methods(loaded, artifact, arrays, share=job.quality.share, ledger=ledger)
+        quality = job.quality
+        methods = Methods(loaded, artifact, arrays, share=quality.share, density=quality.density, ledger=ledger)
         outcomes = evaluate(job.quality, loaded, methods, ledger)
         times = None
         if job.speed is not None:
             times = measure(job.speed, loaded, methods, ledger, spec=job.model, revision=job.revision, again=job.again)
-    record = record_of(
-        artifact,
-        methods,
-        job.quality,
-        outcomes,
-        times,
-        command=job.command,
-        device=str(loaded.model.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-    )
-    atomic_write(job.out / OUTPUT, as_json(record))
-    atomic_write(job.out / "index.html", page(record).encode())
+    record = record_of(artifact, methods, job.quality, outcomes, times, loaded=loaded, command=job.command)
+    write_report(job.out, record)
     if job.kvpress is not None and not write_results(
         job.kvpress, record, outcomes, loaded.tokenizer, model=artifact.model.name
     ):
@@ -156,6 +146,7 @@ def parser() -> ArgumentParser:
     )
     p.add_argument("--depths", nargs="+", type=float, help="where the needle lies (default: 0 0.25 0.5 0.75 1)")
     p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
+    p.add_argument("--density", type=float, help="of single kinds and oracles (default: the artifact's own)")
     arguments.add_seed(p, Evaluation.seed)
     p.add_argument("--quick", action="store_true", help="few prompts, methods and rounds: a first look")
     p.add_argument("--repeats", type=int, help="timed rounds, all in turn (default 5)")
@@ -201,6 +192,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
         samples=options.samples if options.samples is not None else _QUICK_SAMPLES if quick else Evaluation.samples,
         depths=tuple(options.depths or ((0.0, 0.5, 1.0) if quick else DEPTHS)),
         share=options.share,
+        density=options.density,
         seed=options.seed,
     )
     speed = Speed(

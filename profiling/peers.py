@@ -37,8 +37,9 @@ from profiling.pictures.page_parts import size
 from profiling.progress import bar
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
+from profiling.quality.answers import new_tokens
 from profiling.quality.contexts import by_context
-from profiling.quality.trials import VERSION, new_tokens, trials
+from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import KERNEL
 from runtime.caches.memory import memory_report
 from runtime.fingerprint import fingerprint

@@ -26,8 +26,8 @@ from profiling.evaluation.equal_time import equal_time
 from profiling.evaluation.measure import OUTPUT, Evaluation, Outcome, check_lengths, evaluate, open_ledger
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods
-from profiling.evaluation.page import page
-from profiling.evaluation.record import as_json, record_of, table
+from profiling.evaluation.page import page, write_report
+from profiling.evaluation.record import record_of, table
 from profiling.evaluation.times import Speed, measure
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -102,20 +102,10 @@ def run(config: Report) -> dict[str, Any]:
         samples=max(run.prompts.values()),
         seed=config.seed,
     )
-    record = record_of(
-        artifact,
-        methods,
-        asked,
-        [outcome for outcomes in run.found.values() for outcome in outcomes],
-        times,
-        command=config.command,
-        device=str(loaded.model.device),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-    )
-    record["equal_time"] = compared
-    record["left_out"] = {"minutes": config.minutes, "what": left}
-    atomic_write(config.out / OUTPUT, as_json(record))
-    atomic_write(config.out / "index.html", page(record).encode())
+    found = [outcome for outcomes in run.found.values() for outcome in outcomes]
+    record = record_of(artifact, methods, asked, found, times, loaded=loaded, command=config.command)
+    record |= {"equal_time": compared, "left_out": {"minutes": config.minutes, "what": left}}
+    write_report(config.out, record)
     return record
 
 

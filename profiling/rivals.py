@@ -28,7 +28,7 @@ from profiling.environment import environment
 from profiling.models.loading import LoadedModel, load_model
 from profiling.models.openvino import exported
 from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.quality.answers import is_right
+from profiling.quality.answers import ends, is_right, new_tokens
 from profiling.speed.baselines import COLUMNS, HEADWISE, KERNEL, LABELS, MODEL, Speedup, cells, dense, speedup
 from runtime import load as load_headwise
 from runtime.fingerprint import check
@@ -178,11 +178,11 @@ def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
     tokens: list[int] = []
     start = time.perf_counter()
     taken = 0.0
-    while len(tokens) < _limit(loaded.tokenizer, prompt):
+    while len(tokens) < new_tokens(loaded.tokenizer, prompt):
         token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax()
         tokens.append(int(token))
         taken = taken or time.perf_counter() - start
-        if tokens[-1] in _ends(loaded):
+        if tokens[-1] in ends(model, loaded.tokenizer):
             break
         ids = token[None, None]
     return Served(taken, _text(loaded.tokenizer, tokens))
@@ -217,9 +217,9 @@ def _pipeline(config: Rivals, loaded: LoadedModel, folder: Path, *, sparse: bool
     made = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options, {})
 
     def serve(prompt: Prompt) -> Served:
-        generation = genai.GenerationConfig(max_new_tokens=_limit(loaded.tokenizer, prompt))
+        generation = genai.GenerationConfig(max_new_tokens=new_tokens(loaded.tokenizer, prompt))
         generation.do_sample = False
-        generation.stop_token_ids = _ends(loaded)
+        generation.stop_token_ids = ends(loaded.model, loaded.tokenizer)
         ids = openvino.Tensor(np.array([prompt.input_ids], dtype=np.int64))
         (result,) = made.generate([ids], [generation])
         return Served(
@@ -227,17 +227,6 @@ def _pipeline(config: Rivals, loaded: LoadedModel, folder: Path, *, sparse: bool
         )
 
     return serve
-
-
-def _limit(tokenizer: Any, prompt: Prompt) -> int:
-    """How many tokens an answer may have: as many as the right one and two more."""
-    return max(prompt.new_tokens or 0, 2 + len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]))
-
-
-def _ends(loaded: LoadedModel) -> set[int]:
-    """The tokens that end an answer."""
-    ends = loaded.model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
 
 
 def _text(tokenizer: Any, tokens: list[int]) -> str:

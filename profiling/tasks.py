@@ -10,8 +10,7 @@ from typing import Any
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.prompts.kind import Kind
-from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task
+from profiling.prompts.prompt import KINDS, Prompt, Task, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
 

@@ -23,7 +23,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "demo": ("search.demo", "search, apply and compare on a small model, in minutes"),
     },
     "measure": {
-        "compare": ("profiling.compare", "dense attention against an artifact: time, perplexity, answers"),
         "evaluate": ("profiling.evaluate", "every method side by side: tasks, perplexity, speed, as one page"),
         "lm-eval": ("profiling.lm_eval", "lm-evaluation-harness, with an artifact in its model"),
         "report": ("profiling.report", "the standing page of a model's methods, in the minutes given"),
@@ -32,7 +31,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "rivals": ("profiling.rivals", "an artifact beside OpenVINO GenAI, dense and with XAttention"),
         "peers": ("profiling.peers", "caches beside kvpress's presses, on the same prompts"),
         "fidelity": ("profiling.fidelity", "what each head keeps, and what a conversion costs"),
-        "separation": ("profiling.separation", "which tasks tell patterns apart"),
         "difficulty": ("profiling.difficulty", "how well a model does on tasks, and how many prompts tell a loss"),
         "scaling": ("profiling.scaling", "how much attention a fixed loss takes as the context grows"),
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),

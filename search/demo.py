@@ -7,17 +7,21 @@ the runtime, and shows dense attention and Headwise side by side.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.compare import Comparison, Result, compare
-from profiling.models.loading import load_model
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.speed.baselines import HEADWISE, rows, told
-from profiling.speed.latency import medians, prefill
+from profiling.quality.answers import answer
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds, rows, told
+from profiling.speed.latency import interleaved, medians, prefill
+from runtime import load
 from runtime.fingerprint import fingerprint
 from search.common.report import report
 from search.published.config import DEFAULT_BUDGET, HeadSearch
@@ -27,10 +31,18 @@ from search.published.head_budget import resolve, search_model
 PASSKEY_LENGTH = 4096
 # The search is a dense pass with 6 candidates for each head beside it, and a few prefills are timed after it.
 _SEARCH_PASSES = 6
+# Of the prompts that are shown: not those that were searched on.
+_SEED = 1000
 
 
-def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Result:
-    """Search, apply and compare; everything lands in the folder `out`."""
+def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> None:
+    """Search, apply and compare; everything lands in the folder `out`.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    if repeats < 1:
+        raise HeadwiseError(f"--repeats must be at least 1, got {repeats}")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,35 +69,34 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Res
     )
     print(f"$ {command}")
     print(report(search_model(wanted, loaded, found), config, model))
+    _compared(loaded, config, length, repeats)
+
+
+def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> None:
+    """Print prefills by both dense attentions and by the artifact, in turn, what it keeps, and a pass key's answers."""
+    model, headwise = loaded.model, load(config)
+    (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
+    kept = fidelity(model, headwise.artifact, prompt, headwise.arrays)
+    ids = torch.tensor([prompt.input_ids])
+    ways = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {HEADWISE: partial(headwise.apply, model)}
+    seconds = interleaved(ways, lambda: prefill(model, ids), repeats=repeats, device="cpu")
+    print(f"\nprefill of {length:,} tokens, median of {repeats} interleaved runs\n")
+    print("\n".join(rows(medians(seconds))))
+    print(f"Headwise is {told(of_rounds(seconds, HEADWISE))}")
+    density, recall = np.nanmean(kept.density), np.nanmean(kept.recall)
+    print(f"it computes {density:.3f} of the tiles and keeps {recall:.3f} of the attention mass")
     asked = min(PASSKEY_LENGTH, length)
-    comparison = Comparison(
-        model=model, config=config, length=length, passkey_length=asked, passkeys=1, repeats=repeats
-    )
-    return compare(comparison, loaded)
+    (key,) = make_prompts("passkey", loaded.tokenizer, length=asked, samples=1, seed=_SEED)
+    print(f"\npasskey in {asked} tokens: {key.answer}")
+    for name in (MODEL, HEADWISE):
+        with ways[name]():
+            print(f"  {name:<9} answers {answer(model, loaded.tokenizer, key)}")
+    print(f"\npattern of each layer and head: {config.with_suffix('.png')} (also .svg and .csv)")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options = parser().parse_args(argv)
-    if options.repeats < 1:
-        raise HeadwiseError(f"--repeats must be at least 1, got {options.repeats}")
-    result = run(
-        options.out,
-        model=options.model,
-        length=options.length,
-        budget=options.budget,
-        repeats=options.repeats,
-    )
-    print(f"\nprefill of {options.length:,} tokens, median of {options.repeats} interleaved runs\n")
-    print("\n".join(rows(medians(result.all_seconds))))
-    found, sparse = result.speedup(HEADWISE), result.rows[-1]
-    assert found is not None, "it is timed at least once"
-    print(f"Headwise is {told(found)}")
-    print(f"it computes {sparse.density:.3f} of the tiles and keeps {sparse.recall:.3f} of the attention mass")
-    print(f"\npasskey in {result.settings['passkey_length']} tokens: {result.expected[0]}")
-    for row in (result.rows[0], sparse):
-        print(f"  {row.method:<9} answers {row.answers[0]}")
-    print(f"\npattern of each layer and head: {options.out / 'cfg.png'} (also .svg and .csv)")
+    run(**vars(parser().parse_args(argv)))
     return 0
 
 

@@ -76,7 +76,7 @@ _WARNINGS = {
     "searched-below": "prompts below {below:,} tokens are served densely, but the search saw none above {longest:,}: "
     "the patterns are used on no length that they were chosen for; search on longer prompts",
     "no-evidence": "nothing was measured with it: whether it is faster, and still right, nobody knows; run python -m "
-    "profiling.compare",
+    "profiling.evaluate --attach",
     "slower": "{name} took {value}{length}, {baseline_name} {baseline:.4g}: raise dense_below above that length, or "
     "take smaller sizes",
     "unfitted-growth": "sizes go with powers of the length, but {seen}: they are guessed; search on several lengths, "
@@ -115,7 +115,7 @@ _NOTES = {
     "no-baseline": "{name} has no baseline: {value} beside nothing says little; measure dense attention in the same "
     "run",
     "in-sample-front": "kl and recall of the points are from prompts that the search chose them by: others lose more; "
-    "measure with python -m profiling.compare before relying on a target",
+    "measure with python -m profiling.evaluate before relying on a target",
     "off-front": "is none of the front's points: what is served where no target is given has no figures there",
     "few-sparse-layers": "{full} of {layers} layers attend to everything: decode can win less than half",
     "no-similarity": "how much attention the filter layers keep was not measured; python -m search.filters does",

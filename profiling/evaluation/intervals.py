@@ -59,36 +59,19 @@ def bootstrap(
 
 
 def student(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
-    """Student's t interval of a mean (1908): of few values, of which the bootstrap's interval is too narrow."""
-    found = _checked(values)
-    angles, below = _angles(len(found))
-    quantile = math.sqrt(len(found) - 1) * math.tan(np.interp(1 - _tail(confidence), below, angles))
-    value, half = float(found.mean()), quantile * float(found.std(ddof=1)) / math.sqrt(len(found))
-    return Interval(value, value - half, value + half, len(found))
-
-
-def student_p(differences: Sequence[float]) -> float:
-    """The two-sided p-value of Student's t test that the mean of paired differences is 0; 1 where all are 0."""
-    found = _checked(differences)
-    angles, below = _angles(len(found))
-    if not found.any():
-        return 1.0
-    spread = float(found.std(ddof=1)) / math.sqrt(len(found))
-    angle = math.atan2(abs(float(found.mean())), spread * math.sqrt(len(found) - 1))
-    return 2 * float(np.interp(-angle, angles, below))
-
-
-def _angles(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Angles, and the share of the distribution below each.
+    """Student's t interval of a mean (1908): of few values, of which the bootstrap's interval is too narrow.
 
     Student's t with n - 1 degrees of freedom is sqrt(n - 1) tan(x) where x has the density cos(x)^(n - 2).
     """
+    found = _checked(values)
+    count = len(found)
     if count < 2:
         raise HeadwiseError(f"an interval needs at least 2 values, got {count}")
     angles = np.linspace(-math.pi / 2, math.pi / 2, 1 << 16)
-    steps = np.cos((angles[1:] + angles[:-1]) / 2) ** (count - 2)
-    below = np.append(0.0, np.cumsum(steps))
-    return angles, below / below[-1]
+    below = np.append(0.0, np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (count - 2)))
+    quantile = math.sqrt(count - 1) * math.tan(np.interp(1 - _tail(confidence), below / below[-1], angles))
+    value, half = float(found.mean()), quantile * float(found.std(ddof=1)) / math.sqrt(count)
+    return Interval(value, value - half, value + half, count)
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Interval:

@@ -19,9 +19,9 @@ import yaml
 
 from artifacts.files import atomic_write, out_folder
 from profiling.evaluation.measure import Outcome
-from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, parse_name
-from profiling.quality.trials import new_tokens
+from profiling.prompts.kind import RULER
+from profiling.prompts.prompt import KINDS, Prompt, parse_name
+from profiling.quality.answers import new_tokens
 
 _RULER, _OWN = "ruler", "headwise"
 _COLUMNS = (
@@ -85,7 +85,7 @@ def write_results(
 def _task(name: str) -> tuple[str, str]:
     """The dataset that a task belongs to, and what the task is called there."""
     kind = parse_name(name)
-    of_ruler = KINDS[kind].source == KINDS["vt"].source
+    of_ruler = KINDS[kind].source == RULER
     if not of_ruler:
         return _OWN, name
     # ruler:niah_single_1/validation.jsonl is a file of RULER's own.

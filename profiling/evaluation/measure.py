@@ -19,8 +19,7 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, unseen_prompts
-from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import DEFAULT_TASKS, Prompt, parse_task, per_context
+from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Prompt, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.trials import VERSION, trials
 
@@ -37,7 +36,8 @@ class Evaluation:
     """What to evaluate. samples: prompts of each task and length, or contexts with all their questions, and of each
     depth where there is a grid.
 
-    share: of a prompt's keys and values that caches under policies keep.
+    share: of a prompt's keys and values that caches under policies keep. density: what single kinds are fitted to and
+        oracles compute; the artifact's own if None.
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
@@ -46,6 +46,7 @@ class Evaluation:
     samples: int = 12
     depths: tuple[float, ...] = DEPTHS
     share: float = 0.2
+    density: float | None = None
     seed: int = 1000
 
     def __post_init__(self) -> None:
@@ -53,6 +54,8 @@ class Evaluation:
             raise HeadwiseError(f"--samples must be at least 1, got {self.samples}")
         if not 0 < self.share <= 1:
             raise HeadwiseError(f"--share must be above 0 and at most 1, got {self.share}")
+        if self.density is not None and not 0 < self.density <= 1:
+            raise HeadwiseError(f"--density must be above 0 and at most 1, got {self.density}")
         if wrong := next((depth for depth in self.depths if not 0 <= depth <= 1), None):
             raise HeadwiseError(f"--depths must be from 0 to 1, got {wrong}")
         for task in self.tasks:

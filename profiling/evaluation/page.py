@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from artifacts.files import atomic_write
 from profiling.evaluation import equal_time
 from profiling.evaluation.fronts import section
-from profiling.evaluation.record import figure, methods_at, speedup_of, summary_tasks, told_crossover, told_seen
+from profiling.evaluation.measure import OUTPUT
+from profiling.evaluation.record import (
+    as_json,
+    figure,
+    methods_at,
+    speedup_of,
+    summary_tasks,
+    told_crossover,
+    told_seen,
+)
 from profiling.evaluation.rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
 from profiling.pictures.charts import Bar, Series, heatmap, intervals, legend, lines
 from profiling.pictures.page_parts import STYLE, number, plain, size, table
 from profiling.speed.baselines import COLUMNS, cells, told
+
+
+def write_report(out: Path, record: dict[str, Any]) -> None:
+    """Write the record and its page into a folder."""
+    atomic_write(out / OUTPUT, as_json(record))
+    atomic_write(out / "index.html", page(record).encode())
 
 
 def page(record: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,9 @@ from profiling.evaluation.measure import Evaluation, Outcome
 from profiling.evaluation.method_table import says
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NLL, PERPLEXITY, SCORE, Figure, curves, figures, grid
+from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
+from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import told_overlap
 from profiling.prompts.settings import HIGH, LOW, settings
@@ -31,12 +33,12 @@ def record_of(
     outcomes: Sequence[Outcome],
     times: Times | None,
     *,
+    loaded: LoadedModel,
     command: str,
-    device: str,
-    dtype: str,
 ) -> dict[str, Any]:
     """Everything that was found and what it was found with."""
     found = figures(outcomes)
+    device, dtype = str(loaded.model.device), str(loaded.model.dtype).removeprefix("torch.")
     return {
         "format": FORMAT,
         "command": command,
@@ -93,34 +95,28 @@ def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
 def _times(times: Times | None) -> dict[str, Any]:
     if times is None:
         return {"prefill": [], "decode": [], "memory": [], "crossover": None}
-    prefill = [
-        {
-            "method": name,
-            "length": length,
-            "seconds": timed.median,
-            "build": timed.build,
-            "speedups": timed.speedup.over,
-            "rounds": timed.seconds,
-            "dense_rounds": {MODEL: timed.model, KERNEL: timed.kernel},
-        }
-        for (name, length), timed in times.prefill.items()
-    ]
-    decode = [
-        {
-            "method": name,
-            "length": length,
-            "tokens_per_second": 1 / timed.median,
-            "speedups": timed.speedup.over,
-            "cache_bytes": timed.cache,
-            "rounds": timed.seconds,
-            "dense_rounds": {MODEL: timed.model, KERNEL: timed.kernel},
-            "steps": timed.steps,
-        }
-        for (name, length), timed in times.decode.items()
-    ]
+    prefill = _rounds(times.prefill, lambda timed: {"seconds": timed.median, "build": timed.build})
+    decode = _rounds(
+        times.decode,
+        lambda timed: {"tokens_per_second": 1 / timed.median, "cache_bytes": timed.cache, "steps": timed.steps},
+    )
     memory = [{"method": name, "length": length, "bytes": held} for (name, length), held in times.memory.items()]
     found = None if times.crossover is None else asdict(times.crossover)
     return {"prefill": prefill, "decode": decode, "memory": memory, "crossover": found}
+
+
+def _rounds(times: Mapping[tuple[str, int], Timed], told: Callable[[Timed], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "method": name,
+            "length": length,
+            **told(timed),
+            "speedups": timed.speedup.over,
+            "rounds": timed.seconds,
+            "dense_rounds": {MODEL: timed.model, KERNEL: timed.kernel},
+        }
+        for (name, length), timed in times.items()
+    ]
 
 
 def as_json(record: dict[str, Any]) -> bytes:

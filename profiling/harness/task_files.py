@@ -15,7 +15,7 @@ from artifacts.files import atomic_write, out_folder
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Find, Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
-from profiling.quality.trials import new_tokens
+from profiling.quality.answers import new_tokens
 
 PREFIX = "headwise"
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from profiling.prompts import haystacks
-from profiling.prompts.filling import room_for
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import Kind, Prompt, Wanted
 
 _PEOPLE = ("Mary", "John", "Sandra", "Daniel")
 _PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -40,23 +37,23 @@ class Told(NamedTuple):
     answer: str
 
 
-def babilong(encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, number: int) -> list[Prompt]:
-    """Prompts of bAbI's task 1, 2 or 3."""
-    task = f"babilong_qa{number}"
-    hay = haystacks.of(encode, file, f"{task} at length {length}")
+def babilong(wanted: Wanted) -> list[Prompt]:
+    """Prompts of bAbI's task 1, 2 or 3, as the name ends."""
+    encode, number = wanted.encode, int(wanted.name[-1])
+    hay = haystacks.of(wanted)
 
     def one(rng: random.Random) -> Prompt:
         examples = [told(rng, number, least=4 * number) for _ in range(_EXAMPLES)]
         shown = "".join(f"\nExample: {' '.join(e.facts)}{e.question} {e.answer}.\n" for e in examples)
         story = told(rng, number, least=_FACTS[number])
-        head, question = encode.prefix + encode(_HEAD + shown), encode(story.question)
+        head, question = encode(_HEAD + shown), encode(story.question)
         hidden = encode.each([f" {fact}" for fact in story.facts])
-        room = room_for(encode, task, length, head[len(encode.prefix) :], *hidden, question)
+        room = wanted.room(head, *hidden, question)
         depths = sorted(rng.random() for _ in hidden)
-        ids, _ = haystacks.hide(hidden, depths, hay(room, rng), len(head))
-        return Prompt((*head, *ids, *question), story.answer, choices=_PLACES)
+        ids, _ = haystacks.hide(hidden, depths, hay(room, rng), 0)
+        return Prompt(wanted.ids(head, ids, question), story.answer, choices=_PLACES)
 
-    return [one(random.Random(f"{seed} {task} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def told(rng: random.Random, number: int, *, least: int) -> Told:
@@ -101,3 +98,20 @@ def told(rng: random.Random, number: int, *, least: int) -> Told:
                 return Told(tuple(facts), _QUESTION[2].format(thing), ways[thing][-1])
             before, now = list(pairwise(ways[thing]))[-1]
             return Told(tuple(facts), _QUESTION[3].format(thing, now), before)
+
+
+_ASKS = (
+    "where somebody is",
+    "where a thing is that somebody carried",
+    "where a thing was before it came to a place",
+)
+KINDS = tuple(
+    Kind(
+        name=f"babilong_qa{number}",
+        make=babilong,
+        takes_file="may",
+        asks=asks,
+        source="BABILong, Kuratov et al. 2024",
+    )
+    for number, asks in enumerate(_ASKS, start=1)
+)

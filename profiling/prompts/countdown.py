@@ -8,14 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import NamedTuple
 
 from profiling.prompts.filling import behind_examples
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import LONGPROC, PARTIAL, Kind, Parameter, Prompt, Wanted
 
-_TASK = "longproc_countdown"
 _HEAD = (
     "Reach the target from four numbers by +, -, * and /, each number used once. Search depth first: take the pairs in "
     "the order of the list, the larger number first, and try the four operations in turn; the result goes in front of "
@@ -46,11 +43,8 @@ class Puzzle(NamedTuple):
         return "\n".join((*self.lines, "<Solution>", *self.equations, "</Solution>"))
 
 
-def countdown(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, lines: int = 20, partial: int = 0
-) -> list[Prompt]:
+def countdown(wanted: Wanted, *, lines: int = 20, partial: int = 0) -> list[Prompt]:
     """Puzzles whose search takes at most `lines` lines; `partial` scores the share of them before the first mistake."""
-    head = encode(_HEAD)
 
     def solved(rng: random.Random) -> Iterator[str]:
         while True:
@@ -59,10 +53,10 @@ def countdown(
 
     def one(rng: random.Random) -> Prompt:
         puzzle = made(rng, lines)
-        ids = behind_examples(encode, _TASK, length, head, solved(rng), encode(puzzle.question))
+        ids = behind_examples(wanted, wanted.encode(_HEAD), solved(rng), wanted.encode(puzzle.question))
         return Prompt(ids, puzzle.answer, metric="countdown_partial" if partial else "countdown")
 
-    return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def made(rng: random.Random, lines: int) -> Puzzle:
@@ -102,3 +96,15 @@ def _search(
 
 def _joined(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
+
+
+KINDS = (
+    Kind(
+        name="longproc_countdown",
+        make=countdown,
+        parameters=(Parameter("lines", int, "lines of the search at most (20)", 4, 10_000), PARTIAL),
+        asks="the search for a target from four numbers, written down, and its solution",
+        scored="the solution's equations are true and reach the target",
+        source=LONGPROC,
+    ),
+)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 
 from artifacts import HeadwiseError
 from profiling.prompts.haystacks import padding
-from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.kind import RULER, Find, Kind, Prompt, Wanted
 from profiling.prompts.question_files import Question, QuestionFile, read_questions
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.tokens import Ids
 
 _HEAD = "Below are some documents, and a question that one or more of them answer.\n"
 _LABEL = "\nDocument {}:\n"
@@ -24,27 +23,25 @@ _QUESTION = (
 _NEW_TOKENS = 32
 
 
-def questions(encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, task: str) -> list[Prompt]:
+def questions(wanted: Wanted) -> list[Prompt]:
     """Questions of the user's file, each once and in random order; those whose documents do not fit are passed over."""
-    assert file is not None
+    file, length, samples = wanted.file, wanted.length, wanted.samples
     found = read_questions(file)
-    documents = encode.each([text.strip() + "\n" for text in found.documents])
-    labels = encode.each([_LABEL.format(number) for number in range(1, len(documents) + 1)])
+    documents = wanted.encode.each([text.strip() + "\n" for text in found.documents])
+    labels = wanted.encode.each([_LABEL.format(number) for number in range(1, len(documents) + 1)])
     order = list(range(len(found.questions)))
-    random.Random(f"{seed} {task}").shuffle(order)
+    wanted.rng().shuffle(order)
     made: list[Prompt] = []
     smallest = None
     for which in order:
-        prompt = _one(
-            encode, found, documents, labels, found.questions[which], length, random.Random(f"{seed} {task} {which}")
-        )
+        prompt = _one(wanted, found, documents, labels, found.questions[which], wanted.rng(which))
         if isinstance(prompt, int):
             smallest = prompt if smallest is None else min(smallest, prompt)
             continue
         if len(prompt.input_ids) < length:
             raise HeadwiseError(
-                f"{file.name} is too short for {task} at length {length}: with all of its {len(documents)} documents a "
-                f"prompt has {len(prompt.input_ids)} tokens"
+                f"{file.name} is too short for {wanted.name} at length {length}: with all of its {len(documents)} "
+                f"documents a prompt has {len(prompt.input_ids)} tokens"
             )
         made.append(prompt)
         if len(made) == samples:
@@ -56,21 +53,21 @@ def questions(encode: Encoder, file: Path | None, length: int, samples: int, see
 
 
 def _one(
-    encode: Encoder,
+    wanted: Wanted,
     file: QuestionFile,
     documents: list[Ids],
     labels: list[Ids],
     question: Question,
-    length: int,
     rng: random.Random,
 ) -> Prompt | int:
     """The prompt, shorter than `length` where documents run out; or the length that the question's own ones need."""
+    encode = wanted.encode
     head, asked = encode(_HEAD), encode(_QUESTION.format(question=question.text))
     chosen = list(question.documents)
-    left = length - len(encode.prefix) - len(head) - len(asked)
+    left = wanted.length - len(wanted.ids(head, asked))
     left -= sum(len(documents[at]) + len(label) for at, label in zip(chosen, labels, strict=False))
     if left < 0:
-        return length - left
+        return wanted.length - left
     cut: Ids = ()
     start: Ids = ()
     for other in _others(question, len(documents), rng):
@@ -85,7 +82,7 @@ def _one(
         chosen.append(other)
         left = room - len(documents[other])
     rng.shuffle(chosen)
-    ids = [*encode.prefix, *start, *head]
+    ids = [*wanted.ids(start, head)]
     spans: dict[int, tuple[int, int]] = {}
     placed = [(-1, cut)] * bool(cut) + [(at, documents[at]) for at in chosen]
     for label, (at, body) in zip(labels, placed, strict=False):
@@ -111,3 +108,14 @@ def _others(question: Question, documents: int, rng: random.Random) -> itertools
     far = [at for at in range(documents) if at not in own]
     rng.shuffle(far)
     return itertools.chain(near, far)
+
+
+def _kind(name: str, asks: str) -> Kind:
+    scored = "any of its answers is named"
+    return Kind(name=name, make=questions, takes_file="must", asks=asks, scored=scored, source=RULER)
+
+
+KINDS = (
+    _kind("qa_1", "a question of your file, out of its document and those of other questions (RULER: SQuAD)"),
+    _kind("qa_2", "a question that takes several documents, among those of other questions (RULER: HotpotQA)"),
+)

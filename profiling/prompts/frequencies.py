@@ -10,12 +10,11 @@ import random
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
-from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.haystacks import padding
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.filling import laid_out
+from profiling.prompts.kind import RULER, SHARE, Kind, Parameter, Prompt, Wanted
+from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import compounds
 
 _LIST_HEAD = "\nBelow is a numbered list of words. Some of them come up more often than the others.\n\n"
@@ -37,17 +36,10 @@ _LIST_NEW_TOKENS, _CODE_NEW_TOKENS = 120, 50
 
 
 def common_words(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    words: int = 10,
-    common: int | None = None,
-    uncommon: int | None = None,
+    wanted: Wanted, *, words: int = 10, common: int | None = None, uncommon: int | None = None
 ) -> list[Prompt]:
     """A numbered list with `words` words `common` times each, all others `uncommon` times (30 and 3, or 6 and 1)."""
+    encode, length = wanted.encode, wanted.length
     short = length < _SHORT
     often, seldom = common or (6 if short else 30), uncommon or (1 if short else 3)
     if often <= seldom:
@@ -62,29 +54,28 @@ def common_words(
         answered = encode(f" {_numbered(list(example)[:words])}\n")
         listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
         before, after = (*head, *listed, *asked, *answered, *head), asked
-        room = length - len(encode.prefix) - len(before) - len(after)
+        room = length - len(wanted.ids(before, after))
         chosen, left = _fitting(encode, source, numbers, words, often, seldom, room)
         if left < 0:
-            raise HeadwiseError(f"length {length} is too small for cwe: give at least {length - left}")
+            raise wanted.too_small(f"give at least {length - left}")
         body = _shuffled(numbers, chosen, words, often, seldom, rng)
         right = tuple(chosen)[:words]
         return Prompt(
-            (*encode.prefix, *padding(encode, left), *before, *body, *after),
+            laid_out(wanted, before, body, after),
             _numbered(right),
             metric="all",
             references=right,
             new_tokens=_LIST_NEW_TOKENS,
         )
 
-    return [one(random.Random(f"{seed} cwe {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
-def frequent_words(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, alpha: float = 2.0
-) -> list[Prompt]:
+def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
     """Code words whose counts fall with their rank to the power of `alpha` (Zeta); the first rank is dots."""
+    encode, length = wanted.encode, wanted.length
     head, asked = encode(_CODE_HEAD), encode(_CODE_QUESTION)
-    room = length - len(encode.prefix) - len(head) - len(asked)
+    room = length - len(wanted.ids(head, asked))
 
     def one(rng: random.Random) -> Prompt:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
@@ -102,7 +93,7 @@ def frequent_words(
         # From here on the fifth rank comes up at all.
         least = next(most for most in count(math.ceil(5**alpha)) if told_apart(most))
         if taken(least) > room:
-            raise HeadwiseError(f"length {length} is too small for fwe: give at least {length - room + taken(least)}")
+            raise wanted.too_small(f"give at least {length - room + taken(least)}")
         low, high = least, max(least, room) + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -113,14 +104,14 @@ def frequent_words(
         rng.shuffle(text)
         right = tuple(words[1:4])
         return Prompt(
-            (*encode.prefix, *padding(encode, room - taken(low)), *head, *_flat(text), *asked),
+            laid_out(wanted, head, *text, asked),
             ", ".join(right),
             metric="all",
             references=right,
             new_tokens=_CODE_NEW_TOKENS,
         )
 
-    return [one(random.Random(f"{seed} fwe {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 class _Numbers:
@@ -162,7 +153,7 @@ def _shuffled(
     """The list: each of the first `words` words `often` times, the others `seldom`, in any order, numbered."""
     items = [ids for at, ids in enumerate(chosen.values()) for _ in range(often if at < words else seldom)]
     rng.shuffle(items)
-    return _flat([part for at, ids in enumerate(items, start=1) for part in (numbers[at], ids)])
+    return flat([part for at, ids in enumerate(items, start=1) for part in (numbers[at], ids)])
 
 
 def _encoded(encode: Encoder, words: Iterable[str]) -> dict[str, Ids]:
@@ -181,5 +172,25 @@ def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{at}. {word}" for at, word in enumerate(words, start=1))
 
 
-def _flat(parts: Sequence[Ids]) -> Ids:
-    return tuple(token for part in parts for token in part)
+KINDS = (
+    Kind(
+        name="cwe",
+        make=common_words,
+        parameters=(
+            Parameter("words", int, "how many words are common (10)", 1, 1000),
+            Parameter("common", int, "how often these come up (30; 6 below 4096 tokens)", 2),
+            Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
+        ),
+        asks="the ten most common words of a list",
+        scored=SHARE,
+        source=RULER,
+    ),
+    Kind(
+        name="fwe",
+        make=frequent_words,
+        parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
+        asks="the three most frequent code words of a text",
+        scored=SHARE,
+        source=RULER,
+    ),
+)

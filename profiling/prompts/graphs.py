@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
-from artifacts import HeadwiseError
-from profiling.prompts.filling import flat, laid_out, room_for, whole_items
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.filling import laid_out, whole_items
+from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
 
 Edge = tuple[str, str]
 _EDGE = "{} -> {}\n"
@@ -38,19 +35,9 @@ _SAMPLE, _TRIES = 32, 256
 _WRONG = 3
 
 
-def graphwalks(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    operation: str,
-    depth: int = 2,
-    degree: float = 2.0,
-) -> list[Prompt]:
+def graphwalks(wanted: Wanted, *, depth: int = 2, degree: float = 2.0) -> list[Prompt]:
     """Random graphs of as many edges as fit, `degree` for each node on average."""
-    task = f"graphwalks_{operation}"
+    encode, operation = wanted.encode, wanted.name.partition("_")[2]
 
     def question(node: str, at: int) -> str:
         return "\n" + _ASKED[operation].format(node=node, depth=at) + _ANSWER
@@ -62,7 +49,7 @@ def graphwalks(
 
     def one(rng: random.Random) -> Prompt:
         asked = len(encode(question("", depth))) + _NAME
-        room = room_for(encode, task, length, head, least=asked) - asked
+        room = wanted.room(head, least=asked) - asked
         sizes = encode.each([_EDGE.format(_name(at), _name(at + 1)) for at in range(_SAMPLE)])
         nodes = max(4, int(room * _SAMPLE / sum(map(len, sizes)) / degree))
         edges: list[Edge] = []
@@ -78,14 +65,13 @@ def graphwalks(
                 break
         if answers:
             node, found = next(iter(answers.items()))
-            ids = laid_out(encode, task, length, head, flat(lines), encode(question(node, depth)))
+            ids = laid_out(wanted, head, *lines, encode(question(node, depth)))
             choices = tuple(dict.fromkeys(map(_listed, answers.values())))
             return Prompt(ids, _listed(found), metric="nodes", references=tuple(found), choices=choices)
-        raise HeadwiseError(
-            f"length {length} is too small for {task}: of {len(edges)} edges none leads to an answer; try {2 * length}"
-        )
+        why = f"of {len(edges)} edges none leads to an answer; try {2 * wanted.length}"
+        raise wanted.too_small(why)
 
-    return [one(random.Random(f"{seed} {task} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def answer_nodes(edges: tuple[Edge, ...] | list[Edge], operation: str, node: str, depth: int) -> list[str]:
@@ -127,3 +113,21 @@ def _name(number: int) -> str:
 
 def _listed(nodes: list[str]) -> str:
     return f"[{', '.join(nodes)}]"
+
+
+def _kind(operation: str, asks: str, *parameters: Parameter) -> Kind:
+    return Kind(
+        name=f"graphwalks_{operation}",
+        make=graphwalks,
+        parameters=(*parameters, Parameter("degree", float, "edges that leave a node on average (2)", 0.5, 16)),
+        asks=asks,
+        scored="F1 of the set of nodes; both empty is 1",
+        source="GraphWalks, OpenAI 2025",
+    )
+
+
+_FAR = Parameter("depth", int, "how many edges (2)", 1, 16)
+KINDS = (
+    _kind("bfs", "the nodes of a graph that are so many edges from one", _FAR),
+    _kind("parents", "the nodes of a graph with an edge to one"),
+)

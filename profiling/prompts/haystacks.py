@@ -11,12 +11,12 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 from artifacts import HeadwiseError
 from profiling.prompts.filler import sentences
+from profiling.prompts.kind import Wanted
 from profiling.prompts.texts import read_text
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.tokens import Encoder, Ids, flat
 
 Haystack = Callable[[int, random.Random], list[Ids]]
 # The same few words over and over: nothing in it is like what is hidden.
@@ -49,18 +49,19 @@ def filler(encode: Encoder) -> Haystack:
     return written(encode, lambda rng: (" " + sentence.strip() for sentence in sentences(rng)))
 
 
-def of_file(encode: Encoder, file: Path, task: str) -> Haystack:
-    """A stretch of a text, from a random sentence on."""
+def of_file(wanted: Wanted) -> Haystack:
+    """A stretch of the user's text, from a random sentence on."""
+    file = wanted.file
     text = read_text(file)
     if not text.strip():
         raise HeadwiseError(f"{file.name} is empty")
     found = [part[at : at + _LONGEST] for part in _SENTENCE_END.split(text) for at in range(0, len(part), _LONGEST)]
-    pieces = encode.each(found)
+    pieces = wanted.encode.each(found)
     ends = list(itertools.accumulate(map(len, pieces)))
 
     def stretch(room: int, rng: random.Random) -> list[Ids]:
         if ends[-1] < room:
-            raise HeadwiseError(f"{file.name} is too short for {task}: it has {ends[-1]} tokens, {room} are needed")
+            raise wanted.too_short(ends[-1], room)
         # The last sentence from which on there is enough.
         last = bisect.bisect_right([0, *ends], ends[-1] - room) - 1
         start = rng.randint(0, last)
@@ -69,9 +70,9 @@ def of_file(encode: Encoder, file: Path, task: str) -> Haystack:
     return stretch
 
 
-def of(encode: Encoder, file: Path | None, task: str) -> Haystack:
+def of(wanted: Wanted) -> Haystack:
     """The user's text, or made-up sentences where there is none."""
-    return filler(encode) if file is None else of_file(encode, file, task)
+    return of_file(wanted) if wanted.text else filler(wanted.encode)
 
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:
@@ -122,8 +123,7 @@ def hide(
 
 def padding(encode: Encoder, room: int) -> Ids:
     """`room` tokens that say nothing, the same ones always, to make up what whole items leave."""
-    pieces = filler(encode)(room, random.Random("padding"))
-    return tuple(token for piece in pieces for token in piece)
+    return flat(filler(encode)(room, random.Random("padding")))
 
 
 def _nearest(bounds: Sequence[int], wanted: float) -> int:

@@ -6,13 +6,9 @@ A prompt is prefix + text with facts + worked examples + question. The text is t
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
-from artifacts import HeadwiseError
-from profiling.prompts.prompt import Find, Prompt
-from profiling.prompts.retrieval import haystack
-from profiling.prompts.texts import read_ids, read_text
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.kind import Find, Kind, Prompt, Wanted
+from profiling.prompts.retrieval import Hay
 from profiling.prompts.words import names
 
 _RELATIONS = "teacher brother sister neighbour doctor lawyer cousin uncle aunt boss friend partner"
@@ -26,37 +22,33 @@ _OTHERS = 2
 _HOPS = 2
 
 
-def multi_hop(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
+def multi_hop(wanted: Wanted) -> list[Prompt]:
     """Multi-hop questions in chain-of-thought form, the task of OmniKV's section 3: `A's teacher is B. B's aunt is C.`
 
     The chain that is asked for, those of the worked examples and some others lie in the text fact by fact, at random
     depths. The answer has to name B and C.
     """
-    text = read_text(file) if file is not None else ""
-    ids = read_ids(encode, file) if file is not None else None
-    return [_asked(encode, text, ids, file, length, random.Random(f"{seed} multi_hop {i}")) for i in range(samples)]
+    hay = Hay(wanted)
+    return wanted.prompts(lambda rng: _asked(wanted, hay, rng))
 
 
-def _asked(
-    encode: Encoder, text: str, text_ids: Ids | None, file: Path | None, length: int, rng: random.Random
-) -> Prompt:
-    chains = _chains(1 + _EXAMPLES + _OTHERS, text, rng)
+def _asked(wanted: Wanted, hay: Hay, rng: random.Random) -> Prompt:
+    chains = _chains(1 + _EXAMPLES + _OTHERS, hay.text, rng)
     facts = [_FACT.format(who, relation, whom) for chain in chains for who, relation, whom in chain]
     (a, one, b), (_, other, c) = chains[0]
     question = _STEPS + "".join(map(_worked, chains[1 : 1 + _EXAMPLES])) + _QUESTION.format(a=a, one=one, other=other)
-    head, asked, hidden = encode.prefix + encode(_HEAD), encode(question), encode.each(facts)
-    room = length - len(head) - len(asked) - sum(map(len, hidden))
-    if room < 0:
-        raise HeadwiseError(f"length {length} is too small for multi_hop: give at least {length - room}")
-    hay = haystack(encode, text_ids, file, room, rng, f"multi_hop at length {length}")
+    encode = wanted.encode
+    head, asked, hidden = encode(_HEAD), encode(question), encode.each(facts)
+    room = wanted.room(head, asked, *hidden)
+    text = hay.tokens(room, rng)
     depths = sorted(rng.randint(0, room) for _ in hidden)
-    ids, spans, done = list(head), {}, 0
+    ids, spans, done = list(wanted.ids(head)), {}, 0
     for depth, fact in zip(depths, rng.sample(range(len(hidden)), len(hidden)), strict=True):
-        ids += hay[done:depth]
+        ids += text[done:depth]
         spans[fact], done = (len(ids), len(ids) + len(hidden[fact])), depth
         ids += hidden[fact]
     found = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
-    return Prompt.to_find((*ids, *hay[done:], *asked), *found)
+    return Prompt.to_find((*ids, *text[done:], *asked), *found)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:
@@ -72,3 +64,15 @@ def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, s
 def _worked(chain: list[tuple[str, str, str]]) -> str:
     (a, one, b), (_, other, c) = chain
     return f"{_QUESTION.format(a=a, one=one, other=other)} {b}. {b}'s {other} is {c}.\n\n"
+
+
+KINDS = (
+    Kind(
+        name="multi_hop",
+        make=multi_hop,
+        takes_file="may",
+        asks="somebody's relation's relation, step by step",
+        scored="both are named in turn",
+        source="OmniKV, section 3",
+    ),
+)

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.suites import Asked, Record, name_in, prompts_of
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import Kind, Prompt, Wanted
+from profiling.prompts.suites import TASK, Asked, Record, name_in, prompts_of
 
-_SUITE = "infinitebench"
 _LETTERS = "ABCD"
 _HIDDEN = "Something important is hidden in the text below. You will be asked for it.\n\n{context}\n\n{input}"
 _CALL = re.compile(r"\w+\(-?\d+\)")
@@ -64,22 +61,10 @@ FORMS = {
 }
 
 
-def infinitebench(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    task: str | None = None,
-    shorter: bool = False,
-) -> list[Prompt]:
+def infinitebench(wanted: Wanted, *, task: str | None = None) -> list[Prompt]:
     """Prompts of one of InfiniteBench's files, which are named after their tasks."""
-    assert file is not None
-    name = name_in(_SUITE, FORMS, task or file.stem, file.name)
-    return prompts_of(
-        encode, file, length, samples, seed, suite=_SUITE, ask=lambda record: _ask(record, name), shorter=shorter
-    )
+    name = name_in(wanted.name, FORMS, task or wanted.file.stem, wanted.file.name)
+    return prompts_of(wanted, lambda record: _ask(record, name))
 
 
 def _ask(record: Record, name: str) -> Asked:
@@ -117,3 +102,16 @@ def _lettered(answers: tuple[str, ...], options: tuple[str, ...], place: str) ->
         if answer in _LETTERS and len(answer) == 1:
             return answer, options[_LETTERS.index(answer)]
     raise HeadwiseError(f"{place}: the answer {shorten(answers[0])} is none of the options")
+
+
+KINDS = (
+    Kind(
+        name="infinitebench",
+        make=infinitebench,
+        takes_file="must",
+        parameters=(TASK,),
+        asks="what the records of one of InfiniteBench's files ask",
+        scored="as InfiniteBench scores the task",
+        source="InfiniteBench, Zhang et al. 2024",
+    ),
+)

@@ -1,16 +1,144 @@
-"""What a kind of task is: how it is written, what it can be told, and which function makes its prompts."""
+"""What prompts and kinds of tasks are: what every file of tasks builds on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
+from profiling.prompts.tokens import Encoder, Ids, flat
 
-Family = Literal["retrieval", "chain", "in-context", "copying", "aggregation", "text", "other"]
-FAMILIES: tuple[str, ...] = get_args(Family)
+BEGINS = "the answer begins with the right one"
+SHARE = "the share of the answers that are named"
+RULER, LONGPROC = "RULER, Hsieh et al. 2024", "LongProc, Ye et al. 2025"
+
+
+@dataclass(frozen=True)
+class Find:
+    """One thing that an answer takes out of the prompt.
+
+    expected: the text that a right greedy answer has for it, its leading space included.
+    span: half-open range of token positions of the block that says it.
+    lead: what leads on to it from the find before it; empty for the first, for which the prompt's end asks.
+    """
+
+    expected: str
+    span: tuple[int, int]
+    lead: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, special tokens included, and what a right greedy answer starts with, where that is known.
+
+    turn: how many of the last ids come in a later turn. The ids before them, the context, are prefilled under the
+        method; these are fed after it with dense attention over the cache, and the prefill did not know them. Prompts
+        with the same context share its prefill.
+    scored: half-open ranges of the context's tokens that are answers too: the model is asked for them inside the
+        prompt, so what the method's prefill makes of the tokens before them is what is measured.
+    labels: which kind of answer each scored range is, where a prompt has several kinds.
+    task: what the prompt was made of, as Task.name; empty where it was made by hand.
+    finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
+    metric: how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
+    references: what the metric compares an answer with, where that is not `answer`.
+    choices: the classes or options that an answer chooses from.
+    new_tokens: how many tokens the task's authors let a model answer with; at least a few more than `answer` has.
+    """
+
+    input_ids: Ids
+    answer: str | None
+    finds: tuple[Find, ...] = ()
+    metric: str = "begins"
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    new_tokens: int | None = None
+    turn: int = 0
+    scored: tuple[tuple[int, int], ...] = ()
+    labels: tuple[str, ...] = ()
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        length = len(self.context)
+        if not 0 <= self.turn < max(1, len(self.input_ids)):
+            raise ValueError(f"turn must be from 0 to {len(self.input_ids) - 1}, got {self.turn}")
+        if wrong := [span for span in self.scored if not 0 < span[0] < span[1] <= length]:
+            raise ValueError(f"scored ranges must lie within 1 to {length}, got {wrong[0]}")
+
+    @property
+    def context(self) -> Ids:
+        """What is prefilled: all ids but those of a later turn."""
+        return self.input_ids[: len(self.input_ids) - self.turn]
+
+    @property
+    def continuation(self) -> str | None:
+        """The answer as text that goes on from the prompt's end, its leading space included."""
+        if self.finds:
+            return "".join(find.lead + find.expected for find in self.finds)
+        return None if self.answer is None else f" {self.answer}"
+
+    @classmethod
+    def to_find(cls, input_ids: Ids, *finds: Find, **scoring: Any) -> Prompt:
+        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from `metric` on."""
+        return cls(input_ids, "".join(find.lead + find.expected for find in finds).strip(), finds, **scoring)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a maker is asked for: `samples` prompts of `length` tokens each.
+
+    name: of the kind. text: the user's file, where one was given.
+    shorter: whether records of a suite that have fewer tokens are wanted, too.
+    """
+
+    name: str
+    encode: Encoder
+    text: Path | None
+    length: int
+    samples: int
+    seed: int
+    shorter: bool = False
+
+    @property
+    def file(self) -> Path:
+        """The file of a task that must have one."""
+        assert self.text is not None
+        return self.text
+
+    def rng(self, *numbers: int) -> random.Random:
+        """Random numbers of this task and seed, others for each prompt or context."""
+        return random.Random(" ".join(map(str, (self.seed, self.name, *numbers))))
+
+    def prompts(self, one: Callable[[random.Random], Prompt]) -> list[Prompt]:
+        """All of them, each made of random numbers of its own."""
+        return [one(self.rng(number)) for number in range(self.samples)]
+
+    def ids(self, *parts: Ids) -> Ids:
+        """What the tokenizer starts a sequence with, and the parts."""
+        return (*self.encode.prefix, *flat(parts))
+
+    def room(self, *parts: Ids, least: int = 0) -> int:
+        """How many tokens are left beside the prefix and these parts.
+
+        Raises:
+            HeadwiseError: fewer than `least`.
+        """
+        room = self.length - len(self.ids(*parts))
+        if room < least:
+            raise self.too_small(f"give at least {self.length - room + least}")
+        return room
+
+    def too_short(self, has: int, room: int) -> HeadwiseError:
+        """The error of a text that has too few tokens to fill a prompt."""
+        what = f"{self.name} at length {self.length}"
+        return HeadwiseError(f"{self.file.name} is too short for {what}: it has {has} tokens, {room} are needed")
+
+    def too_small(self, why: str) -> HeadwiseError:
+        """The error of a length into which a prompt does not go."""
+        return HeadwiseError(f"length {self.length} is too small for {self.name}: {why}")
 
 
 @dataclass(frozen=True)
@@ -38,27 +166,26 @@ class Parameter:
         return value
 
 
+DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
+QUESTION_FIRST = Parameter("question_first", int, "1 asks before the text, and only points back at its end (0)", 0, 1)
+QUESTIONS = Parameter("questions", int, "how many questions share a context (8)", 1, 1000)
+PARTIAL = Parameter("partial", int, "1 scores the share of the answer before its first mistake (0)", 0, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task.
+    """One kind of task. make: is called with what is wanted, and by name with the parameters that were given.
 
-    maker: `module:function`; imported when prompts are made. It is called with an Encoder, the file or None, length,
-        samples and seed, then by name with `fixed` and the parameters that were given.
-    asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
-    family: what it is about, so that limits can be set and figures read by it.
-    exact: whether prompts always have the length asked for; those of a suite may be shorter, where that is wanted.
+    asks, scored, source: for people: what a prompt asks, the metric in words, the paper. docs/tasks.md has more.
     """
 
     name: str
-    maker: str
+    make: Callable[..., list[Prompt]]
     asks: str
-    scored: str
     source: str
+    scored: str = BEGINS
     takes_file: Literal["no", "may", "must"] = "no"
     parameters: tuple[Parameter, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    family: Family = "retrieval"
-    exact: bool = True
 
     @property
     def usage(self) -> str:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 
-from artifacts import HeadwiseError
-from profiling.prompts.prompt import Find, Prompt
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.kind import QUESTION_FIRST, Find, Kind, Prompt, Wanted
+from profiling.prompts.tokens import Ids, flat
 from profiling.prompts.words import words
 
 _HEAD = "Below is a list of facts, one a line.\n\n"
@@ -27,9 +25,7 @@ _EXAMPLES = 3
 _BATCH = 256
 
 
-def line_retrieval(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, question_first: int = 0
-) -> list[Prompt]:
+def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
     """Words with a number each, one a line, then one of the words; the answer is its number (LongEval's lines task).
 
     With `question_first` the word stands before the list only.
@@ -41,22 +37,17 @@ def line_retrieval(
         needed = [_line(_VALUE, name, number)]
         head = f"{_ASKED_FIRST.format(name)}{_HEAD}" if question_first else _HEAD
         question = _ASKED_BACK if question_first else "\n" + _asked(_VALUE, name)
-        ids, spans = _listed(
-            encode,
-            "line_retrieval",
-            needed,
-            lambda: [_line(_VALUE, next(word), _number(rng))],
-            question,
-            length,
-            rng,
-            head=head,
-        )
+
+        def more() -> list[str]:
+            return [_line(_VALUE, next(word), _number(rng))]
+
+        ids, spans = _listed(wanted, needed, more, question, rng, head=head)
         return Prompt.to_find(ids, Find(f" {number}", spans[0]))
 
-    return [one(random.Random(f"{seed} line_retrieval {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
-def two_stage_retrieval(encode: Encoder, file: Path | None, length: int, samples: int, seed: int) -> list[Prompt]:
+def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
     """Owners with a box each and boxes with a value each, in any order; asked for is the value of an owner's box.
 
     After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the first has answered,
@@ -70,19 +61,11 @@ def two_stage_retrieval(encode: Encoder, file: Path | None, length: int, samples
         worked = [f"{_BOX.format(a, b)} {_VALUE.format(b, c)}\n\n" for a, b, c in chains[1:]]
         owner, box, value = chains[0]
         question = _BOTH + "".join(worked) + _asked(_BOX, owner)
-        ids, spans = _listed(
-            encode,
-            "two_stage_retrieval",
-            needed,
-            lambda: _stages(next(word), next(word), _number(rng)),
-            question,
-            length,
-            rng,
-        )
+        ids, spans = _listed(wanted, needed, lambda: _stages(next(word), next(word), _number(rng)), question, rng)
         first = Find(f" {box}", spans[0])
         return Prompt.to_find(ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}"))
 
-    return [one(random.Random(f"{seed} two_stage_retrieval {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def _stages(owner: str, box: str, value: str) -> list[str]:
@@ -103,22 +86,18 @@ def _number(rng: random.Random) -> str:
 
 
 def _listed(
-    encode: Encoder,
-    task: str,
+    wanted: Wanted,
     needed: list[str],
     more: Callable[[], list[str]],
     question: str,
-    length: int,
     rng: random.Random,
     *,
     head: str = _HEAD,
 ) -> tuple[Ids, list[tuple[int, int]]]:
     """The prompt's ids, and the span of each needed line. `more` makes the lines of one more item."""
-    before, asked = encode.prefix + encode(head), encode(question)
-    lines = encode.each(needed)
-    room = length - len(before) - len(asked) - sum(map(len, lines))
-    if room < 0:
-        raise HeadwiseError(f"length {length} is too small for {task}: give at least {length - room}")
+    encode = wanted.encode
+    before, asked, lines = encode(head), encode(question), encode.each(needed)
+    room = wanted.room(before, asked, *lines)
     last: list[Ids] = []
     while room > 0:
         items = [more() for _ in range(_BATCH)]
@@ -132,9 +111,27 @@ def _listed(
     # Only the item that went too far is cut into, so it stands first.
     order = rng.sample(range(len(lines)), len(lines))
     rng.shuffle(last)
-    ids = list(before) + [token for line in last for token in line][-room:]
+    ids = [*wanted.ids(before), *flat(last)[-room:]]
     spans: dict[int, tuple[int, int]] = {}
     for at in order:
         spans[at] = (len(ids), len(ids) + len(lines[at]))
         ids += lines[at]
     return (*ids, *asked), [spans[at] for at in range(len(needed))]
+
+
+KINDS = (
+    Kind(
+        name="line_retrieval",
+        make=line_retrieval,
+        parameters=(QUESTION_FIRST,),
+        asks="the number of one word in a list of words with numbers",
+        source="LongEval, Li et al. 2023",
+    ),
+    Kind(
+        name="two_stage_retrieval",
+        make=two_stage_retrieval,
+        asks="the box of an owner, then the value of that box",
+        scored="both are named in turn",
+        source="OmniKV, appendix A",
+    ),
+)

@@ -8,13 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from profiling.prompts import haystacks
-from profiling.prompts.filling import room_for
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
 from profiling.prompts.words import words
 
 _CUPS, _HIGHEST = 4, 100
@@ -26,40 +23,51 @@ class Chain(NamedTuple):
 
     lines: tuple[str, ...]
     question: str
-    answer: str
     numbers: tuple[int, ...]
     ordered: bool
 
+    @property
+    def answer(self) -> str:
+        return ", ".join(map(str, self.numbers))
 
-def long_answers(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, form: str, steps: int = 16
-) -> list[Prompt]:
-    """Chains of one of FORMS with `steps` links after the first."""
-    hay = haystacks.of(encode, file, f"{form} at length {length}")
-    shown = FORMS[form](random.Random(_EXAMPLE_SEED), _EXAMPLE_STEPS)
-    head = encode(f"{_HEAD[form]}\nExample:\n{''.join(shown.lines)}{shown.question} {shown.answer}\n\nText:\n")
+
+def _made(wanted: Wanted, form: Callable[[random.Random, int], Chain], told: str, steps: int) -> list[Prompt]:
+    """Chains of a form with `steps` links after the first."""
+    encode, hay = wanted.encode, haystacks.of(wanted)
+    shown = form(random.Random(_EXAMPLE_SEED), _EXAMPLE_STEPS)
+    head = encode(f"{told}\nExample:\n{''.join(shown.lines)}{shown.question} {shown.answer}\n\nText:\n")
 
     def one(rng: random.Random) -> Prompt:
-        chain = FORMS[form](rng, steps)
+        chain = form(rng, steps)
         hidden, question = encode.each(list(chain.lines)), encode(chain.question)
-        room = room_for(encode, form, length, head, *hidden, question)
+        room = wanted.room(head, *hidden, question)
         depths = [rng.random() for _ in hidden]
-        ids, _ = haystacks.hide(
-            hidden, sorted(depths) if chain.ordered else depths, hay(room, rng), len(encode.prefix) + len(head)
-        )
+        ids, _ = haystacks.hide(hidden, sorted(depths) if chain.ordered else depths, hay(room, rng), 0)
         return Prompt(
-            (*encode.prefix, *head, *ids, *question),
+            wanted.ids(head, ids, question),
             chain.answer,
             metric="integers_in_turn",
             references=tuple(map(str, chain.numbers)),
         )
 
-    return [one(random.Random(f"{seed} {form} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
+
+
+def arithmetic_chain(wanted: Wanted, *, steps: int = 16) -> list[Prompt]:
+    """Values that are sums and differences of one another."""
+    told = "Values are set in the text below, one a line, some of them from others, in any order."
+    return _made(wanted, _arithmetic, told, steps)
+
+
+def state_tracking(wanted: Wanted, *, steps: int = 16) -> list[Prompt]:
+    """A ball under one of four cups that change places."""
+    told = "A ball lies under one of four cups in a row. The text below says when cups change places."
+    return _made(wanted, _states, told, steps)
 
 
 def _arithmetic(rng: random.Random, steps: int) -> Chain:
     """A value, and others that each take it from the one before by an addition or a subtraction; in any order."""
-    named = list(islice((word for word in words(rng)), steps + 1))
+    named = list(islice(words(rng), steps + 1))
     values = [rng.randrange(10, _HIGHEST)]
     lines = [f"\n{named[0]} is {values[0]}."]
     for before, name in pairwise(named):
@@ -67,8 +75,7 @@ def _arithmetic(rng: random.Random, steps: int) -> Chain:
         minus = values[-1] - less >= 0 and rng.random() < 0.5
         values.append(values[-1] + (-less if minus else less))
         lines.append(f"\n{name} is {before} {'minus' if minus else 'plus'} {less}.")
-    question = f"\n\nThe values of {', '.join(named)}, in turn, are:"
-    return Chain(tuple(lines), question, ", ".join(map(str, values)), tuple(values), ordered=False)
+    return Chain(tuple(lines), f"\n\nThe values of {', '.join(named)}, in turn, are:", tuple(values), ordered=False)
 
 
 def _states(rng: random.Random, steps: int) -> Chain:
@@ -81,11 +88,28 @@ def _states(rng: random.Random, steps: int) -> Chain:
         places.append(under)
         lines.append(f"\nCups {a} and {b} change places, with what is under them.")
     question = "\n\nThe cups that the ball was under, at first and after each change of places, are:"
-    return Chain(tuple(lines), question, ", ".join(map(str, places)), tuple(places), ordered=True)
+    return Chain(tuple(lines), question, tuple(places), ordered=True)
 
 
-FORMS: dict[str, Callable[[random.Random, int], Chain]] = {"arithmetic_chain": _arithmetic, "state_tracking": _states}
-_HEAD = {
-    "arithmetic_chain": "Values are set in the text below, one a line, some of them from others, in any order.",
-    "state_tracking": "A ball lies under one of four cups in a row. The text below says when cups change places.",
-}
+def _kind(make: Callable[..., list[Prompt]], asks: str, source: str) -> Kind:
+    return Kind(
+        name=make.__name__,
+        make=make,
+        takes_file="may",
+        parameters=(Parameter("steps", int, "how many links follow the first (16)", 1, 10_000),),
+        asks=asks,
+        scored="the share of the values in turn before the first wrong one",
+        source=source,
+    )
+
+
+KINDS = (
+    _kind(
+        arithmetic_chain, "values that are sums and differences of one another, all of them", "variable tracking, RULER"
+    ),
+    _kind(
+        state_tracking,
+        "which cup a ball is under after each of many swaps",
+        "state tracking, Kim & Schuster 2023",
+    ),
+)

@@ -7,14 +7,11 @@ and not with published ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.suites import Asked, Record, name_in, prompts_of
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import Kind, Prompt, Wanted
+from profiling.prompts.suites import TASK, Asked, Record, name_in, prompts_of
 
-_SUITE = "longbench"
 _QA = (
     "Read the text below, there is a question about it at the end.\n\n{context}\n\n"
     "Answer from the text above in a few words, without an explanation.\n\nQuestion: {input}\nAnswer:"
@@ -78,22 +75,12 @@ DATASETS = {
 }
 
 
-def longbench(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    task: str | None = None,
-    shorter: bool = False,
-) -> list[Prompt]:
+def longbench(wanted: Wanted, *, task: str | None = None) -> list[Prompt]:
     """Prompts of one of LongBench's files; the record says which dataset it is of, or else the file's name."""
-    assert file is not None
 
     def ask(record: Record) -> Asked:
-        given = task or (record.text("dataset") if "dataset" in record else file.stem)
-        name = name_in(_SUITE, DATASETS, given.removesuffix("_e"), record.place)
+        given = task or (record.text("dataset") if "dataset" in record else wanted.file.stem)
+        name = name_in(wanted.name, DATASETS, given.removesuffix("_e"), record.place)
         dataset = DATASETS[name]
         classes = record.texts("all_classes") if "all_classes" in record else ()
         if dataset.metric.endswith("classes") and not classes:
@@ -102,4 +89,17 @@ def longbench(
         text = dataset.form.replace("{input}", record.text("input"), 1).replace("{context}", record.text("context"), 1)
         return Asked(text, record.texts("answers"), dataset.metric, dataset.new_tokens, classes)
 
-    return prompts_of(encode, file, length, samples, seed, suite=_SUITE, ask=ask, shorter=shorter)
+    return prompts_of(wanted, ask)
+
+
+KINDS = (
+    Kind(
+        name="longbench",
+        make=longbench,
+        takes_file="must",
+        parameters=(TASK,),
+        asks="what the records of one of LongBench's files ask",
+        scored="as LongBench scores the dataset",
+        source="LongBench, Bai et al. 2024",
+    ),
+)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from profiling.prompts.filling import behind_examples
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import LONGPROC, PARTIAL, Kind, Parameter, Prompt, Wanted
 
-_TASK = "longproc_tom"
 _HEAD = (
     "Follow each story. For every step say where the person is, where the object is, whether the person sees it (both "
     "are in the same room), and where the person believes it is: where it was last seen, None before that.\n\n"
@@ -46,11 +43,8 @@ class Story(NamedTuple):
         return "\n".join(self.tracked)
 
 
-def tracking(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, steps: int = 10, partial: int = 0
-) -> list[Prompt]:
+def tracking(wanted: Wanted, *, steps: int = 10, partial: int = 0) -> list[Prompt]:
     """Stories of `steps` steps; `partial` scores the share of lines before the first wrong one."""
-    head = encode(_HEAD)
 
     def solved(rng: random.Random) -> Iterator[str]:
         while True:
@@ -59,10 +53,10 @@ def tracking(
 
     def one(rng: random.Random) -> Prompt:
         story = told(rng, steps)
-        ids = behind_examples(encode, _TASK, length, head, solved(rng), encode(story.question))
+        ids = behind_examples(wanted, wanted.encode(_HEAD), solved(rng), wanted.encode(story.question))
         return Prompt(ids, story.answer, metric="tom_partial" if partial else "tom")
 
-    return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def told(rng: random.Random, steps: int) -> Story:
@@ -124,3 +118,15 @@ def _step(
 
 def _pairs(rooms: list[str], containers: list[str]) -> list[tuple[str, str, str]]:
     return [(room, containers[2 * at], containers[2 * at + 1]) for at, room in enumerate(rooms)]
+
+
+KINDS = (
+    Kind(
+        name="longproc_tom",
+        make=tracking,
+        parameters=(Parameter("steps", int, "steps of the story (10)", 1, 10_000), PARTIAL),
+        asks="where a person and an object are after each step, and what the person believes",
+        scored="every line is right, but for case, punctuation and small words",
+        source=LONGPROC,
+    ),
+)

@@ -10,13 +10,10 @@ import random
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from artifacts import HeadwiseError
 from profiling.prompts import haystacks
-from profiling.prompts.prompt import Find, Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Kind, Prompt, Wanted
 from profiling.prompts.words import words
 
 _HEAD = (
@@ -33,8 +30,9 @@ Thing = Literal["word", "number", "UUID"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of the eight: what its haystack is made of, and how many keys, values for each and keys asked for it has."""
+    """One of the eight: what its haystack is made of; how many keys, values for each and keys asked for it has."""
 
+    asks: str
     haystack: Literal["noise", "text", "needles"]
     key: Thing = "word"
     value: Thing = "number"
@@ -44,65 +42,49 @@ class Variant:
 
 
 VARIANTS = {
-    "niah_single_1": Variant(haystack="noise"),
-    "niah_single_2": Variant(haystack="text"),
-    "niah_single_3": Variant(haystack="text", value="UUID"),
-    "niah_multikey_1": Variant(haystack="text", keys=4),
-    "niah_multikey_2": Variant(haystack="needles"),
-    "niah_multikey_3": Variant(haystack="needles", key="UUID", value="UUID"),
-    "niah_multivalue": Variant(haystack="text", values=4),
-    "niah_multiquery": Variant(haystack="text", keys=4, asked=4),
+    "niah_single_1": Variant(asks="the number of a word, in a haystack of one line over and over", haystack="noise"),
+    "niah_single_2": Variant(asks="the number of a word, in a text", haystack="text"),
+    "niah_single_3": Variant(asks="the UUID of a word, in a text", haystack="text", value="UUID"),
+    "niah_multikey_1": Variant(asks="the number of one of four words, in a text", haystack="text", keys=4),
+    "niah_multikey_2": Variant(asks="the number of one word, in nothing but numbers of words", haystack="needles"),
+    "niah_multikey_3": Variant(
+        asks="the UUID of one UUID, in nothing but such", haystack="needles", key="UUID", value="UUID"
+    ),
+    "niah_multivalue": Variant(asks="all four numbers of a word, in a text", haystack="text", values=4),
+    "niah_multiquery": Variant(asks="the numbers of four words, in a text", haystack="text", keys=4, asked=4),
 }
 
 
-def needles(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    variant: str,
-    depth: float | None = None,
-) -> list[Prompt]:
+def needles(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
     """Prompts of one of the eight; `depth` is that of the needle where there is one."""
-    made = VARIANTS[variant]
-    text = haystacks.of(encode, file, f"{variant} at length {length}") if made.haystack == "text" else None
-    return [_one(encode, text, variant, length, random.Random(f"{seed} {variant} {i}"), depth) for i in range(samples)]
+    text = haystacks.of(wanted) if VARIANTS[wanted.name].haystack == "text" else None
+    return wanted.prompts(lambda rng: _one(wanted, text, rng, depth))
 
 
-def _one(
-    encode: Encoder,
-    text: haystacks.Haystack | None,
-    name: str,
-    length: int,
-    rng: random.Random,
-    depth: float | None,
-) -> Prompt:
-    made = VARIANTS[name]
+def _one(wanted: Wanted, text: haystacks.Haystack | None, rng: random.Random, depth: float | None) -> Prompt:
+    encode, made = wanted.encode, VARIANTS[wanted.name]
     keys, values = _things(made.key, rng), _things(made.value, rng)
     pairs = [(key, next(values)) for key in itertools.islice(keys, made.keys) for _ in range(made.values)]
     asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), made.asked)
-    wanted = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
+    right = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
 
     space = " " if made.haystack == "text" else "\n"
     hidden = encode.each([space + _said(made, key, value) for key, value in pairs])
-    form = _ONE if len(wanted) == 1 else _MANY
-    head = encode.prefix + encode(_HEAD.format(what=made.value))
+    form = _ONE if len(right) == 1 else _MANY
+    head = encode(_HEAD.format(what=made.value))
     question = encode(form.format(what=made.value, keys=_listed(asked)))
-    room = length - len(head) - len(question) - sum(map(len, hidden))
-    if room < 0:
-        raise HeadwiseError(f"length {length} is too small for {name}: give at least {length - room}")
+    room = wanted.room(head, question, *hidden)
     if made.haystack == "noise":
         text = haystacks.noise(encode)
     elif made.haystack == "needles":
         text = haystacks.written(encode, lambda _: ("\n" + _said(made, key, next(values)) for key in keys))
     assert text is not None
     depths = [rng.random() for _ in pairs] if depth is None else [depth] * len(pairs)
-    ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(head))
-    found = [Find(f" {pairs[at][1]}", spans[at], lead="," if which else "") for which, at in enumerate(wanted)]
-    answers = tuple(pairs[at][1] for at in wanted)
-    return Prompt.to_find((*head, *ids, *question), *found, metric="all", references=answers, new_tokens=_NEW_TOKENS)
+    ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(wanted.ids(head)))
+    found = [Find(f" {pairs[at][1]}", spans[at], lead="," if which else "") for which, at in enumerate(right)]
+    answers = tuple(pairs[at][1] for at in right)
+    whole = wanted.ids(head, ids, question)
+    return Prompt.to_find(whole, *found, metric="all", references=answers, new_tokens=_NEW_TOKENS)
 
 
 def _said(made: Variant, key: str, value: str) -> str:
@@ -124,3 +106,17 @@ def _things(kind: Thing, rng: random.Random) -> Iterator[str]:
 
 def _listed(things: list[str]) -> str:
     return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
+
+
+KINDS = tuple(
+    Kind(
+        name=name,
+        make=needles,
+        takes_file="may" if variant.haystack == "text" else "no",
+        parameters=(DEPTH,) if "single" in name else (),
+        asks=variant.asks,
+        scored=SHARE,
+        source=RULER,
+    )
+    for name, variant in VARIANTS.items()
+)

@@ -1,112 +1,60 @@
 """Calibration and test prompts: seeded, of exact length in tokens, the same in every process.
 
-profiling/prompts/kinds.py lists the tasks, docs/tasks.md explains them.
+KINDS are the tasks, each told by the file that makes it; docs/tasks.md explains them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kind import Kind
-from profiling.prompts.kinds import DEFAULT_TASKS, JUDGED_TASKS, KINDS, TASKS
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts import (
+    babi,
+    countdown,
+    documents,
+    frequencies,
+    graphs,
+    hops,
+    infinitebench,
+    lines,
+    long_answers,
+    longbench,
+    minds,
+    needles,
+    recalls,
+    repeated_asks,
+    retrieval,
+    routes,
+    ruler_files,
+    stories,
+    suites,
+    texts,
+    turns,
+    variables,
+)
+from profiling.prompts.kind import Find, Kind, Prompt, Wanted
+from profiling.prompts.tokens import Encoder
 
-__all__ = [
-    "DEFAULT_TASKS",
-    "JUDGED_TASKS",
-    "SUBSETS",
-    "TASKS",
-    "Find",
-    "Prompt",
-    "Task",
-    "digest",
-    "make_prompts",
-    "parse_task",
-]
-# Subsets that RULER names its files by, in a folder that has the task's name.
-SUBSETS = ("validation", "test")
+__all__ = ["DEFAULT_TASKS", "JUDGED_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
+__all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
 
-
-@dataclass(frozen=True)
-class Find:
-    """One thing that an answer takes out of the prompt.
-
-    expected: the text that a right greedy answer has for it, its leading space included.
-    span: half-open range of token positions of the block that says it.
-    lead: what leads on to it from the find before it; empty for the first, for which the prompt's end asks.
-    """
-
-    expected: str
-    span: tuple[int, int]
-    lead: str = ""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, special tokens included, and what a right greedy answer starts with, where that is known.
-
-    turn: how many of the last ids come in a later turn. The ids before them, the context, are prefilled under the
-        method; these are fed after it with dense attention over the cache, and the prefill did not know them. Prompts
-        with the same context share its prefill.
-    scored: half-open ranges of the context's tokens that are answers too: the model is asked for them inside the
-        prompt, so what the method's prefill makes of the tokens before them is what is measured.
-    labels: which kind of answer each scored range is, where a prompt has several kinds.
-    task: what the prompt was made of, as Task.name; empty where it was made by hand.
-    finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
-    metric: how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
-    references: what the metric compares an answer with, where that is not `answer`.
-    choices: the classes or options that an answer chooses from.
-    new_tokens: how many tokens the task's authors let a model answer with; at least a few more than `answer` has.
-    """
-
-    input_ids: Ids
-    answer: str | None
-    finds: tuple[Find, ...] = ()
-    metric: str = "begins"
-    references: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    new_tokens: int | None = None
-    turn: int = 0
-    scored: tuple[tuple[int, int], ...] = ()
-    labels: tuple[str, ...] = ()
-    task: str = ""
-
-    def __post_init__(self) -> None:
-        length = len(self.context)
-        if not 0 <= self.turn < max(1, len(self.input_ids)):
-            raise ValueError(f"turn must be from 0 to {len(self.input_ids) - 1}, got {self.turn}")
-        if wrong := [span for span in self.scored if not 0 < span[0] < span[1] <= length]:
-            raise ValueError(f"scored ranges must lie within 1 to {length}, got {wrong[0]}")
-
-    @property
-    def context(self) -> Ids:
-        """What is prefilled: all ids but those of a later turn."""
-        return self.input_ids[: len(self.input_ids) - self.turn]
-
-    @property
-    def family(self) -> str:
-        """What a task is about, one of profiling.prompts.kinds.FAMILIES; empty where the prompt was made by hand."""
-        return KINDS[parse_name(self.task)].family if self.task else ""
-
-    @property
-    def continuation(self) -> str | None:
-        """The answer as text that goes on from the prompt's end, its leading space included."""
-        if self.finds:
-            return "".join(find.lead + find.expected for find in self.finds)
-        return None if self.answer is None else f" {self.answer}"
-
-    @classmethod
-    def to_find(cls, input_ids: tuple[int, ...], *finds: Find, **scoring: Any) -> Prompt:
-        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from `metric` on."""
-        return cls(input_ids, "".join(find.lead + find.expected for find in finds).strip(), finds, **scoring)
+_FILES: tuple[ModuleType, ...] = (retrieval, lines, hops, turns, recalls, needles, variables, frequencies, documents)
+_FILES += (graphs, countdown, routes, minds, stories, repeated_asks, babi, long_answers)
+_FILES += (texts, suites, infinitebench, longbench, ruler_files)
+KINDS: dict[str, Kind] = {kind.name: kind for file in _FILES for kind in file.KINDS}
+# What is calibrated and evaluated on by default: docs/results.md has the table that they were chosen by. Questions of a
+# later turn share a context: 16 of them cost little more than one.
+DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
+# What a search is judged on by default: the same kinds of answers in a third of the prefills.
+JUDGED_TASKS = ("facts", "prose")
+TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"
 
 
 @dataclass(frozen=True)
@@ -123,8 +71,8 @@ class Task:
         name = self.kind + (f"@{told}" if told else "")
         if self.file is None:
             return name
-        of_ruler = self.kind == "ruler" and self.file.stem in SUBSETS
-        return f"{name}:{self.file.parent.resolve().name}/{self.file.name}" if of_ruler else f"{name}:{self.file.name}"
+        folder = f"{self.file.parent.resolve().name}/" if ruler_files.of_folder(self.kind, self.file) else ""
+        return f"{name}:{folder}{self.file.name}"
 
 
 def parse_task(text: str) -> Task:
@@ -189,13 +137,11 @@ def make_prompts(
     for name, value in (("length", length), ("samples", samples)):
         if value < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {value}")
-    kind = KINDS[task.kind]
-    module, _, function = kind.maker.partition(":")
-    make = getattr(importlib.import_module(module), function)
-    told = {**kind.fixed, **dict(task.parameters), **({} if kind.exact else {"shorter": shorter})}
-    prompts: list[Prompt] = make(Encoder(tokenizer), task.file, length, samples, seed, **told)
+    how: dict[str, Any] = {"length": length, "samples": samples, "seed": seed, "shorter": shorter}
+    wanted = Wanted(name=task.kind, encode=Encoder(tokenizer), text=task.file, **how)
+    prompts = KINDS[task.kind].make(wanted, **dict(task.parameters))
     assert len(prompts) == samples
-    assert all(len(prompt.input_ids) == length or (shorter and not kind.exact) for prompt in prompts)
+    assert shorter or all(len(prompt.input_ids) == length for prompt in prompts)
     return [replace(prompt, task=task.name) for prompt in prompts]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.texts import json_object, json_value, read_text
+from profiling.prompts.suites import json_object, json_value
+from profiling.prompts.texts import read_text
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
-from pathlib import Path
 
-from artifacts import HeadwiseError
-from profiling.prompts.prompt import Find, Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Kind, Prompt, Wanted
+from profiling.prompts.tokens import flat
 from profiling.prompts.words import compounds, plain_words, words
 
 # Items come back from further than this share of the prompt.
@@ -61,13 +59,15 @@ class Again:
 
 @dataclass(frozen=True)
 class Form:
-    """How items are written.
+    """How items are written. asks, source: see Kind.
 
     things: without end, none twice; those of one prompt.
     new: of a thing that is new, text before the value and after it. again: of one that comes back, in turn.
     every: of the items of the second half one in so many comes back. turn: what a later turn asks; empty for nothing.
     """
 
+    asks: str
+    source: str
     head: str
     things: Callable[[random.Random], Iterator[Thing]]
     new: tuple[str, str]
@@ -97,23 +97,30 @@ def _passages(rng: random.Random) -> Iterator[Thing]:
         yield Thing(" ".join(chosen[:_CUE]), "".join(f" {word}" for word in chosen[_CUE:]))
 
 
+_HEADS = "induction heads, Olsson et al. 2022"
 _FACT = ("The value of {name} is", ".\n")
 _ASKED = Again("Question: What is the value of {name}? Answer: The value of {name} is", ".\n", label="asked")
 _CHAINED = Again("The value of {new} is that of {name}, which is", ".\n", gives=True, label="chained")
 FORMS = {
     "line_asked": Form(
+        "numbers of words by questions between the lines",
+        "LongEval, Li et al. 2023",
         "Below are facts, one a line, and questions about earlier ones with their answers.\n\n",
         _numbered(words),
         _FACT,
         (_ASKED,),
     ),
     "chain": Form(
+        "numbers that words take from words far before them",
+        "variable tracking, RULER",
         "Below values are set, one a line, some of them to the value of an earlier one.\n\n",
         _numbered(words),
         _FACT,
         (_CHAINED,),
     ),
     "facts": Form(
+        "what `line_asked` and `chain` ask in one prompt, and more in later turns",
+        "LongEval, Li et al. 2023; RULER, Hsieh et al. 2024",
         "Below values are set, one a line, some of them to the value of an earlier one, and some are asked for.\n\n",
         _numbered(words),
         _FACT,
@@ -122,34 +129,43 @@ FORMS = {
         turn="\nThe value of {name} is",
     ),
     "label_map": Form(
+        "the random label of a word that had it far before",
+        "many-shot, Agarwal et al. 2024",
         "Each word has a colour, which stays the same wherever the word comes again.\n\n",
         _labelled,
         ("{name}:", "\n"),
         (Again("{name}:", "\n"),),
     ),
+    "repeats": Form(
+        "passages of random words that came far before",
+        _HEADS,
+        "",
+        _passages,
+        ("\n{name}", ".\n"),
+        (Again("\n{name}", ".\n"),),
+    ),
     "dictionary": Form(
+        "entries of a dictionary that came far before",
+        _HEADS,
         "Below is a dictionary. A word that comes again has the same entry again.\n\n",
         _entries,
         ("{name}:", ".\n"),
         (Again("{name}:", ".\n"),),
     ),
-    "repeats": Form("", _passages, ("\n{name}", ".\n"), (Again("\n{name}", ".\n"),)),
 }
 
 
-def recalls(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, form: str, questions: int = 1
-) -> list[Prompt]:
+def recalls(wanted: Wanted, *, questions: int = 8) -> list[Prompt]:
     """Prompts of one of FORMS; `questions` of them share a context where it asks in a later turn."""
+    questions = questions if FORMS[wanted.name].turn else 1
     made: list[Prompt] = []
-    for number in range(-(-samples // questions)):
-        count = min(questions, samples - len(made))
-        made += _context(encode, form, length, count, random.Random(f"{seed} {form} {number}"))
+    for number in range(-(-wanted.samples // questions)):
+        made += _context(wanted, min(questions, wanted.samples - len(made)), wanted.rng(number))
     return made
 
 
-def _context(encode: Encoder, name: str, length: int, count: int, rng: random.Random) -> list[Prompt]:
-    form = FORMS[name]
+def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
+    encode, length, form = wanted.encode, wanted.length, FORMS[wanted.name]
     head = encode.prefix + encode(form.head)
     named = rng.random()
     things = form.things(random.Random(named))
@@ -182,7 +198,7 @@ def _context(encode: Encoder, name: str, length: int, count: int, rng: random.Ra
         if items >= _CUT:
             known.append((len(ids), said))
             lines[said] = (len(ids), len(ids) + sum(map(len, parts)))
-        ids += [token for part in parts for token in part]
+        ids += flat(parts)
         items += 1
     cut = len(ids) - room
     shift = len(head) - cut
@@ -190,7 +206,7 @@ def _context(encode: Encoder, name: str, length: int, count: int, rng: random.Ra
     ranges = [one for one in ranges if one[1] <= length - size - _TAIL]
     asked = [thing for _, thing in known if len(encode(form.turn.format(name=thing.name))) == size]
     if room < 1 or not ranges or (size and len(asked) < count):
-        raise HeadwiseError(f"length {length} is too small for {name}: nothing can come back in it; try {2 * length}")
+        raise wanted.too_small(f"nothing can come back in it; try {2 * length}")
     context = (*head, *ids[cut:])
     spans = tuple((start, stop) for start, stop, _ in ranges)
     if not form.turn:
@@ -202,3 +218,17 @@ def _context(encode: Encoder, name: str, length: int, count: int, rng: random.Ra
         prompts.append(Prompt.to_find((*context, *encode(form.turn.format(name=thing.name))), find, turn=size))
     labels = tuple(label for _, _, label in ranges)
     return [replace(prompts[0], scored=spans, labels=labels), *prompts[1:]]
+
+
+_INSIDE = "the share of the answers inside the prompt of which every token is the likeliest"
+KINDS = tuple(
+    Kind(
+        name=name,
+        make=recalls,
+        parameters=(QUESTIONS,) if form.turn else (),
+        asks=form.asks,
+        scored=f"{_INSIDE}; after the first question of a context, whether {BEGINS}" if form.turn else _INSIDE,
+        source=form.source,
+    )
+    for name, form in FORMS.items()
+)

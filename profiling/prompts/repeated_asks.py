@@ -10,15 +10,12 @@ import random
 import string
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 from profiling.prompts.filler import sentences
-from profiling.prompts.filling import flat, laid_out, room_for, whole_items
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.filling import laid_out, whole_items
+from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
 from profiling.prompts.words import nouns
 
-_TASK = "mrcr"
 _FORMS = ["poem", "story", "letter", "riddle", "speech", "song", "recipe", "review"]
 _TURN = "User: Write a {} about a {}.\nAssistant: {}\n"
 _LAST = (
@@ -29,10 +26,9 @@ _NTH = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eigh
 _MARK, _SENTENCES = 10, 3
 
 
-def repeated_asks(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, needles: int = 2
-) -> list[Prompt]:
+def repeated_asks(wanted: Wanted, *, needles: int = 2) -> list[Prompt]:
     """Chats in which one ask comes `needles` times among others; the answer is a random string and one of theirs."""
+    encode = wanted.encode
 
     def one(rng: random.Random) -> Prompt:
         asks = list(product(_FORMS, nouns()))
@@ -42,7 +38,7 @@ def repeated_asks(
         needed = encode.each([_TURN.format(form, topic, answer) for answer in right])
         which, mark = rng.randrange(needles), "".join(rng.choices(string.ascii_letters + string.digits, k=_MARK))
         last = encode(_LAST.format(mark=mark, nth=_NTH[which], form=form, topic=topic))
-        room = room_for(encode, _TASK, length, *needed, last)
+        room = wanted.room(*needed, last)
 
         def others() -> Iterator[str]:
             while True:
@@ -56,14 +52,14 @@ def repeated_asks(
         for place, turn in reversed(list(zip(places, needed, strict=True))):
             turns.insert(place, turn)
         return Prompt(
-            laid_out(encode, _TASK, length, flat(turns), last),
+            laid_out(wanted, *turns, last),
             mark + right[which],
             metric="marked",
             references=(mark + right[which],),
             choices=tuple(mark + answer for answer in right),
         )
 
-    return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def _answers(rng: random.Random) -> Iterator[str]:
@@ -74,3 +70,15 @@ def _answers(rng: random.Random) -> Iterator[str]:
         if text not in taken:
             taken.add(text)
             yield text
+
+
+KINDS = (
+    Kind(
+        name="mrcr",
+        make=repeated_asks,
+        parameters=(Parameter("needles", int, "how often the same is asked for (2)", 1, 8),),
+        asks="the answer to the n-th of several identical asks in a chat, once more",
+        scored="0 without the random string before it, else the ratio of difflib's SequenceMatcher",
+        source="MRCR, Vodrahalli et al. 2024; OpenAI 2025",
+    ),
+)

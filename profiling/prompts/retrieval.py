@@ -10,11 +10,9 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from artifacts import HeadwiseError
 from profiling.prompts.filler import sentences
-from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Kind, Prompt, Wanted
 from profiling.prompts.texts import read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import names, words
@@ -53,32 +51,25 @@ class _Hidden:
     expected: str
 
 
-def kv_retrieval(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, question_first: int = 0
-) -> list[Prompt]:
+def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
     """A JSON object with UUIDs for keys and values, then one of its keys; the answer is that key's value.
 
     With `question_first` the key stands before the object only.
     """
-    rngs = [random.Random(f"{seed} kv_retrieval {i}") for i in range(samples)]
-    return [_key_values(encode, length, rng, bool(question_first)) for rng in rngs]
+    return wanted.prompts(lambda rng: _key_values(wanted, rng, bool(question_first)))
 
 
-def passkey(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, depth: float | None = None
-) -> list[Prompt]:
+def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
     """A seven-digit key at some depth of a text (the user's, or a generated one), then the question for it."""
 
     def key(rng: random.Random, text: str) -> _Hidden:
         key = str(rng.randrange(10**6, 10**7))
         return _Hidden(_KEY_HEAD, _KEY_NEEDLE.format(key=key), _KEY_QUESTION, key)
 
-    return _hidden("passkey", key, encode, file, length, samples, seed, depth)
+    return _hidden(wanted, key, depth)
 
 
-def number(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, depth: float | None = None
-) -> list[Prompt]:
+def number(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
     """Ten digits at some depth of a text, each like the one before it half of the time: harder to copy than a key."""
 
     def digits(rng: random.Random, text: str) -> _Hidden:
@@ -87,19 +78,10 @@ def number(
             found += found[-1] if rng.random() < 0.5 else rng.choice("0123456789")
         return _Hidden(_NUMBER_HEAD, _NUMBER_NEEDLE.format(number=found), _NUMBER_QUESTION, found)
 
-    return _hidden("number", digits, encode, file, length, samples, seed, depth)
+    return _hidden(wanted, digits, depth)
 
 
-def needle(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    depth: float | None = None,
-    question_first: int = 0,
-) -> list[Prompt]:
+def needle(wanted: Wanted, *, depth: float | None = None, question_first: int = 0) -> list[Prompt]:
     """A sentence about somebody who is not in the text, at some depth of it, then the question for what it says.
 
     With `question_first` the question stands before the text only.
@@ -113,10 +95,11 @@ def needle(
             return _Hidden(_NEEDLE_FIRST.format(who=who, where=where), said, _NEEDLE_BACK, what)
         return _Hidden(_NEEDLE_HEAD, said, _NEEDLE_QUESTION.format(who=who, where=where), what)
 
-    return _hidden("needle", sentence, encode, file, length, samples, seed, depth)
+    return _hidden(wanted, sentence, depth)
 
 
-def _key_values(encode: Encoder, length: int, rng: random.Random, first: bool) -> Prompt:
+def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
+    encode, length = wanted.encode, wanted.length
     plain, tail = encode.prefix + encode(_KV_HEAD), encode("}")
     pairs: list[tuple[str, str]] = []
     haystack: list[int] = []
@@ -138,53 +121,56 @@ def _key_values(encode: Encoder, length: int, rng: random.Random, first: bool) -
             span = (len(head) + starts[chosen] - cut, len(head) + end - cut)
             return Prompt.to_find((*head, *haystack[cut:], *question), Find(value, span))
     needed = len(head) + len(question) + len(haystack) // len(pairs)
-    raise HeadwiseError(f"length {length} is too small for kv_retrieval: one pair and its question take {needed}")
+    raise wanted.too_small(f"one pair and its question take {needed}")
 
 
 def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _hidden(
-    task: str,
-    make: Callable[[random.Random, str], _Hidden],
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    depth: float | None,
-) -> list[Prompt]:
+def _hidden(wanted: Wanted, make: Callable[[random.Random, str], _Hidden], depth: float | None) -> list[Prompt]:
     """The same seed hides the same thing in the same text at every depth, so that depths can be compared."""
-    text = read_text(file) if file is not None else ""
-    ids = read_ids(encode, file) if file is not None else None
+    encode, hay = wanted.encode, Hay(wanted)
 
     def one(rng: random.Random) -> Prompt:
-        hidden = make(rng, text)
-        needle, question = encode(hidden.needle), encode(hidden.question)
-        head = encode.prefix + encode(hidden.head)
-        room = length - len(head) - len(needle) - len(question)
-        if room < 0:
-            raise HeadwiseError(f"length {length} is too small for {task}: give at least {length - room}")
+        hidden = make(rng, hay.text)
+        head, needle, question = encode(hidden.head), encode(hidden.needle), encode(hidden.question)
+        room = wanted.room(head, needle, question)
         at = rng.randint(0, room)
-        hay = haystack(encode, ids, file, room, rng, f"{task} at length {length}")
+        text = hay.tokens(room, rng)
         at = at if depth is None else round(depth * room)
-        start = len(head) + at
-        whole = (*head, *hay[:at], *needle, *hay[at:], *question)
-        return Prompt.to_find(whole, Find(f" {hidden.expected}", (start, start + len(needle))))
+        before = wanted.ids(head, text[:at])
+        span = len(before), len(before) + len(needle)
+        return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {hidden.expected}", span))
 
-    return [one(random.Random(f"{seed} {task} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
-def haystack(encode: Encoder, text: Ids | None, file: Path | None, room: int, rng: random.Random, purpose: str) -> Ids:
-    """`room` tokens to hide something in: of the text of the file, from a random place on, or generated ones."""
-    if text is None:
-        return _generated(encode, room, rng)
-    if len(text) < room:
-        assert file is not None
-        raise HeadwiseError(f"{file.name} is too short for {purpose}: it has {len(text)} tokens, {room} are needed")
-    start = rng.randint(0, len(text) - room)
-    return text[start : start + room]
+class Hay:
+    """Tokens to hide something in: of the user's text from a random place on, or else of generated sentences."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Read the text.
+
+        Raises:
+            HeadwiseError: it is empty, or no text.
+        """
+        self._wanted = wanted
+        self.text = read_text(wanted.text) if wanted.text else ""
+        self._ids = read_ids(wanted.encode, wanted.text) if wanted.text else None
+
+    def tokens(self, room: int, rng: random.Random) -> Ids:
+        """As many as there is room for.
+
+        Raises:
+            HeadwiseError: the text has fewer.
+        """
+        if self._ids is None:
+            return _generated(self._wanted.encode, room, rng)
+        if len(self._ids) < room:
+            raise self._wanted.too_short(len(self._ids), room)
+        start = rng.randint(0, len(self._ids) - room)
+        return self._ids[start : start + room]
 
 
 def _generated(encode: Encoder, count: int, rng: random.Random) -> Ids:
@@ -194,3 +180,38 @@ def _generated(encode: Encoder, count: int, rng: random.Random) -> Ids:
     while len(ids) < count:
         ids += encode("".join(next(source) for _ in range(_BATCH)))
     return tuple(ids[len(ids) - count :])
+
+
+KINDS = (
+    Kind(
+        name="kv_retrieval",
+        make=kv_retrieval,
+        parameters=(QUESTION_FIRST,),
+        asks="the value of one UUID in a JSON object of UUIDs",
+        source="Liu et al. 2023, section 3",
+    ),
+    Kind(
+        name="passkey",
+        make=passkey,
+        takes_file="may",
+        parameters=(DEPTH,),
+        asks="a seven-digit number hidden in a text",
+        source="Mohtashami & Jaggi 2023",
+    ),
+    Kind(
+        name="number",
+        make=number,
+        takes_file="may",
+        parameters=(DEPTH,),
+        asks="ten digits, many of them alike, hidden in a text",
+        source="Retrieve.Number of InfiniteBench, Zhang et al. 2024",
+    ),
+    Kind(
+        name="needle",
+        make=needle,
+        takes_file="may",
+        parameters=(DEPTH, QUESTION_FIRST),
+        asks="one sentence about an invented person, hidden in a text",
+        source="needle in a haystack, Kamradt 2023",
+    ),
+)

@@ -9,14 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import islice, pairwise
-from pathlib import Path
 
-from profiling.prompts.filling import flat, laid_out, room_for, whole_items
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.filling import laid_out, whole_items
+from profiling.prompts.kind import LONGPROC, PARTIAL, Kind, Parameter, Prompt, Wanted
 from profiling.prompts.words import compounds
 
-_TASK = "longproc_path"
 _HEAD = "Each city below has one connection to another city. Give the route between two cities, one step a line.\n\n"
 _LINE = "{0}: {2} to {1}.\n"
 _STEP = "From {0}, take a {2} to {1}."
@@ -27,12 +24,11 @@ _WRONG = 3
 _EXAMPLE = (("Ardun", "Belzo", "train"), ("Belzo", "Corvin", "bus"), ("Corvin", "Ardun", "ferry"))
 
 
-def paths(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, steps: int = 24, partial: int = 0
-) -> list[Prompt]:
+def paths(wanted: Wanted, *, steps: int = 24, partial: int = 0) -> list[Prompt]:
     """Routes of `steps` steps; `partial` scores the share of them before the first wrong one."""
     shown = "".join(_LINE.format(*step) for step in _EXAMPLE)
     worked = f"{_QUESTION.format('Ardun', 'Corvin')} {_route(list(_EXAMPLE[:2]))}\n\n"
+    encode = wanted.encode
     head = encode(f"{_HEAD}{shown}{worked}")
 
     def one(rng: random.Random) -> Prompt:
@@ -41,7 +37,7 @@ def paths(
         route = [(a, b, rng.choice(_BY)) for a, b in pairwise(cities)]
         needed = encode.each([_LINE.format(*step) for step in route])
         question = encode(_QUESTION.format(cities[0], cities[-1]))
-        room = room_for(encode, _TASK, length, head, *needed, question)
+        room = wanted.room(head, *needed, question)
 
         def others() -> Iterator[str]:
             # The route's end has a way out, too.
@@ -52,7 +48,7 @@ def paths(
 
         lines = [*needed, *whole_items(encode, others(), room)]
         rng.shuffle(lines)
-        ids = laid_out(encode, _TASK, length, head, flat(lines), question)
+        ids = laid_out(wanted, head, *lines, question)
         # One step by another way is wrong.
         wrong = []
         for at in rng.sample(range(steps), min(_WRONG, steps)):
@@ -62,8 +58,20 @@ def paths(
         right = _route(route)
         return Prompt(ids, right, metric="route_partial" if partial else "route", choices=(right, *wrong))
 
-    return [one(random.Random(f"{seed} {_TASK} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def _route(steps: list[tuple[str, str, str]]) -> str:
     return "\n".join([*(_STEP.format(*step) for step in steps), _END])
+
+
+KINDS = (
+    Kind(
+        name="longproc_path",
+        make=paths,
+        parameters=(Parameter("steps", int, "steps of the route (24)", 1, 10_000), PARTIAL),
+        asks="the route between two of many cities, step by step",
+        scored="every step is right",
+        source=LONGPROC,
+    ),
+)

@@ -9,28 +9,24 @@ from pathlib import Path
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.prompt import SUBSETS, Prompt
-from profiling.prompts.suites import Asked, Record, prompts_of
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.kind import RULER, Kind, Prompt, Wanted
+from profiling.prompts.suites import TASK, Asked, Record, prompts_of
 
-_SUITE = "ruler"
+# Subsets that RULER names its files by, in a folder that has the task's name.
+_SUBSETS = ("validation", "test")
 # By the first part of a task's name: the metric and what RULER lets a model answer with.
 _FAMILIES = {"niah": ("all", 128), "vt": ("all", 30), "cwe": ("all", 120), "fwe": ("all", 50), "qa": ("any", 32)}
 
 
-def ruler(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    task: str | None = None,
-    shorter: bool = False,
-) -> list[Prompt]:
+def of_folder(kind: str, file: Path) -> bool:
+    """Whether it is the file's folder that says which task of RULER it holds."""
+    return kind == "ruler" and file.stem in _SUBSETS
+
+
+def ruler(wanted: Wanted, *, task: str | None = None) -> list[Prompt]:
     """Prompts of one of RULER's files, whose task is the name of the file or of its folder."""
-    assert file is not None
-    name = task or (file.parent.resolve().name if file.stem in SUBSETS else file.stem)
+    file = wanted.file
+    name = task or (file.parent.resolve().name if of_folder(wanted.name, file) else file.stem)
     if name.partition("_")[0] not in _FAMILIES:
         raise HeadwiseError(
             f"{file.name}: {shorten(name)} is no task of RULER; write ruler@task=NAME:FILE with a name that begins "
@@ -42,4 +38,17 @@ def ruler(
         prefix = record.text("answer_prefix") if "answer_prefix" in record else ""
         return Asked(record.text("input") + prefix, record.texts("outputs"), metric, new_tokens)
 
-    return prompts_of(encode, file, length, samples, seed, suite=_SUITE, ask=ask, shorter=shorter)
+    return prompts_of(wanted, ask)
+
+
+KINDS = (
+    Kind(
+        name="ruler",
+        make=ruler,
+        takes_file="must",
+        parameters=(TASK,),
+        asks="what the records of one of RULER's own files ask",
+        scored="all references named; any for qa",
+        source=RULER,
+    ),
+)

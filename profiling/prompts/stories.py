@@ -11,14 +11,11 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
-from artifacts import HeadwiseError
 from profiling.prompts.filler import sentences
-from profiling.prompts.filling import flat, laid_out, room_for, whole_items
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.tokens import Encoder
+from profiling.prompts.filling import laid_out, whole_items
+from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
 from profiling.prompts.words import names
 
 _HERO = "Mirabel"
@@ -66,25 +63,21 @@ class Question(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-def stories(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, form: str, asked: int = 16
-) -> list[Prompt]:
+def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
     """Prompts of one of FORMS; `asked` is how many numbered questions retrieval has."""
-    task = f"story_{form}"
+    encode, length, form = wanted.encode, wanted.length, wanted.name.partition("_")[2]
     head, opened, closed = encode(_HEAD), encode(_OPEN), encode(_CLOSE)
 
     def one(rng: random.Random) -> Prompt:
         # Chapters that might be, for the size of a question.
         some = [Chapter(max(_PLACES, key=len), "Nobody", "item", "") for _ in range(max(4, length // 60))]
         size = len(encode(_sized(form, some, asked))) + _SLACK
-        room = room_for(encode, task, length, head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
+        room = wanted.room(head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
         made: list[Chapter] = []
         texts = whole_items(encode, _told(made, rng), room)
         made = made[: len(texts)]
         if len(made) < _EMPTY + 1 or (form == "retrieval" and 3 * len(made) < asked):
-            raise HeadwiseError(
-                f"length {length} is too small for {task}: it has {len(made)} chapters; try {2 * length}"
-            )
+            raise wanted.too_small(f"it has {len(made)} chapters; try {2 * length}")
         empty = set(rng.sample(range(len(made)), _EMPTY)) if form == "filtering" else set[int]()
         never = {made[at].item for at in empty}
         for at, chapter in enumerate(made if never else ()):
@@ -96,7 +89,7 @@ def stories(
                 )
         question = FORMS[form](made, empty, asked, rng)
         said = encode(f"{question.text}\n")
-        ids = laid_out(encode, task, length, head, said, opened, flat(texts), closed, said, encode(_ANSWER))
+        ids = laid_out(wanted, head, said, opened, *texts, closed, said, encode(_ANSWER))
         return Prompt(
             ids,
             question.answer + _END,
@@ -105,7 +98,7 @@ def stories(
             choices=question.choices,
         )
 
-    return [one(random.Random(f"{seed} {task} {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
@@ -175,3 +168,20 @@ FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], Questio
     "multihop": _multihop,
     "filtering": _filtering,
 }
+
+
+def _kind(form: str, asks: str, scored: str, *parameters: Parameter) -> Kind:
+    source = "Sparse Frontier, Nawrot et al. 2025"
+    return Kind(name=f"story_{form}", make=stories, parameters=parameters, asks=asks, scored=scored, source=source)
+
+
+KINDS = (
+    _kind(
+        "retrieval",
+        "places, people and items of chapters of a story",
+        "the share of the numbered answers that are right",
+        Parameter("asked", int, "how many answers (16)", 1, 1000),
+    ),
+    _kind("multihop", "the item that was bought just before another", "the item is named"),
+    _kind("filtering", "the chapters in which nothing is bought", "intersection over union; both empty is 1"),
+)

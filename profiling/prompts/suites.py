@@ -1,31 +1,37 @@
-"""What the readers of published suites share: records out of their files, and prompts that are cut in the middle.
+"""What the readers of files with a record a line share, and the tasks whose records are the user's own.
 
 The suites keep a prompt's start and end where it is longer than a model takes, since both may say what to do.
 """
 
 from __future__ import annotations
 
-import random
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.prompt import Prompt
-from profiling.prompts.texts import json_object, read_text
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
+from profiling.prompts.texts import read_text
+from profiling.prompts.tokens import Ids
+
+TASK = Parameter("task", str, "which of the suite's tasks it is, where the file does not say")
+_FIELDS = ("prompt", "text", "input")
+# JSON can say what no text can hold, and tokenizers fail on it.
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One record of a suite as a prompt's text with what its answer is compared with, and how."""
+    """One record as a prompt's text with what its answer is compared with, and how."""
 
     text: str
     references: tuple[str, ...]
-    metric: str
-    new_tokens: int
+    metric: str = "begins"
+    new_tokens: int | None = None
     choices: tuple[str, ...] = ()
 
 
@@ -82,48 +88,28 @@ def records(file: Path) -> Iterator[Record]:
         raise HeadwiseError(f"{file.name} is empty")
 
 
-def prompts_of(
-    encode: Encoder,
-    file: Path,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    suite: str,
-    ask: Callable[[Record], Asked],
-    shorter: bool,
-) -> list[Prompt]:
-    """Records in random order as prompts of `length` tokens, the middle cut out of longer ones.
+def json_object(line: str, place: str) -> dict[str, Any]:
+    """One line of a JSON lines file; HeadwiseError, which names the place, where it is cut off or no object."""
+    record = json_value(line, place)
+    if not isinstance(record, dict):
+        raise HeadwiseError(f"{place}: not a JSON object: {shorten(record)}")
+    return record
 
-    Shorter ones are passed over, or taken as they are where `shorter` says so. All lines are read before any is used:
-    a damaged one is found whatever the seed.
-    """
-    asked = [ask(record) for record in records(file)]
-    random.Random(f"{seed} {suite}").shuffle(asked)
-    room = length - len(encode.prefix)
-    made: list[Prompt] = []
-    longest = 0
-    for one in asked:
-        ids = encode(one.text)
-        longest = max(longest, len(ids) + len(encode.prefix))
-        if len(ids) >= room > 0 or (shorter and room > 0 and ids):
-            made.append(
-                Prompt(
-                    (*encode.prefix, *cut_middle(ids, room)),
-                    one.references[0],
-                    metric=one.metric,
-                    references=one.references,
-                    choices=one.choices,
-                    new_tokens=one.new_tokens,
-                )
-            )
-            if len(made) == samples:
-                return made
-    least = "" if shorter else f" of at least {length} tokens"
-    raise HeadwiseError(
-        f"{file.name} has {len(made)} prompts{least}, {samples} are needed; "
-        f"the longest of its {len(asked)} has {longest} tokens"
-    )
+
+def json_value(text: str, place: str) -> Any:
+    """What a text of JSON says; HeadwiseError, which names the place, where it says nothing."""
+    try:
+        value = json.loads(text)
+        if _HALF_PAIR.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise HeadwiseError(f"{place}: half of a surrogate pair, which is no character") from error
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise HeadwiseError(f"{place}: not JSON: {error.msg.lower()} at {where}") from error
+    except RecursionError as error:
+        raise HeadwiseError(f"{place}: not usable JSON: nested too deeply") from error
 
 
 def cut_middle(ids: Ids, room: int) -> Ids:
@@ -134,6 +120,43 @@ def cut_middle(ids: Ids, room: int) -> Ids:
     return ids[:half] + ids[len(ids) - (room - half) :]
 
 
+def prompts_of(
+    wanted: Wanted, ask: Callable[[Record], Asked], cut: Callable[[Ids, int], Ids] = cut_middle
+) -> list[Prompt]:
+    """Records in random order as prompts; of longer ones something is cut out.
+
+    Shorter ones are passed over, or taken as they are where these are wanted, too. All lines are read before any is
+    used: a damaged one is found whatever the seed.
+    """
+    asked = [ask(record) for record in records(wanted.file)]
+    wanted.rng().shuffle(asked)
+    before = len(wanted.ids())
+    room = wanted.length - before
+    made: list[Prompt] = []
+    longest = 0
+    for one in asked:
+        ids = wanted.encode(one.text)
+        longest = max(longest, len(ids) + before)
+        if len(ids) >= room > 0 or (wanted.shorter and room > 0 and ids):
+            made.append(
+                Prompt(
+                    wanted.ids(cut(ids, room)),
+                    one.references[0] if one.references else None,
+                    metric=one.metric,
+                    references=one.references,
+                    choices=one.choices,
+                    new_tokens=one.new_tokens,
+                )
+            )
+            if len(made) == wanted.samples:
+                return made
+    least = "" if wanted.shorter else f" of at least {wanted.length} tokens"
+    raise HeadwiseError(
+        f"{wanted.file.name} has {len(made)} prompts{least}, {wanted.samples} are needed; "
+        f"the longest of its {len(asked)} has {longest} tokens"
+    )
+
+
 def name_in(suite: str, known: Iterable[str], given: str, place: str) -> str:
     """The task of a suite that a file or parameter names; HeadwiseError where the suite has none of that name."""
     names = list(known)
@@ -142,3 +165,18 @@ def name_in(suite: str, known: Iterable[str], given: str, place: str) -> str:
     raise HeadwiseError(
         f"{place}: {shorten(given)} is no task of {suite}; write {suite}@task=NAME:FILE with one of {', '.join(names)}"
     )
+
+
+def jsonl(wanted: Wanted) -> list[Prompt]:
+    """Prompts of a file with one JSON object a line; what is too long loses its start."""
+    return prompts_of(replace(wanted, shorter=False), _line, lambda ids, room: ids[len(ids) - room :])
+
+
+def _line(record: Record) -> Asked:
+    named = [field for field in _FIELDS if field in record]
+    if len(named) != 1:
+        raise HeadwiseError(f"{record.place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}")
+    return Asked(record.text(named[0]), (record.text("answer"),) if "answer" in record else ())
+
+
+KINDS = (Kind(name="jsonl", make=jsonl, takes_file="must", asks="what your prompts ask", source="your file"),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,3 +43,8 @@ class Encoder:
             if whole[start : start + len(bare)] == bare:
                 return whole[:start]
         return ()
+
+
+def flat(parts: Iterable[Ids]) -> Ids:
+    """The ids of all parts in turn."""
+    return tuple(token for part in parts for token in part)

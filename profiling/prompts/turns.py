@@ -11,11 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from pathlib import Path
 
-from artifacts import HeadwiseError
-from profiling.prompts.prompt import Find, Prompt
-from profiling.prompts.tokens import Encoder, Ids
+from profiling.prompts.kind import QUESTIONS, Find, Kind, Parameter, Prompt, Wanted
+from profiling.prompts.tokens import Ids, flat
 from profiling.prompts.words import words
 
 _BATCH = 256
@@ -32,8 +30,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Form:
-    """What a context is made of: what stands before and after its lines, and items without end."""
+    """What is asked, what stands before and after a context's lines, and items without end."""
 
+    asks: str
     head: str
     tail: str
     items: Callable[[random.Random, int], Iterator[Asked]]
@@ -61,28 +60,29 @@ def _chained(rng: random.Random, hops: int) -> Iterator[Asked]:
 
 
 FORMS = {
-    "line_turns": Form("Below is a list of facts, one a line.\n\n", "\n", _lines),
-    "kv_turns": Form("Below is a JSON object.\n\n{\n", "}\n", _pairs),
-    "chain_turns": Form("Below values are set, one a line, some to that of another, in any order.\n\n", "\n", _chained),
+    "line_turns": Form(
+        "the number of one word in a list of words with numbers",
+        "Below is a list of facts, one a line.\n\n",
+        "\n",
+        _lines,
+    ),
+    "kv_turns": Form(
+        "the number of one word in a JSON object of words with numbers", "Below is a JSON object.\n\n{\n", "}\n", _pairs
+    ),
+    "chain_turns": Form(
+        "the number of a word that has that of another, in a list in any order",
+        "Below values are set, one a line, some to that of another, in any order.\n\n",
+        "\n",
+        _chained,
+    ),
 }
 
 
-def turns(
-    encode: Encoder,
-    file: Path | None,
-    length: int,
-    samples: int,
-    seed: int,
-    *,
-    form: str,
-    questions: int = 8,
-    hops: int = 1,
-) -> list[Prompt]:
+def turns(wanted: Wanted, *, questions: int = 8, hops: int = 1) -> list[Prompt]:
     """Contexts with `questions` questions each, the last one with what is left of `samples`."""
     made: list[Prompt] = []
-    for number in range(-(-samples // questions)):
-        rng = random.Random(f"{seed} {form} {number}")
-        made += _context(encode, form, length, min(questions, samples - len(made)), hops, rng)
+    for number in range(-(-wanted.samples // questions)):
+        made += _context(wanted, min(questions, wanted.samples - len(made)), hops, wanted.rng(number))
     return made
 
 
@@ -90,8 +90,8 @@ def _number(rng: random.Random) -> str:
     return str(rng.randrange(10**4, 10**5))
 
 
-def _context(encode: Encoder, name: str, length: int, count: int, hops: int, rng: random.Random) -> list[Prompt]:
-    form = FORMS[name]
+def _context(wanted: Wanted, count: int, hops: int, rng: random.Random) -> list[Prompt]:
+    encode, length, form = wanted.encode, wanted.length, FORMS[wanted.name]
     head, tail = encode.prefix + encode(form.head), encode(form.tail)
     source = form.items(random.Random(rng.random()), hops)
     items: list[Asked] = []
@@ -112,17 +112,31 @@ def _context(encode: Encoder, name: str, length: int, count: int, hops: int, rng
         taken += 1
     fit = [at for at in range(taken - 1) if len(asked[at]) == size]
     if len(fit) < count:
-        raise HeadwiseError(
-            f"length {length} is too small for {name}: it has {len(fit)} of the {count} questions that a context "
-            f"needs; give more tokens, or fewer with {name}@questions=N"
+        raise wanted.too_small(
+            f"it has {len(fit)} of the {count} questions that a context needs; give more tokens, or fewer with "
+            f"{wanted.name}@questions=N"
         )
     chosen = rng.sample(fit, count)
     order = [(at, line) for at in range(taken - 1) for line in range(len(ids[at]))]
     rng.shuffle(order)
-    last = [token for line in ids[taken - 1] for token in line]
+    last = flat(ids[taken - 1])
     context, spans = [*head, *last[used - room :]], {}
     for at, line in order:
         spans[at, line] = (len(context), len(context) + len(ids[at][line]))
         context += ids[at][line]
     context += tail
     return [Prompt.to_find((*context, *asked[at]), Find(items[at].answer, spans[at, 0]), turn=size) for at in chosen]
+
+
+_HOPS = Parameter("hops", int, "how many words take a number from another (1)", 1, 100)
+KINDS = tuple(
+    Kind(
+        name=name,
+        make=turns,
+        parameters=(QUESTIONS, _HOPS) if name == "chain_turns" else (QUESTIONS,),
+        asks=form.asks,
+        scored="the answer begins with the right one; the question comes in a later turn",
+        source="a shared context and later turns: SCBench, Li et al. 2024",
+    )
+    for name, form in FORMS.items()
+)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import itertools
 import random
 import string
-from pathlib import Path
 
-from artifacts import HeadwiseError
 from profiling.prompts import haystacks
-from profiling.prompts.prompt import Find, Prompt
+from profiling.prompts.kind import RULER, SHARE, Find, Kind, Parameter, Prompt, Wanted
 from profiling.prompts.tokens import Encoder, Ids
 
 _HEAD = "Variables are assigned in the text below, some of them from others. Keep track of their values.\n"
@@ -24,10 +22,9 @@ _EXAMPLE_LINES = 5
 _NEW_TOKENS = 30
 
 
-def variable_tracking(
-    encode: Encoder, file: Path | None, length: int, samples: int, seed: int, *, chains: int = 1, hops: int = 4
-) -> list[Prompt]:
+def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
     """`chains` chains of `hops` assignments after the first each; asked for are all variables of one chain."""
+    encode = wanted.encode
     noise = haystacks.noise(encode)
 
     def one(rng: random.Random) -> Prompt:
@@ -37,21 +34,19 @@ def variable_tracking(
         hidden = [line for chain in assigned for line in _lines(*chain)]
         depths = [depth for _ in assigned for depth in sorted(rng.random() for _ in range(hops + 1))]
         ids_hidden = encode.each(hidden)
-        head = encode.prefix + example + encode(_HEAD)
+        head = example + encode(_HEAD)
         question = encode(_QUESTION.format(value=value, count=len(names)))
-        room = length - len(head) - len(question) - sum(map(len, ids_hidden))
-        if room < 0:
-            raise HeadwiseError(f"length {length} is too small for vt: give at least {length - room}")
-        ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(head))
+        room = wanted.room(head, question, *ids_hidden)
+        ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(wanted.ids(head)))
         places = [spans[hidden.index(line)] for line in _lines(value, names)]
         found = [
             Find(f" {name}", span, lead="," if at else "")
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
-        whole = (*head, *ids, *question)
+        whole = wanted.ids(head, ids, question)
         return Prompt.to_find(whole, *found, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS)
 
-    return [one(random.Random(f"{seed} vt {i}")) for i in range(samples)]
+    return wanted.prompts(one)
 
 
 def _chains(count: int, hops: int, letters: int, rng: random.Random) -> list[tuple[str, list[str]]]:
@@ -80,3 +75,18 @@ def _example(encode: Encoder, chains: int, hops: int, rng: random.Random) -> Ids
     ids, _ = haystacks.hide(encode.each(lines), depths, noise, 0)
     question = _QUESTION.format(value=value, count=len(names)) + " " + ", ".join(names) + "\n\n"
     return encode(_HEAD) + ids + encode(question)
+
+
+KINDS = (
+    Kind(
+        name="vt",
+        make=variable_tracking,
+        parameters=(
+            Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
+            Parameter("hops", int, "how many variables take a value from the one before (4)", 1, 1000),
+        ),
+        asks="all variables that have a value, by way of one another",
+        scored=SHARE,
+        source=RULER,
+    ),
+)

@@ -1,11 +1,10 @@
-"""Quality of a model under whatever attention is applied to it: perplexity and greedy answers.
+"""Quality of a model under whatever attention is applied to it: the loss of a text, and greedy answers.
 
 Shapes: S prompt length, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +19,8 @@ from profiling.quality.contexts import prefilled
 
 # Logits turned to fp32 at once: V is large and the whole prompt's would be the biggest tensor of all.
 _ROWS = 512
+# Tokens that an answer may have beside the right one's.
+_EXTRA = 2
 
 
 @torch.no_grad()
@@ -36,19 +37,12 @@ def negative_log_likelihood(model: Any, prompt: Prompt) -> torch.Tensor:
     )
 
 
-def perplexity(model: Any, prompts: Sequence[Prompt]) -> float:
-    """exp of the mean negative log-likelihood over all tokens of all prompts."""
-    return math.exp(torch.cat([negative_log_likelihood(model, prompt) for prompt in prompts]).mean().item())
-
-
-def answer(
-    model: Any, tokenizer: Any, prompt: Prompt, *, extra_tokens: int = 2, cache: Callable[[], Any] | None = None
-) -> str:
-    """The model's greedy continuation: as many tokens as the task allows, or as the expected answer has and a few more.
+def answer(model: Any, tokenizer: Any, prompt: Prompt, *, cache: Callable[[], Any] | None = None) -> str:
+    """The model's greedy continuation, of at most `new_tokens`.
 
     `cache` makes the cache to decode with; transformers' own if None.
     """
-    return answers(model, tokenizer, [prompt], label="", extra_tokens=extra_tokens, cache=cache)[0]
+    return answers(model, tokenizer, [prompt], label="", cache=cache)[0]
 
 
 @torch.no_grad()
@@ -58,7 +52,6 @@ def answers(
     prompts: Sequence[Prompt],
     *,
     label: str,
-    extra_tokens: int = 2,
     cache: Callable[[], Any] | None = None,
 ) -> list[str]:
     """The greedy answers to all prompts, with progress; each has a cache of its own, a shared context one prefill."""
@@ -70,24 +63,34 @@ def answers(
     found: dict[int, str] = {}
     for number, own in bar(chain(turns, held), desc=label, total=len(prompts)):
         made = own if own is not None or cache is None else cache()
-        found[number] = _generated(model, tokenizer, prompts[number], extra_tokens, made)
+        found[number] = _generated(model, tokenizer, prompts[number], made)
     return [found[number] for number in range(len(prompts))]
 
 
-def _generated(model: Any, tokenizer: Any, prompt: Prompt, extra_tokens: int, cache: Any) -> str:
+def _generated(model: Any, tokenizer: Any, prompt: Prompt, cache: Any) -> str:
     ids = torch.tensor([prompt.input_ids], device=model.device)
-    wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"])
-    limit = max(prompt.new_tokens or 0, wanted + extra_tokens)
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=limit,
+        max_new_tokens=new_tokens(tokenizer, prompt),
         do_sample=False,
         past_key_values=cache,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text.strip()
+
+
+def new_tokens(tokenizer: Any, prompt: Prompt) -> int:
+    """How many tokens an answer may have: what the task allows, or as many as the expected one and a few more."""
+    return prompt.new_tokens or len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) + _EXTRA
+
+
+def ends(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end an answer."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = configured if isinstance(configured, list) else [configured]
+    return {token for token in (*found, tokenizer.eos_token_id) if token is not None}
 
 
 def is_right(prompt: Prompt, given: str) -> bool:

@@ -18,7 +18,7 @@ from profiling.evaluation.methods import Method
 from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
-from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.answers import ends, negative_log_likelihood, new_tokens
 from profiling.quality.contexts import Prefilled, fed, prefilled
 from profiling.quality.divergence import forced_log_probs
 from profiling.quality.forced import answer_ids, asks, forced, scored_answers
@@ -29,8 +29,6 @@ BLOCK = 256
 FORCED = 128
 # Tokens that copy something far back which a text must have for their loss to be a figure.
 _COPIES = 8
-# Tokens that an answer may have beside the right one's.
-_EXTRA = 2
 # Choices that are compared of those that a prompt has, the right one among them.
 _CHOICES = 8
 # Raised where the same prompt under the same method would give another record.
@@ -80,7 +78,7 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
     right = answer_ids(tokenizer, prompt) if asks(prompt) else ()
     wrong = wrong_answers(model, tokenizer, prompt, start) if right else []
     limit = new_tokens(tokenizer, prompt)
-    ends = _ends(model, tokenizer)
+    stops = ends(model, tokenizer)
     if right:
         cache.batch_repeat_interleave(2)
         logits = logits.expand(2, -1)
@@ -94,9 +92,9 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
             expected = right[len(losses)]
             losses.append(-float(step[1].log_softmax(-1)[expected]))
             hits.append(int(best[1]) == expected)
-        if len(given) < limit and not (given and given[-1] in ends):
+        if len(given) < limit and not (given and given[-1] in stops):
             given.append(int(best[0]))
-        ended = len(given) >= limit or given[-1] in ends
+        ended = len(given) >= limit or given[-1] in stops
         if ended and len(losses) >= len(right):
             break
         forced = [[right[len(losses) - 1]]] if right else []
@@ -110,11 +108,6 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
         "nll": _mean(losses) if losses else None,
         "choice": float(_mean(losses) < min(wrong)) if wrong else None,
     }
-
-
-def new_tokens(tokenizer: Any, prompt: Prompt) -> int:
-    """How many tokens an answer may have."""
-    return prompt.new_tokens or len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) + _EXTRA
 
 
 def wrong_answers(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> list[float]:
@@ -133,12 +126,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _ends(model: Any, tokenizer: Any) -> set[int]:
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = configured if isinstance(configured, list) else [configured]
-    return {token for token in (*found, tokenizer.eos_token_id) if token is not None}
-
-
 @torch.no_grad()
 def foreseen(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
     """-log p of a text's tokens: of its blocks in one prefill, its last FORCED tokens, and its copies from far back.
@@ -152,10 +139,10 @@ def foreseen(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
         tokens = torch.tensor(prompt.input_ids[-forced:], device=log_probs.device)[:, None]
         return {"blocks": None, "forced": -float(log_probs.gather(1, tokens).mean()), "copies": None}
     losses = negative_log_likelihood(model, prompt)
-    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean()), "copies": copies_of(losses, prompt)}
+    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean()), "copies": _copies_of(losses, prompt)}
 
 
-def copies_of(losses: Tensor, prompt: Prompt) -> float | None:
+def _copies_of(losses: Tensor, prompt: Prompt) -> float | None:
     """The mean loss of a text's tokens that copy something far back, of (S - 1) losses; None where these are few."""
     copied = [at - 1 for at in far_copies(prompt.input_ids)]
     return float(losses[copied].mean()) if len(copied) >= _COPIES else None

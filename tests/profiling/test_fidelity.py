@@ -17,6 +17,8 @@ from artifacts.commands.convert import run as convert
 from profiling.fidelity import Measured, main, report, run
 from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
+from search.published.config import HeadSearch
+from search.published.head_budget import run as search
 from tests.search.conftest import save_tiny
 
 LENGTH = 700
@@ -130,3 +132,12 @@ def test_imports_are_served(imported: Path, tiny: Path, tmp_path: Path) -> None:
             sparse = model(ids).logits
             assert handle.stats()["sparse"] == 3
     assert not torch.allclose(sparse, dense, atol=1e-3)
+
+
+def test_on_the_calibration_prompt_it_is_what_the_search_wrote(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "searched.yaml"
+    search(HeadSearch(model=str(tiny), out=out, length=LENGTH, budget="0.8", dtype="float32", command="x"))
+    _, found = run(measured(out, tiny, seed=0))
+    arrays = artifacts.load_arrays(out)
+    for name in ("error", "recall", "density"):
+        np.testing.assert_allclose(getattr(found, name), arrays[f"chosen.{name}"], rtol=1e-5, atol=1e-6)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from artifacts import HeadwiseError
-from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import digest, make_prompts
+from profiling.prompts.prompt import KINDS, make_prompts
 from profiling.tasks import main
 from tests.profiling.conftest import GROUPED
 from tests.profiling.tokenizers import byte_level
 
 ROOT = Path(__file__).parents[2]
-GENERATED = [name for name, kind in KINDS.items() if kind.takes_file != "must"]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +44,6 @@ def test_the_page_has_every_task_and_its_parameters() -> None:
     for name, (told, file) in table.items():
         assert told == [parameter.name for parameter in KINDS[name].parameters]
         assert bool(file) == (KINDS[name].takes_file != "no")
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_every_task_has_its_maker(kind: object) -> None:
-    module, _, function = KINDS[kind.name].maker.partition(":")  # type: ignore[attr-defined]
-    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,25 +87,3 @@ def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.Captur
 def test_bad_use(folder: str, arguments: list[str], line: str) -> None:
     with pytest.raises(HeadwiseError, match=re.escape(line)):
         main(["--model", folder, *arguments] if "--task" in arguments else arguments)
-
-
-def test_other_processes_make_the_same_prompts() -> None:
-    code = (
-        "import sys; from profiling.prompts.prompt import *; from tests.profiling.tokenizers import byte_level;"
-        "print(*(digest(make_prompts(t, byte_level(), length=n, samples=2, seed=5))"
-        " for t in sys.argv[2:] for n in [int(sys.argv[1])]))"
-    )
-    fewer = {
-        "cwe": "cwe@words=3",
-        "longproc_path": "longproc_path@steps=6",
-        "story_retrieval": "story_retrieval@asked=3",
-    }
-    length, tasks = "2600", [fewer.get(name, name) for name in GENERATED]
-    found = []
-    for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", code, length, *tasks]
-        found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT).split())
-    assert found[0] == found[1] and len(set(found[0])) == len(tasks) > 15
-    here = make_prompts(tasks[-1], byte_level(), length=int(length), samples=2, seed=5)
-    assert digest(here) == found[0][-1]

@@ -7,35 +7,17 @@ from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError
 from profiling.prompts.copies import CONTEXT, far_copies
-from profiling.prompts.kind import FAMILIES
-from profiling.prompts.kinds import KINDS
-from profiling.prompts.prompt import Prompt, digest, make_prompts
+from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.prompts.texts import pythons_own
-from tests.profiling.tokenizers import MAKERS, byte_level
+from tests.profiling.tokenizers import byte_level
 
 TURNS, INSIDE = ("line_turns", "kv_turns", "chain_turns"), ("line_asked", "chain", "label_map", "dictionary", "repeats")
 LENGTH = 4096
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return MAKERS[request.param]()
-
-
 def made(task: str, tokenizer: Any, samples: int = 2, length: int = LENGTH, seed: int = 0) -> list[Prompt]:
     return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
-
-
-@pytest.mark.parametrize("task", [*TURNS, *INSIDE, "facts"])
-def test_prompts_have_the_length_that_was_asked_for(tokenizer: Any, task: str) -> None:
-    for length in (2048, 4099):
-        prompts = made(task, tokenizer, 3, length)
-        assert {len(prompt.input_ids) for prompt in prompts} == {length}
-        assert digest(prompts) == digest(made(task, tokenizer, 3, length))
-        assert digest(prompts) != digest(made(task, tokenizer, 3, length, seed=1))
-        assert {prompt.task for prompt in prompts} == {task} and prompts[0].family in FAMILIES
 
 
 @pytest.mark.parametrize("task", TURNS)
@@ -134,12 +116,6 @@ def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) ->
         assert text.index(name) < 300 and text.count(name) == 2 and name not in text[-100:]
 
 
-@pytest.mark.parametrize("task", [*TURNS, *INSIDE, "facts"])
-def test_what_does_not_fit_is_an_error(task: str) -> None:
-    with pytest.raises(HeadwiseError, match=f"length 150 is too small for {task}"):
-        made(task, byte_level(), 8, 150)
-
-
 def test_far_copies_are_those_that_were_not_said_lately() -> None:
     piece, other = tuple(range(10)), tuple(range(100, 200))
     ids = (*piece, *other, *piece, *piece)
@@ -152,8 +128,3 @@ def test_prose_serves_the_longest_prompts() -> None:
     # A tokenizer that splits into words, some 1.3 tokens a word less than real ones have.
     assert len(pythons_own().split()) > 160_000
     assert pythons_own().count("\n\n") > 5000
-
-
-def test_every_task_has_a_family() -> None:
-    assert {kind.family for kind in KINDS.values()} <= set(FAMILIES)
-    assert {KINDS[name].family for name in ("text", "prose")} == {"text"}

@@ -5,29 +5,14 @@ from __future__ import annotations
 import random
 import re
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError
 from profiling.prompts import babi, countdown, minds
 from profiling.prompts.graphs import answer_nodes
-from profiling.prompts.kinds import KINDS
 from profiling.prompts.metrics import METRICS, score
-from profiling.prompts.prompt import Prompt, digest, make_prompts
-from tests.profiling.tokenizers import MAKERS, byte_level
-
-SHORT = {"longproc_path": "longproc_path@steps=6", "story_retrieval": "story_retrieval@asked=3"}
-TASKS = [
-    name
-    for name, kind in KINDS.items()
-    if name.partition("_")[0] in ("graphwalks", "longproc", "story", "mrcr", "babilong", "arithmetic", "state")
-]
-
-
-@pytest.fixture(scope="module", params=list(MAKERS))
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return MAKERS[request.param]()
+from profiling.prompts.prompt import Prompt, make_prompts
+from tests.profiling.tokenizers import byte_level
 
 
 def made(task: str, samples: int = 3, length: int = 4000, seed: int = 0) -> list[tuple[Prompt, str]]:
@@ -35,29 +20,6 @@ def made(task: str, samples: int = 3, length: int = 4000, seed: int = 0) -> list
     tokenizer = byte_level()
     prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
     return [(prompt, tokenizer.decode(prompt.input_ids)) for prompt in prompts]
-
-
-def test_there_are_as_many_as_promised() -> None:
-    assert len(TASKS) == 14
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_prompts_have_the_length_asked_for_and_their_own_answer_is_right(tokenizer: Any, task: str) -> None:
-    name = SHORT.get(task, task)
-    for length in (2800, 3333):
-        prompts = make_prompts(name, tokenizer, length=length, samples=2, seed=0)
-        assert {len(prompt.input_ids) for prompt in prompts} == {length}
-        assert digest(prompts) == digest(make_prompts(name, tokenizer, length=length, samples=2, seed=0))
-        assert digest(prompts) != digest(make_prompts(name, tokenizer, length=length, samples=2, seed=1))
-        assert prompts[0].input_ids != prompts[1].input_ids
-        for prompt in prompts:
-            assert score(prompt, str(prompt.answer)) == 1 and score(prompt, "no") == 0
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_what_does_not_fit_is_an_error(task: str) -> None:
-    with pytest.raises(HeadwiseError, match=f"length 100 is too small for {task}: .*(give at least|try) \\d+"):
-        make_prompts(task, byte_level(), length=100, samples=1, seed=0)
 
 
 @pytest.mark.parametrize("operation", ["bfs", "parents"])

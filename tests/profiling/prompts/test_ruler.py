@@ -12,11 +12,11 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts import haystacks
-from profiling.prompts.filler import sentences
+from profiling.prompts.kind import Wanted
 from profiling.prompts.metrics import score
-from profiling.prompts.prompt import Prompt, digest, make_prompts
+from profiling.prompts.prompt import make_prompts
 from profiling.prompts.tokens import Encoder
-from tests.profiling.tokenizers import MAKERS, byte_level
+from tests.profiling.tokenizers import byte_level
 
 NEEDLES = {
     "niah_single_1": 1,
@@ -31,19 +31,6 @@ NEEDLES = {
 # What fits into short prompts of tokenizers that know few words.
 OTHERS = ["vt", "vt@chains=3,hops=2", "cwe@words=3,common=4,uncommon=2", "fwe", "fwe@alpha=1.5"]
 TASKS = [*NEEDLES, *OTHERS]
-
-
-@pytest.fixture(scope="module", params=list(MAKERS))
-def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return MAKERS[request.param]()
-
-
-@pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "story.txt"
-    source = sentences(random.Random(0))
-    path.write_text("".join(f"{i}. {next(source)}" for i in range(400)), encoding="utf-8")
-    return path
 
 
 def solve(text: str) -> list[str]:
@@ -175,17 +162,6 @@ def test_every_length_from_the_smallest_on(task: str) -> None:
         assert sorted(solve(tokenizer.decode(prompt.input_ids))) == sorted(prompt.references)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_seed_decides_and_more_samples_begin_with_the_same(task: str) -> None:
-    tokenizer = byte_level()
-
-    def made(samples: int, seed: int) -> list[Prompt]:
-        return make_prompts(task, tokenizer, length=2600, samples=samples, seed=seed)
-
-    assert made(3, 5)[:2] == made(2, 5)
-    assert digest(made(2, 5)) != digest(made(2, 6))
-
-
 @pytest.mark.parametrize(
     ("task", "line"),
     [
@@ -216,7 +192,7 @@ def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> 
     file.write_text(text, encoding="utf-8")
     tokenizer = byte_level()
     whole = len(tokenizer(text)["input_ids"])
-    stretch = haystacks.of_file(Encoder(tokenizer), file, "x")
+    stretch = haystacks.of_file(Wanted(name="x", encode=Encoder(tokenizer), text=file, length=1, samples=1, seed=0))
     for room in (0, 1, 7, 300, whole // 2):
         pieces = stretch(room, random.Random(room))
         assert sum(map(len, pieces)) == room and all(pieces)

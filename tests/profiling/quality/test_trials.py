@@ -42,6 +42,14 @@ def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded: Loa
     assert found["score"] == 1.0
 
 
+def test_the_loss_of_a_text_is_the_models_own(loaded: LoadedModel) -> None:
+    ids = torch.randint(0, 256, (1, 600))
+    with torch.no_grad():
+        loss = loaded.model(ids, labels=ids).loss
+    losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids[0].tolist()), None))
+    assert losses.shape == (599,) and losses.mean().item() == pytest.approx(loss.item(), rel=1e-4)
+
+
 def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
     ids = torch.randint(0, 256, (700,), generator=torch.Generator().manual_seed(0))
     prompt = Prompt(tuple(ids.tolist()), None)

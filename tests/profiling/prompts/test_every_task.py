@@ -1,0 +1,72 @@
+"""What holds of every task: length, seed, samples, its own answer, and that every process makes the same prompts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError
+from profiling.prompts.metrics import score
+from profiling.prompts.prompt import KINDS, digest, make_prompts, per_context
+from tests.profiling.tokenizers import byte_level
+
+ROOT = Path(__file__).parents[3]
+# What fits into short prompts of tokenizers that know few words.
+FEWER = {
+    "cwe": "cwe@words=3,common=4,uncommon=2",
+    "longproc_path": "longproc_path@steps=6",
+    "story_retrieval": "story_retrieval@asked=3",
+}
+# Prose takes a tokenizer some seconds at first.
+GENERATED = [FEWER.get(name, name) for name, kind in KINDS.items() if kind.takes_file != "must" and name != "prose"]
+MORE = ["prose", "vt@chains=3,hops=2", "fwe@alpha=1.5", "line_turns@questions=1", "needle@depth=0.5:STORY"]
+OF_STORY = [f"{name}:STORY" for name, kind in KINDS.items() if kind.takes_file == "may" or name == "text"]
+
+
+@pytest.mark.parametrize("task", [*GENERATED, *MORE, *OF_STORY])
+def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) -> None:
+    task = task.replace("STORY", str(story))
+    whole, bare = (tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
+    begins = [] if whole[0] == bare[0] else whole[:1]
+
+    def made(samples: int = 2, length: int = 2600, seed: int = 0) -> Any:
+        return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
+
+    prompts = made()
+    for length in (2600, 3333):
+        assert [len(prompt.input_ids) for prompt in made(length=length)] == [length] * 2
+    assert prompts == made() and digest(prompts) != digest(made(seed=1))
+    assert prompts[0].input_ids != prompts[1].input_ids
+    assert per_context(task) > 1 or made(3)[:2] == prompts
+    for prompt in prompts:
+        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        assert [i for i in prompt.input_ids if i in special] == begins
+        assert list(prompt.input_ids[: len(begins)]) == begins
+        if prompt.answer is not None:
+            assert score(prompt, str(prompt.continuation)) == 1 and score(prompt, "no") == 0
+
+
+@pytest.mark.parametrize("task", GENERATED)
+def test_what_does_not_fit_is_an_error(task: str) -> None:
+    with pytest.raises(HeadwiseError, match=r"^length 1 is too small"):
+        make_prompts(task, byte_level(bos=True), length=1, samples=1, seed=0)
+
+
+def test_other_processes_make_the_same_prompts(story: Path) -> None:
+    code = (
+        "import sys; from profiling.prompts.prompt import *; from tests.profiling.tokenizers import byte_level;"
+        "print(*(digest(make_prompts(t, byte_level(), length=2600, samples=1, seed=5)) for t in sys.argv[1:]))"
+    )
+    tasks = [*GENERATED, f"passkey:{story}", f"niah_multivalue:{story}", f"text:{story}"]
+    found = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", code, *tasks]
+        found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT).split())
+    assert found[0] == found[1] and len(set(found[0])) == len(tasks)
+    assert digest(make_prompts(tasks[-1], byte_level(), length=2600, samples=1, seed=5)) == found[0][-1]

@@ -1,0 +1,24 @@
+"""Timing in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from profiling.speed.latency import interleaved, medians
+
+
+def test_interleaving_takes_turns_and_drops_the_first_round() -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def context(name: str) -> Iterator[None]:
+        order.append(name)
+        yield
+
+    ways = {name: partial(context, name) for name in ("a", "b")}
+    seconds = interleaved(ways, lambda: None, repeats=3, device="cpu")
+    assert order == ["a", "b"] * 4
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
+    assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
