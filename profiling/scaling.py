@@ -34,6 +34,7 @@ from profiling.pictures.drawing import line_style, new_figure, save
 from profiling.progress import bar
 from profiling.prompts.prompt import digest, make_prompts, parse_task
 from profiling.quality.logits import DenseLogits
+from runtime import apply_dense
 from runtime.fingerprint import fingerprint
 
 # The shortest octave of positions that is read ends here at the earliest.
@@ -123,7 +124,8 @@ def _measured(config: Scaling, loaded: LoadedModel, densities: Sequence[float], 
         logits = DenseLogits(loaded.model, [prompt], places=config.places, at_once=False)
         for density, unit in zip(densities, units, strict=True):
             if unit not in ledger:
-                logits.learn()
+                with apply_dense(loaded.model):
+                    logits.learn()
                 attend = partial(attend_to, scores=mass_scores, share=density, by_mass=False, tail=0)
                 with choosing(loaded.model, attend):
                     ledger.put(unit, logits.drift().kl.tolist())

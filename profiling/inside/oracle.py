@@ -19,6 +19,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from profiling.inside.capture import attending_with
+from runtime.dense import dense_attention
 
 NAME = "headwise_oracle"
 _BLOCK = 64
@@ -28,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 
 @contextmanager
 def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
-    """Prefill by oracle top-k in layers that see the whole prompt; by sdpa in others, and what comes after it.
+    """Prefill by oracle top-k in layers that see the whole prompt; densely in others, and what comes after it.
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface.
@@ -50,7 +51,7 @@ def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
 
 @contextmanager
 def choosing(model: Any, attend: Attend) -> Iterator[None]:
-    """Prefill by `attend` in layers that see the whole prompt; by sdpa in others, and what comes after it."""
+    """Prefill by `attend` in layers that see the whole prompt; densely in others, and what comes after it."""
     from transformers.masking_utils import sdpa_mask
 
     with attending_with(model, NAME, partial(_attention, attend=attend), sdpa_mask):
@@ -70,11 +71,16 @@ def _attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if attention_mask is not None or query.shape[2] != key.shape[2] or query.shape[2] == 1:
-        out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
-        return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, key, value, scale, int(module.layer_idx)).transpose(1, 2), None
+    prefill, window = query.shape[0] == 1 and query.shape[2] == key.shape[2] > 1, kwargs.get("sliding_window")
+    if prefill and attention_mask is None:
+        return attend(query, key, value, scale, int(module.layer_idx)).transpose(1, 2), None
+    if prefill and window and kwargs.get("s_aux") is None:
+        # Of a long prompt a window is a small part, which sdpa does not use.
+        softcap = kwargs.get("softcap")
+        return dense_attention(query, key, value, scale=scale, softcap=softcap, window=window).transpose(1, 2), None
+    out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+    return out, None
 
 
 def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: int, scale: float) -> Tensor:
