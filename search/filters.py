@@ -10,9 +10,9 @@ python -m search.filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_ho
 
 from __future__ import annotations
 
-import argparse
-from math import ceil, inf
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
@@ -32,7 +32,7 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(p, "artifact to start from, as search.heads writes it", old="--config")
     arguments.add_out(p, "artifact to write; may be the same file")
     p.add_argument("--profile", type=Path, help="folder of python -m profiling.similarity, instead of measuring")
-    p.add_argument("--filters", type=int, default=Rules.most, help="at most so many filter layers (default 6)")
+    p.add_argument("--filters", type=int, default=Rules.filters, help="at most so many filter layers (default 6)")
     p.add_argument("--sparse", type=float, default=Rules.sparse, help="least share of sparse layers (default 0.6)")
     p.add_argument("--dense-first", type=int, default=Rules.dense_first, help="first layers that are dense (default 0)")
     p.add_argument("--adjacent", action="store_true", help="keep the layer after each filter dense, to hide fetches")
@@ -43,7 +43,6 @@ def parser() -> ArgumentParser:
         "whichever of the first two is better on prompts that chose neither)",
     )
     p.add_argument("--worst", type=float, default=FilterSearch.worst, help="weight of the worst steps (default 0.25)")
-    p.add_argument("--min-kept", type=float, help="the fewest full layers that keep this share, not the best")
     p.add_argument("--max-error", type=float, help="the fewest full layers within this error, not the best")
     p.add_argument("--layers", help="filter layers by hand, such as 2,8,18")
     p.add_argument("--rule", choices=RULES, default=RULES[0], help="whose rule chooses (default error, ours)")
@@ -66,83 +65,30 @@ def parser() -> ArgumentParser:
     return p
 
 
-def config_from(options: argparse.Namespace, command: str) -> FilterSearch:
-    """The search of a command line.
+def config_from(options: dict[str, Any], command: str) -> FilterSearch:
+    """The search of a command line's options.
 
     Raises:
         HeadwiseError: a value that cannot be.
     """
-    budget = _budget(options.budget)
-    if options.min_kept is not None and not 0 < options.min_kept <= 1:
-        raise HeadwiseError(f"--min-kept must be above 0 and at most 1, got {options.min_kept}")
-    if (limit := options.max_error) is not None and not 0 <= limit < inf:
-        raise HeadwiseError(f"--max-error must not be negative, got {limit}")
-    given = [name for name in ("layers", "min_kept", "max_error") if getattr(options, name) is not None]
-    if len(given) > 1:
-        first, second = (f"--{name.replace('_', '-')}" for name in given[:2])
-        raise HeadwiseError(f"{first} and {second} exclude each other: choose by one of them")
-    if options.rule != RULES[0] and given:
-        raise HeadwiseError(f"--rule {options.rule} chooses by itself: leave out --{given[0].replace('_', '-')}")
-    if options.rule == "kascade" and options.heads == "pooled":
-        raise HeadwiseError("--rule kascade maps KV heads one to one: leave out --heads pooled")
-    if options.rule == "loss" and options.heads not in (None, "pooled"):
-        raise HeadwiseError(f"--rule loss has one choice for all heads: leave out --heads {options.heads}")
-    if options.dense_layers is not None and options.layers is None:
-        raise HeadwiseError("--dense-layers goes with --layers: else the search chooses both")
-    if not 0 < options.sparse < 1:
-        raise HeadwiseError(f"--sparse must be between 0 and 1, got {options.sparse}")
-    for name in ("filters", "window"):
-        if getattr(options, name) < 1:
-            raise HeadwiseError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if (ratio := options.prefill_ratio) is not None and not 0 < ratio < inf:
-        raise HeadwiseError(f"--prefill-ratio must be a positive number, got {ratio}")
-    if (share := options.coverage) is not None and not 0 < share < 1:
-        raise HeadwiseError(f"--coverage must be between 0 and 1, got {share}")
-    if (limit := options.target_error) is not None and not 0 < limit < inf:
-        raise HeadwiseError(f"--target-error must be a positive number, got {limit}")
-    if options.coverage is not None and options.target_error is not None:
-        raise HeadwiseError("--coverage and --target-error exclude each other: the second finds the first")
-    if not 0 <= options.worst <= 1:
-        raise HeadwiseError(f"--worst must be from 0 to 1, got {options.worst}")
-    if options.dense_first < 0:
-        raise HeadwiseError(f"--dense-first must not be negative, got {options.dense_first}")
-    length = options.length
-    measured = SimilarityConfig(
-        model=options.model,
-        tasks=tuple(options.tasks or DEFAULT_TASKS),
-        length=length,
-        samples=options.samples,
-        steps=options.steps,
-        top_k=ceil(budget * length) if isinstance(budget, float) and length else None,
-        sets=options.heads or SimilarityConfig.sets,
-        seed=options.seed,
-        dtype=options.dtype,
-        device=options.device,
-        command=command,
-    )
+    options["budget"] = budget = _budget(options["budget"])
+    for name in ("layers", "dense_layers"):
+        if options[name] is not None:
+            options[name] = _layers(f"--{name.replace('_', '-')}", options[name])
+    rules = {name: options.pop(name) for name in ("filters", "sparse", "dense_first", "adjacent")}
+    measured = {name: options.pop(name) for name in ("length", "samples", "steps", "seed", "dtype", "device")}
+    length = measured["length"]
     return FilterSearch(
-        model=options.model,
-        config=options.config,
-        out=options.out,
-        measured=measured,
-        profile=options.profile,
-        rules=Rules(
-            sparse=options.sparse, most=options.filters, dense_first=options.dense_first, adjacent=options.adjacent
+        rules=Rules(**rules),
+        measured=SimilarityConfig(
+            model=options["model"],
+            tasks=tuple(options.pop("tasks") or DEFAULT_TASKS),
+            top_k=ceil(budget * length) if isinstance(budget, float) and length else None,
+            sets=options["heads"] or SimilarityConfig.sets,
+            command=command,
+            **measured,
         ),
-        layers=None if options.layers is None else _layers("--layers", options.layers),
-        dense=() if options.dense_layers is None else _layers("--dense-layers", options.dense_layers),
-        heads=options.heads,
-        rule=options.rule,
-        worst=options.worst,
-        coverage=options.coverage,
-        target_error=options.target_error,
-        min_kept=options.min_kept,
-        max_error=options.max_error,
-        budget=budget,
-        selector=options.selector,
-        window=options.window,
-        prefill_ratio=options.prefill_ratio,
-        fresh=options.fresh,
+        **options,
     )
 
 
@@ -165,11 +111,11 @@ def _layers(option: str, text: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options = parser().parse_args(argv)
-    command = arguments.as_typed("search.filters", argv)
+    options = vars(parser().parse_args(argv))
+    to_json, command = options.pop("json"), arguments.as_typed("search.filters", argv)
     config = config_from(options, command)
     _, found = run(config)
-    arguments.deliver(f"{report(found)}\nwrote {config.out}", {"command": command, **record(found)}, options.json)
+    arguments.deliver(f"{report(found)}\nwrote {config.out}", {"command": command, **record(found)}, to_json)
     return 0
 
 

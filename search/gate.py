@@ -13,7 +13,7 @@ from dataclasses import asdict
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from profiling.prompts.prompt import JUDGED_TASKS
-from search.common.check import Gate, run
+from search.common.check import Check, run
 from search.common.limits import add_limits, limits_of
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 0 where the artifact passes, 3 where it does not."""
     options = vars(parser().parse_args(argv))
     limits, tasks, to_json = limits_of(options), options.pop("tasks"), options.pop("json")
-    verdict = run(Gate(**options, limits=limits, tasks=tuple(tasks) if tasks else None))
+    verdict = run(Check(**options, limits=limits, tasks=tuple(tasks) if tasks else None))
     lines = [f"  {task.line()}" for task in verdict.tasks]
     if verdict.fault is None:
         text = ["passes", *lines]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from artifacts import HeadwiseError, arguments
+from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.memory_use.sizes import bytes_of
 from profiling.prompts.prompt import TASKS
@@ -26,7 +26,7 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(p, "artifact to start from, as search.heads writes it", old="--config")
     arguments.add_out(p, "artifact to write; may be the same file")
     total = p.add_mutually_exclusive_group(required=True)
-    total.add_argument("--target-share", type=float, help="keep this share of all tokens, such as 0.2")
+    total.add_argument("--target-share", type=float, dest="share", help="keep this share of all tokens, such as 0.2")
     total.add_argument("--target-bytes", help="bytes of a sequence's cache at --context tokens, such as 64MiB")
     p.add_argument("--context", type=int, help="tokens that --target-bytes is for")
     arguments.add_task(p, f"prompts to measure on: {TASKS}")
@@ -46,44 +46,13 @@ def parser() -> ArgumentParser:
     return p
 
 
-def config_from(options: argparse.Namespace) -> KVSearch:
-    """The search of a command line.
-
-    Raises:
-        HeadwiseError: a value that cannot be.
-    """
-    share = options.target_share
-    if share is not None and not 0 < share <= 1:
-        raise HeadwiseError(f"--target-share must be above 0 and at most 1, got {share}")
-    if (options.target_bytes is None) != (options.context is None):
-        raise HeadwiseError("--target-bytes and --context go together: bytes of a cache of so many tokens")
-    for name, least in (("length", 256), ("samples", 1), ("forced", 1), ("context", 1)):
-        if (value := getattr(options, name)) is not None and value < least:
-            raise HeadwiseError(f"--{name} must be at least {least}, got {value}")
-    if options.forced >= options.length:
-        raise HeadwiseError(f"--forced must be below --length ({options.length}), got {options.forced}")
-    return KVSearch(
-        model=options.model,
-        config=options.config,
-        out=options.out,
-        share=share,
-        target_bytes=None if options.target_bytes is None else bytes_of(options.target_bytes, "--target-bytes"),
-        context=options.context,
-        tasks=tuple(options.tasks or KVSearch.tasks),
-        length=options.length,
-        samples=options.samples,
-        forced=options.forced,
-        normalised=options.normalised,
-        seed=options.seed,
-        dtype=options.dtype,
-        device=options.device,
-        fresh=options.fresh,
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    config = config_from(parser().parse_args(argv))
+    options = vars(parser().parse_args(argv))
+    options["tasks"] = tuple(options["tasks"] or KVSearch.tasks)
+    if options["target_bytes"] is not None:
+        options["target_bytes"] = bytes_of(options["target_bytes"], "--target-bytes")
+    config = KVSearch(**options)
     _, found = run(config)
     print(report(found))
     print(f"wrote {config.out} ({arguments.as_typed('search.kv', argv)})")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NAME = "headwise_gradients"
 # Tiles of 64 x 64 whose largest probability is below this add nothing that counts to a gradient: most tiles have less.
-SKIP_BELOW = 1e-4
+SKIP_BELOW = 1e-3
 # Logits that are held at once.
 _LOGITS = 1 << 24
 # Tokens by which the logits that a model computes are compared with those that are put together here.
@@ -54,7 +54,7 @@ class LayerGradients:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DensePass:
     """What the model says of the tokens. nll: (S - 1,) fp32 -log p of each token but the first; hits: if it was the
-    likeliest.
+    likeliest. Where some tokens are marked as an answer's, of these and of those after the positions that are kept.
 
     log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were visited on the way back;
     if not, `fault` says why.
@@ -169,34 +169,33 @@ def _losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss' gradient by the last hidden states (1, S, M), a DensePass' nll and hits, and its log-probabilities."""
     gradient = torch.zeros_like(states)
-    length, text = states.shape[1] - 1, not bool(answers.any())
-    rows = max(1, _LOGITS // head(states[:, :1]).shape[-1])
-    nll = torch.empty(length, device=states.device)
-    hits = torch.empty(length, dtype=torch.bool, device=states.device)
-    kept = torch.zeros(len(keep), head(states[:, :1]).shape[-1], dtype=torch.float16, device=states.device)
-    for start in range(0, length + 1, rows):
-        stop = min(start + rows, length + 1)
-        part = states[:, start:stop].requires_grad_(True)
+    length, width = states.shape[1] - 1, head(states[:, :1]).shape[-1]
+    nll = torch.full((length,), torch.nan, device=states.device)
+    hits = torch.zeros(length, dtype=torch.bool, device=states.device)
+    kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
+    # Where some tokens are answers, nobody asks for what is predicted of the others: logits are what costs here.
+    before = answers[1:].nonzero()[:, 0]
+    asked = torch.cat([keep, before]).unique() if len(before) else torch.arange(length + 1, device=states.device)
+    for some in asked.split(max(1, _LOGITS // width)):
+        part = states[:, some].requires_grad_(True)
         logits = head(part)[0].float()
-        here = (keep >= start) & (keep < stop)
-        if bool(here.any()):
-            kept[here] = logits.detach()[keep[here] - start].log_softmax(-1).clamp_min_(-1e4).half()
-        targets = input_ids[0, start + 1 : stop + 1].to(logits.device)
-        if not len(targets):
-            break
-        lost = cross_entropy(logits[: len(targets)], targets, reduction="none")
-        nll[start : start + len(targets)] = lost.detach()
-        hits[start : start + len(targets)] = logits.detach()[: len(targets)].argmax(-1) == targets
-        if text:
-            loss = lost.sum()
-        else:
+        here = torch.isin(keep, some)
+        kept[here] = logits.detach()[torch.searchsorted(some, keep[here])].log_softmax(-1).clamp_min_(-1e4).half()
+        # The last token is followed by none.
+        logits, rows = logits[some < length], some[some < length]
+        targets = input_ids[0, rows + 1].to(logits.device)
+        lost = cross_entropy(logits, targets, reduction="none")
+        nll[rows] = lost.detach()
+        hits[rows] = logits.detach().argmax(-1) == targets
+        if len(before):
             # log(p / (1 - p)) from log p, stable at both ends.
-            asked = answers[start + 1 : stop + 1].to(logits.device)
-            others = logits[: len(targets)].scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
-            odds = logits[: len(targets)].gather(1, targets[:, None])[:, 0] - others
-            loss = -(odds * asked).sum()
-        if loss.requires_grad:
-            (gradient[:, start:stop],) = torch.autograd.grad(loss, part)
+            others = logits.scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
+            odds = logits.gather(1, targets[:, None])[:, 0] - others
+            loss = -(odds * answers[rows + 1]).sum()
+        else:
+            loss = lost.sum()
+        if loss.requires_grad and len(rows):
+            gradient[:, some] = torch.autograd.grad(loss, part)[0]
     return gradient, nll, hits, kept
 
 

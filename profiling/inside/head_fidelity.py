@@ -37,11 +37,17 @@ class Fidelity:
 
 
 def fidelity(
-    model: Any, artifact: Artifact, prompt: Prompt, arrays: Mapping[str, np.ndarray] | None = None
+    model: Any,
+    artifact: Artifact,
+    prompt: Prompt,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    *,
+    backend: str = "auto",
 ) -> Fidelity:
     """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense attention gives.
 
-    arrays: those of the artifact's sidecar, which static patterns are read from.
+    arrays: those of the artifact's sidecar, which static patterns are read from. backend: as for
+    kernels.attention.sparse_attention.
     """
     patterns = kernel_patterns(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
@@ -51,7 +57,7 @@ def fidelity(
         plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
         if plan is None:
             return
-        one = layer_fidelity(inputs, plan)
+        one = layer_fidelity(inputs, plan, backend=backend)
         for name in ("error", "recall", "density"):
             getattr(found, name)[inputs.layer] = getattr(one, name)
 

@@ -38,8 +38,7 @@ class Seen:
 
     def __init__(self, prompts: Iterable[Prompt] = (), *, digests: Iterable[str] = ()) -> None:
         self._known = set(digests)
-        for prompt in prompts:
-            self.add(prompt)
+        self.add(*prompts)
 
     @classmethod
     def by(cls, artifacts: Iterable[Mapping[str, Array]]) -> Seen:
@@ -51,9 +50,10 @@ class Seen:
         """64 hex digits each, in order."""
         return sorted(self._known)
 
-    def add(self, prompt: Prompt) -> None:
-        ids = prompt.input_ids
-        self._known |= {_digest(ids[start : start + _ALIKE]) for start in range(0, len(ids) - _ALIKE + 1, _ALIKE)}
+    def add(self, *prompts: Prompt) -> None:
+        for prompt in prompts:
+            ids = prompt.input_ids
+            self._known |= {_digest(ids[start : start + _ALIKE]) for start in range(0, len(ids) - _ALIKE + 1, _ALIKE)}
 
     def overlaps(self, prompt: Prompt) -> bool:
         """Whether a prompt has tokens in a row with one of them in common."""

@@ -29,7 +29,7 @@ _NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class Check:
     """What to check and on what; None for the default tasks and the artifact's own length."""
 
     config: Path
@@ -55,7 +55,7 @@ class Verdict:
     heads: tuple[tuple[int, int, float, float], ...]
 
 
-def run(config: Gate) -> Verdict:
+def run(config: Check) -> Verdict:
     """Check an artifact against its limits."""
     artifact, arrays = load_pair(config.config)
     for task in config.tasks or ():
@@ -74,7 +74,9 @@ def run(config: Gate) -> Verdict:
     return verdict(config, artifact, arrays, loaded, length)
 
 
-def verdict(config: Gate, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int) -> Verdict:
+def verdict(
+    config: Check, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int
+) -> Verdict:
     """The same of an artifact and a model that are loaded."""
     tasks = config.tasks or JUDGED_TASKS
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import Any
 
-from search.model.task_losses import MAX_KL, MAX_LOST, MAX_NLL, MAX_PERPLEXITY, Limits
+from search.model.task_losses import Limits
+
+_SAYS = {
+    "kl": "nats a token to dense attention",
+    "perplexity": "rise on text",
+    "nll": "rise of -log p of right answers, nats a token",
+    "lost": "share of right answers fewer than dense attention",
+}
 
 
 def add_limits(p: argparse.ArgumentParser) -> None:
     """The options of a gate's limits."""
-    p.add_argument("--max-kl", type=float, default=MAX_KL, help=f"nats a token to dense attention (default {MAX_KL})")
-    p.add_argument(
-        "--max-perplexity", type=float, default=MAX_PERPLEXITY, help=f"rise on text (default {MAX_PERPLEXITY})"
-    )
-    p.add_argument(
-        "--max-nll", type=float, default=MAX_NLL, help=f"rise of -log p of right answers, nats a token ({MAX_NLL})"
-    )
-    p.add_argument(
-        "--max-lost",
-        type=float,
-        default=MAX_LOST,
-        help=f"share of right answers fewer than dense attention ({MAX_LOST})",
-    )
+    for field in fields(Limits):
+        says = f"{_SAYS[field.name]} (default {field.default})"
+        p.add_argument(f"--max-{field.name}", type=float, default=field.default, help=says)
 
 
 def limits_of(options: dict[str, Any]) -> Limits:
     """Takes the limits out of a command line's options."""
-    return Limits(**{name: options.pop(f"max_{name}") for name in ("kl", "perplexity", "nll", "lost")})
+    return Limits(**{name: options.pop(f"max_{name}") for name in _SAYS})

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -74,11 +73,3 @@ def score_arrays(
         own |= {size: values.astype(np.int32) for size, values in (sizes[c] if sizes else {}).items()}
         arrays |= {f"candidates.{c}.{name}.{of}": values for of, values in own.items()}
     return arrays
-
-
-def tool_version() -> str:
-    """Of the headwise that is installed."""
-    try:
-        return version("headwise")
-    except PackageNotFoundError:
-        return "checkout"

@@ -39,15 +39,23 @@ class Rules:
     """What a choice must hold to.
 
     sparse: at least this share of the full-attention layers is sparse.
-    most: at most so many filter layers.
+    filters: at most so many filter layers.
     dense_first: at least so many full-attention layers before the first filter.
     adjacent: the layer after each filter is dense, so that an offloaded fetch has something to hide behind.
     """
 
     sparse: float = 0.6
-    most: int = 6
+    filters: int = 6
     dense_first: int = 0
     adjacent: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sparse < 1:
+            raise HeadwiseError(f"--sparse must be between 0 and 1, got {self.sparse}")
+        for name, least in (("filters", 1), ("dense_first", 0)):
+            if getattr(self, name) < least:
+                option = name.replace("_", "-")
+                raise HeadwiseError(f"--{option} must be at least {least}, got {getattr(self, name)}")
 
     def full(self, layers: int) -> int:
         """How many of so many full-attention layers may attend to everything."""
@@ -148,7 +156,7 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
     # no further filter, then with one more at most in each turn. after: place of that filter, dense layers up to it.
     best = run[:, :, n].T
     after: list[dict[tuple[int, int], tuple[int, int]]] = []
-    for _ in range(1, min(rules.most, full)):
+    for _ in range(1, min(rules.filters, full)):
         more, origin = run[:, :, n].T.copy(), {}
         for a, u in np.ndindex(n, full):
             ways = run[:u, a, :n] + best[:, :u][:, ::-1].T

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +45,19 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 RANDOM_CHOICES = 50
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "worst": (lambda value: 0 <= value <= 1, "from 0 to 1"),
+    "window": (lambda value: value >= 1, "at least 1"),
+    "max_error": (lambda value: 0 <= value < inf, "at least 0"),
+    "prefill_ratio": (lambda value: 0 < value < inf, "a positive number"),
+    "coverage": (lambda value: 0 < value < 1, "between 0 and 1"),
+    "target_error": (lambda value: 0 < value < inf, "a positive number"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterSearch:
-    """What to choose by. `profile` is measured if None; `layers` and `dense` are taken instead of the best.
+    """What to choose by. `profile` is measured if None; `layers` and `dense_layers` are taken instead of the best.
 
     heads: whose choice a KV head takes: all heads' together ("pooled"), also a single head's ("head"), also a group's
     ("group"); None: whichever of these that were measured has the least error on prompts of their own.
@@ -64,11 +72,10 @@ class FilterSearch:
     profile: Path | None = None
     rules: Rules = field(default_factory=Rules)
     layers: tuple[int, ...] | None = None
-    dense: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] | None = None
     heads: str | None = None
     rule: str = RULES[0]
     worst: float = 0.25
-    min_kept: float | None = None
     max_error: float | None = None
     budget: int | float = 2048
     selector: str = "last"
@@ -77,6 +84,24 @@ class FilterSearch:
     coverage: float | None = None
     target_error: float | None = None
     fresh: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (right, says) in _RANGES.items():
+            if (value := getattr(self, name)) is not None and not right(value):
+                raise HeadwiseError(f"--{name.replace('_', '-')} must be {says}, got {value}")
+        by_hand = next((option for option in ("layers", "max_error") if getattr(self, option) is not None), None)
+        if self.layers is not None and self.max_error is not None:
+            raise HeadwiseError("--layers and --max-error exclude each other: choose by one of them")
+        if self.rule != RULES[0] and by_hand:
+            raise HeadwiseError(f"--rule {self.rule} chooses by itself: leave out --{by_hand.replace('_', '-')}")
+        if self.rule == "kascade" and self.heads == "pooled":
+            raise HeadwiseError("--rule kascade maps KV heads one to one: leave out --heads pooled")
+        if self.rule == "loss" and self.heads not in (None, "pooled"):
+            raise HeadwiseError(f"--rule loss has one choice for all heads: leave out --heads {self.heads}")
+        if self.dense_layers is not None and self.layers is None:
+            raise HeadwiseError("--dense-layers goes with --layers: else the search chooses both")
+        if self.coverage is not None and self.target_error is not None:
+            raise HeadwiseError("--coverage and --target-error exclude each other: the second finds the first")
 
 
 def run(config: FilterSearch) -> tuple[Artifact, Found]:
@@ -96,12 +121,10 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
     measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
     seen = Seen.by([load_arrays(config.config)])
     mine = prompts_of(_like(measured, former), loaded.tokenizer)
-    for prompt in chain.from_iterable(mine.values()):
-        seen.add(prompt)
+    seen.add(*chain.from_iterable(mine.values()))
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
     others = _held_out(measured, loaded.tokenizer, seen)
-    for prompt in chain.from_iterable(others.values()):
-        seen.add(prompt)
+    seen.add(*chain.from_iterable(others.values()))
     fixed = config.heads or config.layers is not None or config.rule != RULES[0]
     between = None if fixed else _held_out(measured, loaded.tokenizer, seen, 1)
     with Ledger(config.out, "filters", settings=_settings(measured, artifact), fresh=config.fresh) as ledger:
@@ -127,8 +150,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
         if config.target_error is not None:
             found = _with_coverage(config, found, replace(measured, top_k=former.about["top_k"]), loaded, mine, others)
-        for prompt in chain.from_iterable((between or {}).values()):
-            seen.add(prompt)
+        seen.add(*chain.from_iterable((between or {}).values()))
         written = amend(
             config.config,
             config.out,
@@ -167,7 +189,7 @@ def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
     modules = attention_layers(loaded.model)
     layers = sorted(set(modules) - sliding_layers(modules))
     if config.layers is not None:
-        by_hand(layers, config.rules, config.layers, config.dense)
+        by_hand(layers, config.rules, config.layers, config.dense_layers or ())
     elif layers:
         best_choice(np.zeros((max(layers) + 1,) * 2), layers, config.rules)
 
@@ -203,27 +225,21 @@ def choose(config: FilterSearch, profile: Profile, kind: str) -> Choice:
         return by_kascade(profile.least(), profile.turn(), profile.choosers, layers, rules)
     errors = profile.error(worst=config.worst)
     if config.layers is not None:
-        return with_heads(by_hand(layers, rules, config.layers, config.dense), errors, layers, may)
-    if config.min_kept is None and config.max_error is None:
+        return with_heads(by_hand(layers, rules, config.layers, config.dense_layers or ()), errors, layers, may)
+    if config.max_error is None:
         return with_heads(best_choice(pair_costs(errors, may), layers, rules), errors, layers, may)
-    if config.max_error is not None:
-        costs, limit = profile.error(), config.max_error
-    else:
-        assert config.min_kept is not None
-        # A layer's mass is the mean over its heads, a pair's cost their sum.
-        costs, limit = (1 - profile.share()) / profile.heads, (1 - config.min_kept) * len(layers)
-    cost = pair_costs(costs, may)
-    choice = cheapest(cost, layers, rules, limit)
+    means = profile.error()
+    cost = pair_costs(means, may)
+    choice = cheapest(cost, layers, rules, config.max_error)
     if choice is None:
-        best = score(with_heads(best_choice(cost, layers, rules), costs, layers, may), profile)
-        wanted = "--max-error" if config.max_error is not None else "--min-kept"
+        best = score(with_heads(best_choice(cost, layers, rules), means, layers, may), profile)
         raise HeadwiseError(
-            f"no {rules.most} filter layers and {rules.full(len(layers))} layers in all that attend to everything meet "
-            f"{wanted}: {named(best.choice.filter_layers)} with {named(best.choice.dense_layers)} dense keep "
+            f"no {rules.filters} filter layers and {rules.full(len(layers))} layers in all that attend to everything "
+            f"meet --max-error: {named(best.choice.filter_layers)} with {named(best.choice.dense_layers)} dense keep "
             f"{best.kept:.3f} of the mass at an error of {best.error:.4f}; allow more filter layers, a lower --sparse "
             "or a larger budget"
         )
-    return with_heads(choice, costs, layers, may)
+    return with_heads(choice, means, layers, may)
 
 
 def score(choice: Choice, profile: Profile) -> Score:

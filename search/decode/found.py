@@ -60,18 +60,21 @@ class Found:
 def record(found: Found) -> dict[str, Any]:
     """The figures of the report as plain data, with what they were measured on."""
     scores = {
-        **{"chosen_on": found.made_by, "held_out": found.held_out, "one_for_all": found.pooled},
-        **{
-            "evenly_spaced": found.even,
-            **{f"tried {kind}": score for kind, score in zip(KINDS, found.tried, strict=False)},
-        },
+        "chosen_on": found.made_by,
+        "held_out": found.held_out,
+        "one_for_all": found.pooled,
+        "evenly_spaced": found.even,
+        **{f"tried {kind}": score for kind, score in zip(KINDS, found.tried, strict=False)},
     }
     about = found.profile.about
     return {
         "scores": {
             name: {
-                **{"kept": score.kept, "error": score.error, "mapped": score.choice.takes is not None},
-                **{"filter_layers": score.choice.filter_layers, "dense_layers": score.choice.dense_layers},
+                "kept": score.kept,
+                "error": score.error,
+                "mapped": score.choice.takes is not None,
+                "filter_layers": score.choice.filter_layers,
+                "dense_layers": score.choice.dense_layers,
             }
             for name, score in scores.items()
         },

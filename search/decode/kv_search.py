@@ -52,6 +52,17 @@ class KVSearch:
     device: str = "cpu"
     fresh: bool = False
 
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 < self.share <= 1:
+            raise HeadwiseError(f"--target-share must be above 0 and at most 1, got {self.share}")
+        if (self.target_bytes is None) != (self.context is None):
+            raise HeadwiseError("--target-bytes and --context go together: bytes of a cache of so many tokens")
+        for name, least in (("length", 256), ("samples", 1), ("forced", 1), ("context", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise HeadwiseError(f"--{name} must be at least {least}, got {value}")
+        if self.forced >= self.length:
+            raise HeadwiseError(f"--forced must be below --length ({self.length}), got {self.forced}")
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Found:
@@ -209,13 +220,11 @@ def _held_out(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Two sets of prompts, each unlike those before it, which `seen` learns of."""
     sets: list[list[Prompt]] = []
-    for prompt in prompts:
-        seen.add(prompt)
+    seen.add(*prompts)
     how: dict[str, Any] = {"length": config.length, "samples": config.samples, "seed": config.seed, "seen": seen}
     for number in range(2):
         sets.append(held_out(config.tasks, loaded.tokenizer, **how, number=number))
-        for prompt in sets[-1]:
-            seen.add(prompt)
+        seen.add(*sets[-1])
     return sets[0], sets[1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from artifacts import HeadwiseError, load_pair
-from search.explaining.findings import Findings, Trial, on_hull
+from search.explaining.findings import Findings, Result, on_hull
 from search.explaining.question import Question
 from search.explaining.why import reasons
 
@@ -86,17 +86,17 @@ def _head(found: Findings, layer: int, head: int) -> dict[str, Any]:
 
 def _table(found: Findings, layer: int, head: int) -> list[dict[str, Any]]:
     """By cost where heads were weighed against each other, for that is the curve; by error where all cost the same."""
-    trials = found.trials(layer, head)
-    line = set(on_hull(trials))
-    order = sorted(range(len(trials)), key=lambda at: _place(found, trials[at]))
+    results = found.results(layer, head)
+    line = set(on_hull(results))
+    order = sorted(range(len(results)), key=lambda at: _place(found, results[at]))
     winner = int(found.chosen[layer, head])
-    return [{**asdict(trials[at]), "on_hull": at in line, "chosen": trials[at].candidate == winner} for at in order]
+    return [{**asdict(results[at]), "on_hull": at in line, "chosen": results[at].candidate == winner} for at in order]
 
 
-def _place(found: Findings, trial: Trial) -> tuple[float, float]:
+def _place(found: Findings, result: Result) -> tuple[float, float]:
     search = found.artifact.search
     by_error = search is not None and search.allocation == "heads"
-    return (trial.error, trial.cost) if by_error else (trial.cost, trial.loss)
+    return (result.error, result.cost) if by_error else (result.cost, result.loss)
 
 
 def _heads(found: Findings, layer: int) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ _FLOAT32 = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class Result:
     """How one candidate did for one head.
 
     error: relative L2 of the head's output. recall: attention mass kept. density: share of the causal tiles computed.
@@ -87,11 +87,11 @@ class Candidate:
         sizes = {name: int(array[layer, head]) for name, array in self.sizes.items()}
         return sized(self.name, sizes) if sizes else pattern_of(self.name)
 
-    def trial(self, layer: int, head: int) -> Trial:
+    def result(self, layer: int, head: int) -> Result:
         """How it did for a head that it was tried for."""
         measures = {name: float(array[layer, head]) for name, array in self.measures.items()}
         pattern = pattern_name(self.pattern(layer, head)) if self.sizes else self.name
-        return Trial(candidate=self.number, pattern=pattern, kind=kind_of(self.name), **measures)
+        return Result(candidate=self.number, pattern=pattern, kind=kind_of(self.name), **measures)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,21 +155,21 @@ class Findings:
             again=table("transfer.again", (layers, heads)),
         )
 
-    def trials(self, layer: int, head: int) -> list[Trial]:
+    def results(self, layer: int, head: int) -> list[Result]:
         """What was tried for a head, in the search's order."""
-        return [candidate.trial(layer, head) for candidate in self.candidates if candidate.tried(layer, head)]
+        return [candidate.result(layer, head) for candidate in self.candidates if candidate.tried(layer, head)]
 
-    def winner(self, layer: int, head: int) -> Trial | None:
+    def winner(self, layer: int, head: int) -> Result | None:
         """The candidate that the search chose for a head; None in a layer left alone."""
         chosen = int(self.chosen[layer, head])
         found = (candidate for candidate in self.candidates if candidate.number == chosen)
         candidate = next(found, None)
-        return candidate.trial(layer, head) if candidate and candidate.tried(layer, head) else None
+        return candidate.result(layer, head) if candidate and candidate.tried(layer, head) else None
 
 
-def on_hull(trials: Sequence[Trial]) -> list[int]:
-    """Numbers of the trials on the lower convex hull of loss over cost, the cheapest first: others win at no price."""
-    return hull([trial.cost for trial in trials], [trial.loss for trial in trials])
+def on_hull(results: Sequence[Result]) -> list[int]:
+    """Numbers of the results on the lower convex hull of loss over cost, the cheapest first: others win at no price."""
+    return hull([result.cost for result in results], [result.loss for result in results])
 
 
 def at_price(losses: Sequence[float], costs: Sequence[float], price: float) -> int:

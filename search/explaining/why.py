@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from artifacts import pattern_name
-from search.explaining.findings import DRIFT_FLOOR, Findings, Trial, at_price, on_hull
+from search.explaining.findings import DRIFT_FLOOR, Findings, Result, at_price, on_hull
 
 # Float32 in the sidecar: what differs by less is the same number, written down twice.
 _SAME = 1e-6
@@ -14,11 +14,11 @@ def reasons(found: Findings, layer: int, head: int) -> list[str]:
     winner = found.winner(layer, head)
     if winner is None:
         return ["The search chose nothing for this head: its pattern was put there otherwise."]
-    trials = found.trials(layer, head)
+    results = found.results(layer, head)
     if found.artifact.search and found.artifact.search.allocation == "heads":
-        said = _within_budget(found, trials, winner)
+        said = _within_budget(found, results, winner)
     else:
-        said = _at_price(found, layer, trials, winner)
+        said = _at_price(found, layer, results, winner)
     row = found.artifact.prefill.layers[layer]
     assert row is not None, "checked where the head was asked for"
     served = pattern_name(found.artifact.patterns[row[head]])
@@ -27,17 +27,17 @@ def reasons(found: Findings, layer: int, head: int) -> list[str]:
     return [*_transferred(found, layer, head), *said]
 
 
-def _within_budget(found: Findings, trials: list[Trial], winner: Trial) -> list[str]:
+def _within_budget(found: Findings, results: list[Result], winner: Result) -> list[str]:
     """Each head had the same budget: the least error within it (MInference 1.0, Algorithm 1)."""
     search = found.artifact.search
     assert search is not None
-    better = [trial for trial in trials if trial.error < winner.error]
-    within = [trial for trial in trials if trial.density <= search.target_density + _SAME or trial is winner]
+    better = [result for result in results if result.error < winner.error]
+    within = [result for result in results if result.density <= search.target_density + _SAME or result is winner]
     budget = f"{search.target_density:.3f} of dense attention"
     if not better:
         said = [
-            f"{winner.pattern} has the least error of the {len(trials)} candidates.",
-            _sizes(trials, within, budget),
+            f"{winner.pattern} has the least error of the {len(results)} candidates.",
+            _sizes(results, within, budget),
         ]
     elif not set(better) & set(within):
         said = [
@@ -49,29 +49,29 @@ def _within_budget(found: Findings, trials: list[Trial], winner: Trial) -> list[
             f"{_best(better).pattern} has less error than {winner.pattern} over all prompts, but was not within the "
             f"budget of {budget} on the prompt that the sizes were settled on."
         ]
-    if others := [trial for trial in within if trial.error > winner.error]:
+    if others := [result for result in within if result.error > winner.error]:
         runner = _best(others)
         said.append(f"Next comes {runner.pattern} with {_times(runner.error, winner.error)} the error.")
     return said
 
 
-def _sizes(trials: list[Trial], within: list[Trial], budget: str) -> str:
-    if len(within) == len(trials):
+def _sizes(results: list[Result], within: list[Result], budget: str) -> str:
+    if len(within) == len(results):
         return f"Each was made as large as the budget of {budget} allows."
     return f"{len(within)} of them keep to the budget of {budget}."
 
 
-def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -> list[str]:
+def _at_price(found: Findings, layer: int, results: list[Result], winner: Result) -> list[str]:
     """One budget for the model: the least of loss and cost at the price that all heads share."""
     if found.price is None:
-        stands = "is" if winner in [trials[at] for at in on_hull(trials)] else "is not"
+        stands = "is" if winner in [results[at] for at in on_hull(results)] else "is not"
         return [f"{winner.pattern} {stands} on the hull; the price that it was chosen at was not written down."]
     price, weight = float(found.price[layer]), float(found.weight[layer])
     per, unit, per_unit = _unit(winner)
     lost = "squared error" if winner.change is None else "change of the residual stream"
     lost = lost if winner.objective is None else "loss"
 
-    best = trials[at_price([weight * trial.loss for trial in trials], [trial.cost for trial in trials], price)]
+    best = results[at_price([weight * result.loss for result in results], [result.cost for result in results], price)]
     weighed = "" if weight == 1 else f" (times {weight:.3g} in this layer)"
     at_it = f"the model's price of {price * per:.3g} {lost}{weighed} {per_unit}"
     if best.candidate != winner.candidate:
@@ -80,8 +80,8 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
         else:
             why = "the trial that won left the dearer estimates out, or several ranks share what a layer takes"
         return [f"At {at_it}, this head would have {best.pattern}; it has {winner.pattern}, for {why}."]
-    said = [f"At {at_it}, {winner.pattern} has the least sum of {lost} and cost among {len(trials)} candidates."]
-    line = [trials[at] for at in on_hull(trials)]
+    said = [f"At {at_it}, {winner.pattern} has the least sum of {lost} and cost among {len(results)} candidates."]
+    line = [results[at] for at in on_hull(results)]
     if winner not in line:
         return said
     at = line.index(winner)
@@ -100,16 +100,16 @@ def _at_price(found: Findings, layer: int, trials: list[Trial], winner: Trial) -
     return said
 
 
-def _slope(cheaper: Trial, dearer: Trial) -> float:
+def _slope(cheaper: Result, dearer: Result) -> float:
     """Loss that each unit of cost saves between two candidates on the hull."""
     return (cheaper.loss - dearer.loss) / max(dearer.cost - cheaper.cost, 1e-300)
 
 
-def _unit(trial: Trial) -> tuple[float, str, str]:
+def _unit(result: Result) -> tuple[float, str, str]:
     """In which unit a cost is told: its size, its name, and what a price is for."""
-    if trial.seconds is not None:
+    if result.seconds is not None:
         return 1e-3, "ms", "a ms"
-    return (1e9, "GFLOP", "a GFLOP") if trial.flops is not None else (1.0, "of dense", "for all of dense")
+    return (1e9, "GFLOP", "a GFLOP") if result.flops is not None else (1.0, "of dense", "for all of dense")
 
 
 def _transferred(found: Findings, layer: int, head: int) -> list[str]:
@@ -123,8 +123,8 @@ def _transferred(found: Findings, layer: int, head: int) -> list[str]:
     return [f"Taken over from another model: the pattern has {moved}. The candidates' scores are those from there."]
 
 
-def _best(trials: list[Trial]) -> Trial:
-    return min(trials, key=lambda trial: trial.error)
+def _best(results: list[Result]) -> Result:
+    return min(results, key=lambda result: result.error)
 
 
 def _times(more: float, less: float) -> str:

@@ -26,18 +26,12 @@ _CHOSEN = "chosen"
 def timed(outcome: Outcome) -> tuple[Timings, int]:
     """Seconds of what was chosen and of dense attention on a held-out prompt, and from which length on it is faster."""
     one, chosen = outcome.gated.reported_on[0], outcome.gated.chosen.allocation
-    ids, plans = one.ids[: one.context], chosen.plans(outcome.patterns, outcome.model.num_kv_heads)
+    setup, ids = outcome.setup, one.ids[: one.context]
+    plans = setup.plans(chosen)
     with phase("timing", 2, "steps") as shown:
-        timings = time_layers(
-            outcome.loaded,
-            ids,
-            {_CHOSEN: plans},
-            outcome.searched,
-            sdpa=True,
-            backend=outcome.backend,
-        )
+        timings = time_layers(setup.loaded, ids, {_CHOSEN: plans}, setup.searched, sdpa=True, backend=setup.backend)
         shown.update()
-        below = dense_below(outcome.loaded, ids, plans, faster=timings.ratio(_CHOSEN) > 1, backend=outcome.backend)
+        below = dense_below(setup.loaded, ids, plans, faster=timings.ratio(_CHOSEN) > 1, backend=setup.backend)
         shown.update()
     return timings, below
 
@@ -50,7 +44,7 @@ def evidence(outcome: Outcome, timings: Timings | None) -> Evidence:
         if gated.chosen_on is None
         else _prompt_set("held-out, by which the budget was raised", gated.chosen_on),
         reported_on=_prompt_set("held-out", gated.reported_on),
-        tasks=tuple(_figures(task, outcome.length) for task in gated.chosen.tasks),
+        tasks=tuple(_figures(task, outcome.setup.length) for task in gated.chosen.tasks),
         measurements=_measurements(outcome, timings),
     )
 
@@ -83,12 +77,12 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
     if timings is None:
         return ()
     assert outcome.costs.table is not None
-    where = environment(outcome.config.device)
+    where = environment(outcome.setup.config.device)
     shared: dict[str, Any] = {
-        "command": outcome.config.command or "search.heads",
+        "command": outcome.setup.config.command or "search.heads",
         "device": where.pop("device"),
         "versions": where,
-        "length": outcome.length,
+        "length": outcome.setup.length,
         "samples": 1,
         "unit": "s",
     }
@@ -99,7 +93,7 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
         if dense in timings.seconds
     ]
     # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
-    anchor = float(np.median([cost.dense_seconds for cost in outcome.costs.table.costs])) * len(outcome.searched)
+    anchor = float(np.median([cost.dense_seconds for cost in outcome.costs.table.costs])) * len(outcome.setup.searched)
     pace = timings.seconds[ANCHOR] / anchor
     if abs(pace - 1) > MOVED:
         print(

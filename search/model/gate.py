@@ -26,8 +26,8 @@ _POWER, _POWERS = 0.7, (0.4, 1.5)
 # Contexts of each task on which the front is measured.
 _CONTEXTS = 1
 
-Measure = Callable[[Reference, Sequence[Allocation], Sequence[int] | None], list[list[TaskLoss]]]
-"""What allocations lose on sequences of a set, by task; their numbers, None for all."""
+Measure = Callable[[Reference, Sequence[Allocation], Sequence[int]], list[list[TaskLoss]]]
+"""What allocations lose on the sequences of these numbers of a set, by task."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,14 +76,14 @@ class Gate:
         Raises:
             Finding: nothing passes.
         """
-        like, chosen_on = best.allocation, None
+        like = best.allocation
+        chosen_on: Sequence[TokenSequence] | None = None
         said = fault = self.limits.fault(best.tasks)
         spent, measured = total, [(total, self.limits.strain(best.tasks))]
         for reference in self._sets():
             if fault is not None:
                 spent = self._more(like, measured)
-            (chosen,) = self._points(reference, [self._like(like, spent, like.tail)])
-            fault = self.limits.fault(chosen.tasks)
+            chosen, looked_at, fault = self._judged(reference, self._like(like, spent, like.tail))
             if fault is None:
                 break
             if len(measured) > _ROUNDS or spent >= self.heads.total(1.0):
@@ -91,7 +91,7 @@ class Gate:
                     f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
                     "ask for a larger --budget or allow more"
                 )
-            said, chosen_on = said or fault, reference
+            said, chosen_on = said or fault, looked_at
             measured.append((spent, self.limits.strain(chosen.tasks)))
         if said is not None and not self.quiet:
             more_than = chosen.allocation.cost / total
@@ -101,9 +101,24 @@ class Gate:
         return Gated(
             chosen=chosen,
             points=tuple(self._points(reference, [chosen.allocation, *others.values()], numbers)),
-            chosen_on=None if chosen_on is None else chosen_on.sequences,
+            chosen_on=chosen_on,
             reported_on=reference.sequences,
         )
+
+    def _judged(self, reference: Reference, one: Allocation) -> tuple[Point, Sequence[TokenSequence], str | None]:
+        """What an allocation loses, on which sequences, and why that is too much, None where it is not.
+
+        Tasks come one after the other, those of few sequences first: where one fails, the others are not run.
+        """
+        found = reference.sequences
+        by_task = {each.task: [at for at, other in enumerate(found) if other.task == each.task] for each in found}
+        losses: dict[str, list[TaskLoss]] = {}
+        for task in sorted(by_task, key=lambda task: len(by_task[task])):
+            losses[task] = self.measure(reference, [one], by_task[task])[0]
+            if fault := self.limits.fault(losses[task]):
+                break
+        tasks = tuple(loss for task in by_task for loss in losses.get(task, ()))
+        return Point(allocation=one, tasks=tasks), [each for each in found if each.task in losses], fault
 
     def _sets(self) -> Iterator[Reference]:
         """All sets, and the last one for ever."""
@@ -146,10 +161,8 @@ class Gate:
         """The same weights with another total or dense tail."""
         return self.heads.by_model(total, tail, weight=like.weight, kinds=like.kinds)
 
-    def _points(
-        self, reference: Reference, allocations: Sequence[Allocation], numbers: Sequence[int] | None = None
-    ) -> list[Point]:
-        """On the sequences of these numbers; None: all."""
+    def _points(self, reference: Reference, allocations: Sequence[Allocation], numbers: Sequence[int]) -> list[Point]:
+        """On the sequences of these numbers."""
         found = self.measure(reference, allocations, numbers)
         return [Point(allocation=one, tasks=tuple(tasks)) for one, tasks in zip(allocations, found, strict=True)]
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from artifacts import ModelInfo
 from kernels.index import num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.environment import environment
-from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.head_fidelity import dense_attention, worked_tiles
-from profiling.models.loading import LoadedModel
+from profiling.inside.capture import LayerInputs
+from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
-from profiling.speed.attention_time import by_plan
 from profiling.speed.cost_table import Cost, CostTable
 from search.model.allocation import Heads
 from search.model.costs import Costs, costs_by
-from search.model.timing import ANCHOR, all_threads, in_turn, spread, time_layers
+from search.model.setup import Setup
+from search.model.timing import ANCHOR, spread, time_layers
 
 # Layers on which candidates are timed, and allocations.
 _LAYERS, _MIXED_LAYERS = 4, 6
@@ -32,34 +28,19 @@ _OF_A_KIND = 4
 _SHARES = (1.0, 0.5, 2.0)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Timing:
-    """What is timed. ids: of a real prompt of about `length` tokens. searched: the layers that count."""
-
-    loaded: LoadedModel
-    model: ModelInfo
-    length: int
-    ids: Sequence[int]
-    candidates: Sequence[Pattern]
-    searched: Sequence[int]
-    dtype: str
-    backend: str
-    command: str
-
-
-def measured(timing: Timing, heads_by: Callable[[Costs], Heads], budget: float) -> dict[str, Any]:
+def measured(setup: Setup, ids: Sequence[int], heads_by: Callable[[Costs], Heads]) -> dict[str, Any]:
     """Kinds by their tiles, and what mixing them in a layer adds; as plain data, which `costs_of` takes.
 
     Args:
-        timing: what is timed.
+        setup: the search.
+        ids: of a real prompt of about its length.
         heads_by: the curves with costs.
-        budget: that was asked for: allocations near it are timed.
     """
     with phase("timing candidates", 2, "passes") as shown:
-        table = _table(timing)
+        table = _table(setup, ids)
         shown.update()
-        costs = costs_by(table, timing.model, length=timing.length, dtype=timing.dtype)
-        fit = _fit(timing, heads_by(costs), budget)
+        costs = costs_by(table, setup.model, length=setup.length, dtype=setup.config.dtype)
+        fit = _fit(setup, ids, heads_by(costs))
         shown.update()
     return {**vars(table), "costs": [vars(cost) for cost in table.costs], "fit": list(fit)}
 
@@ -72,70 +53,57 @@ def costs_of(found: Mapping[str, Any], model: ModelInfo, *, length: int, dtype: 
     return costs_by(table, model, length=length, dtype=dtype).brought_to(scale=scale, overhead=overhead)
 
 
-def _fit(timing: Timing, heads: Heads, budget: float) -> tuple[float, float]:
+def _fit(setup: Setup, ids: Sequence[int], heads: Heads) -> tuple[float, float]:
     """(factor, seconds of each head) between what the table predicts and what mixed layers take."""
     tail = min(heads.curves)
     least = heads.least(tail) * (1 + 1e-9)
-    made = [heads.by_model(max(heads.total(budget * share), least), tail) for share in _SHARES]
-    plans = {str(i): one.plans(timing.candidates, timing.model.num_kv_heads) for i, one in enumerate(made)}
-    timings = time_layers(
-        timing.loaded, timing.ids, plans, timing.searched, layers=_MIXED_LAYERS, backend=timing.backend
-    )
+    made = [heads.by_model(max(heads.total(setup.config.share * share), least), tail) for share in _SHARES]
+    plans = {str(i): setup.plans(one) for i, one in enumerate(made)}
+    timings = time_layers(setup.loaded, ids, plans, setup.searched, layers=_MIXED_LAYERS, backend=setup.backend)
     # Of the layers that are timed: an allocation gives each layer another share.
-    each = len(timing.searched) / len(timings.layers)
+    each = len(setup.searched) / len(timings.layers)
     predicted = [each * float(one.pick(heads.costs[tail])[list(timings.layers)].sum()) for one in made]
     scale, overhead = line_through(predicted, [timings.seconds[name] for name in plans])
-    return scale, overhead / (len(timing.searched) * timing.model.num_heads)
+    return scale, overhead / (len(setup.searched) * setup.model.num_heads)
 
 
-def _table(timing: Timing) -> CostTable:
+def _table(setup: Setup, ids: Sequence[int]) -> CostTable:
     """What kinds of patterns cost by the tiles that they compute, on some layers of the prompt."""
-    timed = {repr(pattern): pattern for pattern in _some_of_each_kind(timing.candidates)}
-    chosen = spread(timing.searched, _LAYERS)
-    found: dict[str, list[tuple[float, float, float]]] = {key: [] for key in timed}
-    shape: dict[str, int] = {}
-    where = environment(str(timing.loaded.model.device))
-    name = where.pop("device")
+    heads, groups, layers = setup.model.num_heads, setup.model.num_kv_heads, len(setup.searched)
+    timed = {repr(pattern): pattern for pattern in _some_of_each_kind(setup.patterns)}
+    plans = {key: dict.fromkeys(setup.searched, LayerPlan([pattern] * heads, groups)) for key, pattern in timed.items()}
+    tiles: dict[str, list[float]] = {key: [] for key in timed}
 
-    def visit(inputs: LayerInputs) -> Tensor | None:
-        if inputs.layer not in chosen:
-            return None
-        heads, groups = inputs.q.shape[1], inputs.k.shape[1]
-        plans = {key: LayerPlan([pattern] * heads, groups) for key, pattern in timed.items()}
-        runs: dict[str, Callable[[], Tensor]] = {
-            key: by_plan(inputs, plan, timing.backend) for key, plan in plans.items()
-        }
-        runs[ANCHOR] = lambda: dense_attention(inputs, backend=timing.backend)[0]
-        taken = in_turn(runs)
-        shape.update(heads=heads, kv_heads=groups, head_dim=inputs.q.shape[3])
-        for key, plan in plans.items():
-            index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-            tiles = float(worked_tiles(inputs, index, backend=timing.backend).sum())
-            found[key].append((tiles, taken[key], taken[ANCHOR]))
-        return dense_attention(inputs, backend=timing.backend)[0]
+    def count(inputs: LayerInputs) -> None:
+        for key, by_layer in plans.items():
+            index = by_layer[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
+            tiles[key].append(float(worked_tiles(inputs, index, backend=setup.backend).sum()))
 
-    with all_threads():
-        capture(timing.loaded.model, torch.tensor([list(timing.ids)], device=timing.loaded.model.device), visit)
-    causal = num_tiles(len(timing.ids)) * (num_tiles(len(timing.ids)) + 1) / 2
-    costs = []
-    for key, layers in found.items():
-        # Layers differ in what the same sizes compute, and one's times jump about: their means are a point of the line.
-        tiles, seconds, dense = np.mean(layers, axis=0)
-        costs.append(
-            Cost(
-                pattern=timed[key].kind,
-                dtype=timing.dtype,
-                length=len(timing.ids),
-                density=float(tiles) / shape["heads"] / causal,
-                tiles=round(tiles),
-                # An index build is part of what serving takes, and is timed with it.
-                sparse_seconds=float(seconds),
-                build_seconds=0.0,
-                dense_seconds=float(dense),
-                **shape,
-            )
+    found = time_layers(
+        setup.loaded, ids, plans, setup.searched, layers=_LAYERS, look=count, backend=setup.backend
+    ).seconds
+    where = environment(str(setup.loaded.model.device))
+    name, causal = where.pop("device"), num_tiles(len(ids)) * (num_tiles(len(ids)) + 1) / 2
+    costs = [
+        Cost(
+            pattern=pattern.kind,
+            dtype=setup.config.dtype,
+            length=len(ids),
+            head_dim=setup.model.head_dim,
+            heads=heads,
+            kv_heads=groups,
+            # Layers differ in what the same sizes compute, and one's times jump about: their means are a point.
+            density=float(np.mean(tiles[key])) / heads / causal,
+            tiles=round(np.mean(tiles[key])),
+            # An index build is part of what serving takes, and is timed with it.
+            sparse_seconds=found[key] / layers,
+            build_seconds=0.0,
+            dense_seconds=found[ANCHOR] / layers,
         )
-    return CostTable(device=name, backend=timing.backend, versions=where, command=timing.command, costs=tuple(costs))
+        for key, pattern in timed.items()
+    ]
+    command = setup.config.command or "search.heads"
+    return CostTable(device=name, backend=setup.backend, versions=where, command=command, costs=tuple(costs))
 
 
 def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
@@ -158,7 +126,7 @@ def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple
 
 
 def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
-    """Some candidates of each kind, small and large; dense is one of them."""
+    """Some candidates of each kind, small and large, dense first."""
     kinds: dict[str, list[Pattern]] = {}
     for pattern in candidates:
         if getattr(pattern, "coverage", None) is None:
@@ -167,10 +135,5 @@ def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
     found = []
     for like in kinds.values():
         ordered = sorted(like, key=lambda p: sum(v for v in vars(p).values() if type(v) in (int, float)))
-        found += _spread_of(ordered)
-    return found
-
-
-def _spread_of(patterns: Sequence[Pattern]) -> list[Pattern]:
-    places = np.linspace(0, len(patterns) - 1, min(_OF_A_KIND, len(patterns))).round().astype(int)
-    return [patterns[at] for at in places]
+        found += spread(ordered, _OF_A_KIND)
+    return found[::-1]

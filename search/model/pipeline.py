@@ -13,14 +13,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
-from kernels.patterns import Pattern
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
@@ -29,7 +28,7 @@ from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.quality.sequences import Losses, Reference, TokenSequence, check_logits, sequences
 from profiling.ranks import Ranks, ranks
 from runtime.fingerprint import fingerprint
-from runtime.layers import attention_layers, sliding_layers
+from search.common.layers import searched_layers
 from search.common.serving import serving_backend
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import ladder
@@ -37,12 +36,13 @@ from search.model.config import ModelSearch
 from search.model.costs import Costs, given_costs
 from search.model.curves import Curves
 from search.model.gate import Gate
-from search.model.measured_costs import Timing, costs_of, measured
+from search.model.measured_costs import costs_of, measured
 from search.model.outcome import Outcome
 from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
 from search.model.record import write
 from search.model.refine import Refinement, Trial, check_storage, refine
-from search.model.scored_prompts import Scoring, score_prompts
+from search.model.scored_prompts import score_prompts
+from search.model.setup import Setup
 from search.model.task_losses import TaskLoss, by_task
 
 # Raised where the same unit would have another value.
@@ -82,10 +82,7 @@ def search_model(
 ) -> Artifact | None:
     """The search on a model that is loaded and fingerprinted."""
     check_logits(loaded.model)
-    modules = attention_layers(loaded.model)
-    searched = tuple(sorted(set(modules) - sliding_layers(modules)))
-    if not searched:
-        raise HeadwiseError(f"every layer of {model.name} slides over a window already: nothing to search")
+    searched = searched_layers(loaded)
     if model.num_heads % config.tensor_parallel:
         raise HeadwiseError(
             f"--tensor-parallel {config.tensor_parallel} does not divide the {model.num_heads} query heads of "
@@ -136,39 +133,19 @@ def search_model(
     return artifact
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Search:
-    """One search as a rank runs it. prompts, candidates: by length."""
-
-    config: ModelSearch
-    loaded: LoadedModel
-    model: ModelInfo
-    launch: Ranks
-    ledger: Ledger
-    searched: tuple[int, ...]
-    prompts: Mapping[int, list[Prompt]]
-    seen: Seen
-    backend: str
-    candidates: Mapping[int, tuple[Pattern, ...]]
-
-    @property
-    def length(self) -> int:
-        return max(self.prompts)
+class _Search(Setup):
+    """The phases."""
 
     def run(self, costs: Costs | None, held_out: Iterator[list[Prompt]]) -> Artifact | None:
         """All phases; the artifact in the first rank. held_out: sets of prompts."""
         curves: dict[int, Mapping[int, Curves]] = {}
-        faults = []
+        fault: str | None = None
         for length, made in self.prompts.items():
-            reference = self._reference(made)
-            scored = score_prompts(self._scoring(length), reference)
-            curves[length] = scored.curves
-            faults += [scored.fault] if scored.fault else []
-        if faults and self.launch.is_first:
-            print(
-                f"no gradients ({faults[0]}): heads are weighed by their change of the residual stream", file=sys.stderr
-            )
-        calibration = reference
+            calibration = self._reference(made)
+            curves[length], found = score_prompts(self, length, calibration)
+            fault = fault or found
+        if fault and self.launch.is_first:
+            print(f"no gradients ({fault}): heads are weighed by their change of the residual stream", file=sys.stderr)
         costs = costs or self._measured_costs(calibration.sequences[0], curves[self.length])
         heads = self._heads(curves[self.length], costs)
         total = self._total(heads)
@@ -176,7 +153,7 @@ class _Search:
         gate = Gate(
             heads=heads,
             limits=self.config.limits,
-            measure=lambda some, allocations, numbers: self._losses(some, allocations, "held-out prompts", numbers),
+            measure=partial(self._losses, "held-out prompts"),
             sets=map(self._reference, held_out),
             quiet=not self.launch.is_first,
         )
@@ -185,66 +162,35 @@ class _Search:
             return None
         return write(
             Outcome(
-                config=self.config,
+                setup=self,
                 budget=round(total / heads.total(1.0), 4),
-                loaded=self.loaded,
-                model=self.model,
-                backend=self.backend,
-                searched=self.searched,
-                candidates=self.candidates,
                 curves=curves,
                 costs=costs,
                 heads=heads,
                 trials=tuple(trials),
                 gated=gated,
                 calibration=calibration.sequences,
-                calibration_sha256=digest([prompt for made in self.prompts.values() for prompt in made]),
-                seen=self.seen,
-                gradient_fault=faults[0] if faults else None,
+                gradient_fault=fault,
             )
         )
 
     def _reference(self, prompts: Sequence[Prompt]) -> Reference:
         return Reference(self.loaded.model, sequences(prompts, self.loaded.tokenizer), backend=self.backend)
 
-    def _scoring(self, length: int) -> Scoring:
-        return Scoring(
-            loaded=self.loaded,
-            ledger=self.ledger,
-            ranks=self.launch,
-            layers=self.searched,
-            num_layers=self.model.num_layers,
-            candidates=self.candidates[length],
-            tails=self.config.tails(self.length),
-            backend=self.backend,
-        )
-
     def _measured_costs(self, one: TokenSequence, curves: Mapping[int, Curves]) -> Costs:
         """What candidates cost on this machine, which the first rank finds out while the others wait."""
-        timing = Timing(
-            loaded=self.loaded,
-            model=self.model,
-            length=self.length,
-            ids=one.ids[: one.context],
-            candidates=self.candidates[self.length],
-            searched=self.searched,
-            dtype=self.config.dtype,
-            backend=self.backend,
-            command=self.config.command or "search.heads",
-        )
         unit = self.ledger.unit("times", {"sequence": one.digest, "table": self.config.cost})
 
         def find() -> dict[str, Any]:
-            return measured(timing, lambda costs: self._heads(curves, costs), self.config.share)
+            return measured(self, one.ids[: one.context], partial(self._heads, curves))
 
         found = self.ledger.once(unit, find) if self.launch.is_first else None
         return costs_of(self.launch.broadcast(found), self.model, length=self.length, dtype=self.config.dtype)
 
     def _heads(self, curves: Mapping[int, Curves], costs: Costs) -> Heads:
-        candidates = self.candidates[self.length]
         return Heads(
             curves=curves,
-            costs={tail: costs.of(candidates, one.tiles) for tail, one in curves.items()},
+            costs={tail: costs.of(self.patterns, one.tiles) for tail, one in curves.items()},
             all_keys=costs.all_keys(),
             ranks=self.config.tensor_parallel,
         )
@@ -269,7 +215,7 @@ class _Search:
         asked = Refinement(
             heads=heads,
             total=total,
-            last_qs=[getattr(pattern, "last_q", 0) for pattern in self.candidates[self.length]],
+            last_qs=[getattr(pattern, "last_q", 0) for pattern in self.patterns],
             trials=self.config.n_trials,
             seed=self.config.seed,
             storage=self.config.storage,
@@ -277,13 +223,13 @@ class _Search:
             quiet=not self.launch.is_first,
         )
         with phase("refinement", self.config.n_trials, "trials", quiet=not self.launch.is_first) as shown:
-            return refine(asked, lambda some: self._losses(calibration, some), shown.reach)
+            return refine(asked, partial(self._losses, "", calibration), shown.reach)
 
     def _losses(
         self,
+        called: str,
         reference: Reference,
         allocations: Sequence[Allocation],
-        called: str = "",
         numbers: Sequence[int] | None = None,
     ) -> list[list[TaskLoss]]:
         """What allocations lose on a set of sequences, by task; what was measured before is not measured again.
@@ -301,8 +247,7 @@ class _Search:
 
         def work(unit: Unit) -> dict[str, Any]:
             allocation, number = wanted[unit.key]
-            plans = allocation.plans(self.candidates[self.length], self.model.num_kv_heads)
-            return dict(vars(reference.losses(number, plans)))
+            return dict(vars(reference.losses(number, self.plans(allocation))))
 
         with phase(called, len(units), "passes", quiet=not (called and self.launch.is_first)) as shown:
             # A dense pass takes about as long as one by patterns: a rank that has it is asked first.

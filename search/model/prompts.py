@@ -94,6 +94,5 @@ def held_out_sets(config: ModelSearch, loaded: LoadedModel, length: int, seen: S
             if not number:
                 raise
             return
-        for prompt in made:
-            seen.add(prompt)
+        seen.add(*made)
         yield made

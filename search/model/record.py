@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import numpy as np
 
 from artifacts import (
@@ -18,8 +20,9 @@ from artifacts import (
 )
 from artifacts import Point as FrontPoint
 from artifacts.sections import save_searched
+from profiling.prompts.prompt import digest
 from profiling.speed.cost_table import embed
-from search.common.scores import as_artifact_pattern, score_arrays, tool_version, winners
+from search.common.scores import as_artifact_pattern, score_arrays, winners
 from search.model.allocation import Allocation
 from search.model.evidence import evidence, timed
 from search.model.growth import fit
@@ -30,34 +33,35 @@ from search.model.timing import ANCHOR, Timings
 
 def write(outcome: Outcome) -> Artifact:
     """Time what was found, and write the artifact with its sidecar."""
-    config, chosen = outcome.config, outcome.gated.chosen.allocation
+    setup, chosen = outcome.setup, outcome.gated.chosen.allocation
+    config = setup.config
     here = outcome.costs.of_machine(config.device)
     timings, below = timed(outcome) if here else (None, None)
-    rows, patterns = chosen.rows(outcome.patterns)
+    rows, patterns = chosen.rows(setup.patterns)
     points = _front(outcome, timings)
     listed = []
     for _, allocation in points:
-        layers, named = allocation.rows(outcome.patterns)
+        layers, named = allocation.rows(setup.patterns)
         patterns |= named
         listed.append(layers)
     section, arrays = embed([outcome.costs.table] if outcome.costs.table else [], optimised=outcome.costs.table)
     arrays |= front_arrays(patterns, listed)
-    windows = outcome.seen.digests
+    windows = setup.seen.digests
     arrays |= window_arrays(windows)
     if config.dense_below is not None:
         below = config.dense_below
     prefill = Prefill(
-        dense_below=below if below is not None else max(1, outcome.length // 2),
+        dense_below=below if below is not None else max(1, setup.length // 2),
         dense_tail=chosen.tail,
         layers=rows,
         growth=fit(
             {length: curves[chosen.tail] for length, curves in outcome.curves.items()},
-            outcome.candidates,
+            setup.candidates,
             chosen.chosen,
-            outcome.length,
+            setup.length,
         ),
         front=Front(
-            length=outcome.length,
+            length=setup.length,
             unit=outcome.costs.unit,
             dense_cost=_dense_cost(outcome, timings),
             dense_right=lost_answers(outcome.gated.points[0].tasks)["dense_right"] or None,
@@ -66,7 +70,7 @@ def write(outcome: Outcome) -> Artifact:
         ),
     )
     artifact = Artifact(
-        model=outcome.model,
+        model=setup.model,
         search=_search(outcome, chosen, len(windows)),
         patterns=patterns,
         prefill=prefill,
@@ -83,7 +87,7 @@ def write(outcome: Outcome) -> Artifact:
 
 def _dense_cost(outcome: Outcome, timings: Timings | None) -> float:
     """What the better dense attention costs, in the unit that was spent."""
-    heads = len(outcome.searched) * outcome.model.num_heads
+    heads = len(outcome.setup.searched) * outcome.setup.model.num_heads
     known = outcome.costs.all_keys() * heads
     if timings is None:
         return known
@@ -115,17 +119,18 @@ def _front(outcome: Outcome, timings: Timings | None) -> list[tuple[FrontPoint, 
 
 
 def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
-    config, curves = outcome.config, outcome.heads.curves[chosen.tail]
+    setup, curves = outcome.setup, outcome.heads.curves[chosen.tail]
+    config = setup.config
     return SearchInfo(
-        tool_version=tool_version(),
+        tool_version=version("headwise"),
         command=config.command or "search.heads",
         preset="scaled",
         seed=config.seed,
         calibration=Calibration(
             tasks=tuple(dict.fromkeys(one.task for one in outcome.calibration)),
-            lengths=tuple(outcome.candidates),
+            lengths=tuple(setup.candidates),
             samples=config.samples,
-            sha256=outcome.calibration_sha256,
+            sha256=digest([prompt for made in setup.prompts.values() for prompt in made]),
             seen_windows=windows,
         ),
         allocation="model",
@@ -136,12 +141,12 @@ def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
         gradient_fault=outcome.gradient_fault,
         device=config.device,
         dtype=config.dtype,
-        kernel_backend=outcome.backend,
+        kernel_backend=setup.backend,
         summary=Summary(
             recall=min(1.0, float(np.nanmean(chosen.pick(curves.recall)))),
             error=float(np.nanmean(chosen.pick(curves.error))),
             density=min(1.0, float(np.nanmean(chosen.pick(outcome.density(chosen.tail))))),
-            winners=winners(*chosen.rows(outcome.patterns)),
+            winners=winners(*chosen.rows(setup.patterns)),
         ),
     )
 
@@ -157,7 +162,7 @@ def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
         "density": outcome.density(chosen.tail),
         outcome.costs.unit: outcome.heads.costs[chosen.tail],
     }
-    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.patterns]
+    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.setup.patterns]
     return {
         **score_arrays(chosen.chosen, names, measures),
         "allocation.weight": chosen.weight.astype(np.float64),

@@ -131,32 +131,25 @@ def _study(asked: Refinement, tried: Callable[[str, Allocation], Trial], found: 
         # What was measured is in the ledger; the study is written again from the start.
         optuna.delete_study(study_name=asked.name, storage=storage)
     study = optuna.create_study(study_name=asked.name, storage=storage, sampler=sampler, direction="minimize")
-    kinds = min(found, key=lambda trial: trial.loss).allocation.kinds
-    middle = {f"group_{group}": 0.0 for group in range(groups)}
-    if len(kinds) > 1:
-        middle["answer"] = float(np.log2(kinds["answer"] / kinds["text"]))
+    space = _space(groups, tails, answers=len(found[0].allocation.kinds) > 1)
     for number, trial in enumerate(list(found)):
-        own = middle | {"dense_tail": trial.allocation.tail, "last_q": max(_ESTIMATES)}
-        if "answer" in middle:
-            own["answer"] = float(np.log2(trial.allocation.kinds["answer"] / trial.allocation.kinds["text"]))
-        study.add_trial(
-            optuna.trial.create_trial(
-                params=own,
-                distributions=_distributions(groups, tails, with_answers="answer" in middle),
-                value=trial.loss,
-                user_attrs={"name": trial.name, "number": number},
-            )
-        )
+        params = dict.fromkeys(space, 0.0) | {"dense_tail": trial.allocation.tail, "last_q": max(_ESTIMATES)}
+        if "answer" in space:
+            kinds = trial.allocation.kinds
+            params["answer"] = float(np.log2(kinds["answer"] / kinds["text"]))
+        known = {"name": trial.name, "number": number}
+        made = optuna.trial.create_trial(params=params, distributions=space, value=trial.loss, user_attrs=known)
+        study.add_trial(made)
     while len(found) < asked.trials:
-        drawn = study.ask(_distributions(groups, tails, with_answers="answer" in middle))
+        drawn = study.ask(space)
         study.tell(drawn, tried(f"trial {len(found)}", _spent(heads, asked, drawn.params, groups)).loss)
 
 
-def _distributions(groups: int, tails: Sequence[int], *, with_answers: bool) -> dict[str, Any]:
+def _space(groups: int, tails: Sequence[int], *, answers: bool) -> dict[str, Any]:
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     found: dict[str, Any] = {f"group_{group}": FloatDistribution(-_REACH, _REACH) for group in range(groups)}
-    if with_answers:
+    if answers:
         found["answer"] = FloatDistribution(-2 * float(np.log2(_MOST)), 2 * float(np.log2(_MOST)))
     return found | {"dense_tail": CategoricalDistribution(list(tails)), "last_q": CategoricalDistribution(_ESTIMATES)}
 

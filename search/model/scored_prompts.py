@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,76 +18,54 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.gradients import LayerGradients, gradient_pass
 from profiling.inside.head_fidelity import dense_attention
 from profiling.inside.residual import ResidualStream
-from profiling.ledger import Ledger, Unit
+from profiling.ledger import Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.quality.sequences import Reference, TokenSequence
 from profiling.ranks import Ranks
 from search.model.curves import Curves
 from search.model.scoring import Scores, score_layer
+from search.model.setup import Setup
 
 _SUMS = ("change", "squared", "size", "recall", "drop", "fisher", "tiles")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Scoring:
-    """What prompts are scored with.
-
-    layers: that are searched. candidates: for prompts of this length. tails: dense tails that are compared.
-    """
-
-    loaded: LoadedModel
-    ledger: Ledger
-    ranks: Ranks
-    layers: tuple[int, ...]
-    num_layers: int
-    candidates: tuple[Pattern, ...]
-    tails: tuple[int, ...]
-    backend: str
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Found:
-    """Curves by dense tail, means over the prompts. fault: why no gradients were taken, None where they were."""
-
-    curves: Mapping[int, Curves]
-    fault: str | None
-
-
-def score_prompts(scoring: Scoring, reference: Reference) -> Found:
+def score_prompts(setup: Setup, length: int, reference: Reference) -> tuple[dict[int, Curves], str | None]:
     """The curves of all sequences of `reference`, which learns what dense attention predicts on them.
+
+    Returns:
+        Means over the prompts by dense tail, and why no gradients were taken, None where they were.
 
     Raises:
         HeadwiseError: a layer computes numbers that its dtype cannot hold.
     """
+    ranks, ledger = setup.launch, setup.ledger
     units = {
-        (number, layer): scoring.ledger.unit(f"scores of layer {layer}", {"sequence": one.digest, "layer": layer})
+        (number, layer): ledger.unit(f"scores of layer {layer}", {"sequence": one.digest, "layer": layer})
         for number, one in enumerate(reference.sequences)
-        for layer in scoring.layers
+        for layer in setup.searched
     }
-    held = {at: found for at, unit in units.items() if (found := scoring.ledger.get(unit)) is not None}
+    held = {at: found for at, unit in units.items() if (found := ledger.get(unit)) is not None}
     # What one rank has finished before, no rank does again.
-    theirs = scoring.ranks.gather_all([list(at) for at in held])
+    theirs = ranks.gather_all([list(at) for at in held])
     known = {(int(number), int(layer)) for some in theirs for number, layer in some}
     left = sorted(at for at in units if at not in known)
-    mine = _share(left, scoring.ranks)
-    with phase("scoring candidates", len(units), "layers", quiet=not scoring.ranks.is_first) as shown:
+    mine = _share(left, ranks)
+    with phase("scoring candidates", len(units), "layers", quiet=not ranks.is_first) as shown:
         shown.reach(len(units) - len(left))
         for number in sorted({number for number, _ in mine}):
             layers = {layer for one, layer in mine if one == number}
             shown.note(reference.sequences[number].task)
-            held |= _score(scoring, reference, number, layers, units, shown)
-        values = scoring.ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
+            held |= _score(setup, setup.candidates[length], reference, number, layers, units, shown)
+        values = ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
         shown.reach(len(units))
     by_prompt = [
-        _curves(scoring, one, {layer: values[f"{number}/{layer}"] for layer in scoring.layers})
+        _curves(setup, one, {layer: values[f"{number}/{layer}"] for layer in setup.searched})
         for number, one in enumerate(reference.sequences)
     ]
     faults = [str(value["fault"]) for value in values.values() if value["fault"]]
-    return Found(
-        curves={tail: Curves.mean([curves[tail] for curves in by_prompt]) for tail in scoring.tails},
-        fault=faults[0] if faults else None,
-    )
+    curves = {tail: Curves.mean([curves[tail] for curves in by_prompt]) for tail in setup.tails}
+    return curves, faults[0] if faults else None
 
 
 def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
@@ -102,7 +79,8 @@ def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int
 
 
 def _score(
-    scoring: Scoring,
+    setup: Setup,
+    candidates: Sequence[Pattern],
     reference: Reference,
     number: int,
     layers: set[int],
@@ -110,7 +88,7 @@ def _score(
     shown: Phase,
 ) -> dict[tuple[int, int], Any]:
     """Some layers of one sequence, kept as they are found."""
-    loaded, one = scoring.loaded, reference.sequences[number]
+    loaded, one = setup.loaded, reference.sequences[number]
     ids = torch.tensor([one.ids], device=loaded.model.device)
     answers = torch.zeros(len(one.ids), dtype=torch.bool, device=loaded.model.device)
     for start, stop in one.answers:
@@ -124,18 +102,18 @@ def _score(
             scores = score_layer(
                 layer,
                 stream,
-                scoring.candidates,
+                candidates,
                 length=one.context,
-                tails=scoring.tails,
+                tails=setup.tails,
                 # The same tiles whoever draws them.
                 seed=zlib.crc32(f"{one.digest} {layer.inputs.layer}".encode()),
                 gradients=gradients,
-                backend=scoring.backend,
+                backend=setup.backend,
             )
             gain = float(stream.gain(layer.inputs.layer))
-            value = {str(tail): _plain(scores[tail], gain, layer.inputs.layer, loaded) for tail in scoring.tails}
+            value = {str(tail): _plain(scores[tail], gain, layer.inputs.layer, loaded) for tail in setup.tails}
             at = (number, layer.inputs.layer)
-            found[at] = scoring.ledger.put(units[at], {"scores": value, "fault": fault})
+            found[at] = setup.ledger.put(units[at], {"scores": value, "fault": fault})
             shown.update()
 
         found_pass = gradient_pass(
@@ -145,7 +123,7 @@ def _score(
             visit,
             wanted=lambda inputs: inputs.layer in layers,
             keep=reference.positions(number),
-            backend=scoring.backend,
+            backend=setup.backend,
         )
         reference.know(number, found_pass.log_probs, found_pass.nll, found_pass.hits)
         fault = found_pass.fault
@@ -154,7 +132,7 @@ def _score(
         def without(inputs: LayerInputs) -> torch.Tensor | None:
             if inputs.layer not in left:
                 return None
-            out, lse = dense_attention(inputs, backend=scoring.backend)
+            out, lse = dense_attention(inputs, backend=setup.backend)
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out)), gradients=False)
             return out
 
@@ -174,14 +152,14 @@ def _plain(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> dict
     return values
 
 
-def _curves(scoring: Scoring, one: TokenSequence, by_layer: Mapping[int, Any]) -> dict[int, Curves]:
+def _curves(setup: Setup, one: TokenSequence, by_layer: Mapping[int, Any]) -> dict[int, Curves]:
     """The curves of one sequence by dense tail."""
-    heads = next(iter(by_layer.values()))["scores"][str(scoring.tails[0])]["change"].shape[0]
+    shape = setup.model.num_layers, *next(iter(by_layer.values()))["scores"][str(setup.tails[0])]["change"].shape
     known = all(value["fault"] is None for value in by_layer.values())
     text, tokens = one.is_text and known, one.context
     found = {}
-    for tail in scoring.tails:
-        sums = {name: np.full((scoring.num_layers, heads, len(scoring.candidates)), np.nan) for name in _SUMS}
+    for tail in setup.tails:
+        sums = {name: np.full(shape, np.nan) for name in _SUMS}
         for layer, value in by_layer.items():
             for name in _SUMS:
                 sums[name][layer] = value["scores"][str(tail)][name]

@@ -145,18 +145,21 @@ def score_layer(
         joined = _Joined([indices[c] for c in some])
         for row, weight in drawn:
             span = _span(row, length)
-            found = _row(
-                inputs,
-                joined,
-                row,
-                layer.out[0, :, span].float(),
-                layer.lse[0, :, span],
-                layer.by_out[0, :, span].float() if gradients else None,
-                stream,
-                backend,
-            )
+            found = None
+            # The longest rows, where every tail is dense whatever the candidate.
+            if row < max(firsts.values()):
+                found = _row(
+                    inputs,
+                    joined,
+                    row,
+                    layer.out[0, :, span].float(),
+                    layer.lse[0, :, span],
+                    layer.by_out[0, :, span].float() if gradients else None,
+                    stream,
+                    backend,
+                )
             for tail, first in firsts.items():
-                if row < first:
+                if found is not None and row < first:
                     for name, values in found.items():
                         sums[tail][name][:, some] += weight * values
                 else:

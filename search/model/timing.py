@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from profiling.inside.head_fidelity import dense_attention
 from profiling.models.loading import LoadedModel
 from profiling.speed.attention_time import by_plan, by_sdpa
 
+T = TypeVar("T")
 ANCHOR, SDPA = "dense by our kernel", "sdpa"
 # Layers on which dense attention, which is alike in all, is timed: ours, and sdpa, which may take many times as long.
 _ANCHORS, _SDPAS = 3, 2
@@ -61,6 +63,7 @@ def time_layers(
     *,
     layers: int | None = None,
     sdpa: bool = False,
+    look: Callable[[LayerInputs], object] = lambda inputs: None,
     backend: str = "auto",
 ) -> Timings:
     """Time plans by name, and dense attention as ANCHOR and, if asked for, SDPA.
@@ -73,6 +76,7 @@ def time_layers(
         layers: how many of them are timed, spread evenly; the sum is then scaled to all. All if None.
         sdpa: whether torch's dense attention is timed, too, where it can serve the layer. Both dense ones are timed on
             a few layers.
+        look: is shown each layer that is timed.
         backend: as for kernels.attention.sparse_attention.
     """
     chosen = spread(searched, layers)
@@ -92,6 +96,8 @@ def time_layers(
             runs[SDPA] = by_sdpa(inputs)
         for name, seconds in in_turn({name: runs[name] for name in runs if layer in timed.get(name, ())}).items():
             sums[name] = sums.get(name, 0.0) + seconds * len(searched) / len(timed[name])
+        if layer in chosen:
+            look(inputs)
         return serve()
 
     with all_threads():
@@ -127,8 +133,8 @@ def all_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def spread(layers: Sequence[int], count: int | None) -> list[int]:
-    """So many of the layers, evenly spread; all if None."""
-    if count is None or count >= len(layers):
-        return list(layers)
-    return [layers[at] for at in np.linspace(0, len(layers) - 1, count).round().astype(int)]
+def spread(some: Sequence[T], count: int | None) -> list[T]:
+    """So many of them, evenly spread; all if None."""
+    if count is None or count >= len(some):
+        return list(some)
+    return [some[at] for at in np.linspace(0, len(some) - 1, count).round().astype(int)]

@@ -43,3 +43,10 @@ class HeadSearch:
                 raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.dense_tail is not None and self.dense_tail < 0:
             raise HeadwiseError(f"--dense-tail must be at least 0, got {self.dense_tail}")
+
+    @property
+    def tail(self) -> int:
+        """Last queries that see every key: none in the paper's search, else enough for a question to find answers."""
+        if self.dense_tail is not None:
+            return self.dense_tail
+        return 0 if self.preset == "paper" else DENSE_TAIL

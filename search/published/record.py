@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import numpy as np
 
 from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo, Prefill, SearchInfo, Summary, window_arrays
 from artifacts.sections import save_searched
-from search.common.scores import rows_of, score_arrays, tool_version, winners
+from search.common.scores import rows_of, score_arrays, winners
 from search.explaining.findings import MEASURES
 from search.published.config import HeadSearch
 from search.published.score import Scores, best_single_kind, choose
@@ -31,7 +32,7 @@ def build_artifact(
     layers: scores (H, C) averaged over the prompts, None for a layer left alone.
     windows: digests of what was looked at, as profiling.prompts.held_out.Seen has them.
     """
-    assert config.budget is not None and config.dense_below is not None and config.dense_tail is not None
+    assert config.budget is not None and config.dense_below is not None
     by_head = [None if scores is None else _by_head(scores) for scores in layers]
     searched = [scores for heads in by_head for scores in heads or ()]
     chosen = choose_all(by_head)
@@ -42,7 +43,7 @@ def build_artifact(
     arrays = _arrays(families, layers, chosen)
     kind, recall = best_single_kind(searched, families)
     search = SearchInfo(
-        tool_version=tool_version(),
+        tool_version=version("headwise"),
         command=config.command,
         preset=config.preset,
         seed=config.seed,
@@ -63,7 +64,7 @@ def build_artifact(
         model=model,
         search=search,
         patterns=patterns,
-        prefill=Prefill(dense_below=config.dense_below, dense_tail=config.dense_tail, layers=rows),
+        prefill=Prefill(dense_below=config.dense_below, dense_tail=config.tail, layers=rows),
     )
     return save_searched(artifact, config.out, {**arrays, **window_arrays(windows)})
 

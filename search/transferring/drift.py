@@ -5,29 +5,23 @@ Shapes: L layers, H query heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from artifacts import Artifact, HeadwiseError
-from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.head_fidelity import Fidelity, layer_fidelity
-from profiling.ledger import Ledger, Unit
+from artifacts import Artifact
+from profiling.inside.head_fidelity import Fidelity, fidelity
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
-from runtime.plans import kernel_patterns, layer_plan
-from search.explaining.findings import DRIFT_FLOOR
+from search.explaining.findings import DRIFT_FLOOR, MEASURES
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
-
-_MEASURES = ("error", "recall", "density")
-Look = Callable[[int, LayerInputs, np.ndarray], None]
-"""Takes a prompt's place, a layer's inputs, and its heads' drift (H)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +37,8 @@ class Drift:
     @property
     def by_head(self) -> np.ndarray:
         """(L, H) growth of a head's error by what it was, 0.5 for half as much again, counted from DRIFT_FLOOR up."""
-        return _grown(self.here.error, self.before)
+        grown: np.ndarray = (self.here.error - self.before) / np.maximum(self.before, DRIFT_FLOOR)
+        return grown.astype(np.float32)
 
     def moved(self, most: float) -> np.ndarray:
         """(L, H) whether the error has grown by more than `most` of what it was."""
@@ -58,7 +53,6 @@ def measure_drift(
     ledger: Ledger,
     *,
     backend: str = "auto",
-    look: Look | None = None,
 ) -> Drift:
     """Run the artifact's patterns beside dense attention on every prompt, one dense pass each.
 
@@ -66,57 +60,20 @@ def measure_drift(
         loaded: the model that they may be served to; the artifact was searched on one of the same shape.
         artifact, arrays: with `chosen.error`, what the search measured.
         prompts: those of the search, so that what differs is the model.
-        ledger: keeps each layer as it is finished; those that it has are not measured again. Its settings are all that
-            the layers depend on.
+        ledger: keeps each prompt's figures. Its settings are all that they depend on.
         backend: as for kernels.attention.sparse_attention.
-        look: is shown each layer as it is measured, and the drift of its heads on the prompts so far.
-
-    Raises:
-        HeadwiseError: a layer that was searched slides in this model, or does not attend.
     """
-    patterns, before = kernel_patterns(artifact, arrays), np.asarray(arrays["chosen.error"])
-    served = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
-
-    def unit(sample: int, layer: int) -> Unit:
-        return ledger.unit(f"drift {sample}.{layer}")
-
-    with phase("drift", len(served) * len(prompts), "layers") as shown:
+    found = []
+    with phase("drift", len(prompts), "prompts") as shown:
         for sample, prompt in enumerate(prompts):
-            left = [layer for layer in served if unit(sample, layer) not in ledger]
-            shown.skip(len(served) - len(left))
-
-            def visit(inputs: LayerInputs, sample: int = sample, left: Sequence[int] = left) -> None:
-                if inputs.layer not in left:
-                    return
-                if inputs.sliding_window is not None:
-                    raise HeadwiseError(
-                        f"layer {inputs.layer} has patterns in the artifact, but slides over {inputs.sliding_window} "
-                        f"tokens in {loaded.name}"
-                    )
-                plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
-                assert plan is not None, "only layers that have a row are left to be measured"
-                found = layer_fidelity(inputs, plan, backend=backend)
-                values = {name: getattr(found, name).tolist() for name in _MEASURES}
-                # A layer is finished when it has been looked at.
-                if look is not None:
-                    former = [ledger.get(unit(one, inputs.layer))["error"] for one in range(sample)]
-                    error = np.mean([*former, found.error], axis=0)
-                    look(sample, inputs, _grown(error, before[inputs.layer]))
-                ledger.put(unit(sample, inputs.layer), values)
-                shown.update()
-
-            if left:
-                capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
-    tables = {name: np.full_like(before, np.nan) for name in _MEASURES}
-    for layer in served:
-        found = [ledger.get(unit(sample, layer)) for sample in range(len(prompts))]
-        if found[0] is None:
-            raise HeadwiseError(f"layer {layer} has patterns in the artifact, but no attention in {loaded.name}")
-        for name, table in tables.items():
-            table[layer] = np.mean([values[name] for values in found], axis=0)
-    return Drift(before=before, here=Fidelity(**tables))
+            measure = partial(_measured, loaded, artifact, arrays, prompt, backend)
+            found.append(ledger.once(ledger.unit(f"drift {sample}"), measure))
+            shown.update()
+    means = {name: np.mean([one[name] for one in found], axis=0) for name in MEASURES}
+    return Drift(before=np.asarray(arrays["chosen.error"]), here=Fidelity(**means))
 
 
-def _grown(error: np.ndarray, before: np.ndarray) -> np.ndarray:
-    grown: np.ndarray = (error - before) / np.maximum(before, DRIFT_FLOOR)
-    return grown.astype(np.float32)
+def _measured(
+    loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompt: Prompt, backend: str
+) -> dict[str, Any]:
+    return dict(vars(fidelity(loaded.model, artifact, prompt, arrays, backend=backend)))

@@ -18,7 +18,7 @@ from search.common.scores import winners
 from search.explaining.findings import MEASURES
 from search.transferring.again import Head
 from search.transferring.drift import Drift
-from search.transferring.rules import Found
+from search.transferring.rules import Replacement
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -31,7 +31,7 @@ def write_transferred(
     arrays: Mapping[str, Array],
     model: ModelInfo,
     drift: Drift,
-    again: Mapping[Head, Found],
+    again: Mapping[Head, Replacement],
 ) -> Artifact:
     """Put the artifact together and write it to `out` with its sidecar.
 
@@ -64,7 +64,7 @@ def write_transferred(
     return save_searched(artifact, out, kept)
 
 
-def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Found]) -> dict[str, np.ndarray]:
+def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Replacement]) -> dict[str, np.ndarray]:
     """The sidecar's arrays, with the scores that were measured on this model in place of the other's."""
     kept = {name: np.array(array) for name, array in arrays.items() if section_of(name) == "prefill"}
     for cost in ("chosen.seconds", "chosen.flops"):

@@ -17,7 +17,7 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity
 from runtime.plans import kernel_growth
 from search.common.scores import as_artifact_pattern
-from search.explaining.findings import MEASURES, Candidate, Findings, Trial, at_price
+from search.explaining.findings import MEASURES, Findings, at_price
 from search.published.score import Scores, choose, mean_scores, score_layer
 from search.published.space import initial_space, target_tiles
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a head got, and what the sidecar has to say of it: a value for each array, by the array's name."""
+class Replacement:
+    """What a head got in place of its pattern, and what the sidecar has to say of it: a value by each array's name."""
 
     pattern: Pattern
     values: dict[str, float]
@@ -43,14 +43,14 @@ class Rule(Protocol):
     """A way of scoring and choosing."""
 
     def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Sequence[Scores] | None
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
     ) -> Mapping[str, np.ndarray]:
         """The scores of a layer's heads on one prompt, arrays (h, C, ...) by name.
 
-        inputs: of these heads alone, in this order. first: each one's on the first prompt, None on that one.
+        inputs: of these heads alone, in this order. first: their scores on the first prompt, None on that one.
         """
 
-    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Found:
+    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
         """What a head gets by its scores on all prompts.
 
         Raises:
@@ -82,13 +82,13 @@ class HeadBudget:
         self._budget, self._backend = search.budget, backend
 
     def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Sequence[Scores] | None
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
     ) -> Mapping[str, np.ndarray]:
         """See Rule."""
-        settled = None if first is None else np.stack([scores["sizes"] for scores in first])
+        settled = None if first is None else first["sizes"]
         return score_layer(inputs, self._families, self._target, self._tail, settled, backend=self._backend)
 
-    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Found:
+    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
         """See Rule."""
         scores = mean_scores(samples)
         best = choose(scores)
@@ -100,7 +100,7 @@ class HeadBudget:
             found = {name: float(scores[name][number]) for name in MEASURES} | sizes
             values |= {f"candidates.{number}.{family.name}.{name}": value for name, value in found.items()}
         pattern = as_artifact_pattern(self._families[best].sized(scores["sizes"][best]))
-        return Found.of(pattern, best, {name: float(scores[name][best]) for name in MEASURES}, values)
+        return Replacement.of(pattern, best, {name: float(scores[name][best]) for name in MEASURES}, values)
 
 
 class ModelPrice:
@@ -120,50 +120,41 @@ class ModelPrice:
         self._growth, self._tail = kernel_growth(found.artifact), found.artifact.prefill.dense_tail
 
     def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Sequence[Scores] | None
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
     ) -> Mapping[str, np.ndarray]:
-        """See Rule; NaN where a candidate was not tried for a head."""
+        """See Rule."""
         dense = dense_attention(inputs, backend=self._backend)
-        found = {name: np.full((len(heads), len(self._found.candidates)), np.nan) for name in MEASURES}
+        found = {name: np.empty((len(heads), len(self._found.candidates))) for name in MEASURES}
         for c, candidate in enumerate(self._found.candidates):
-            asked = [at for at, head in enumerate(heads) if candidate.tried(layer, head)]
-            if not asked:
-                continue
-            # One that was not tried for a head stands in with what was tried for another: its scores are dropped.
-            patterns = [candidate.pattern(layer, heads[at if at in asked else asked[0]]) for at in range(len(heads))]
-            kernels = [make(**pattern.model_dump()) for pattern in patterns]
+            kernels = [make(**candidate.pattern(layer, head).model_dump()) for head in heads]
             plan = LayerPlan(kernels, len(heads), dense_tail=self._tail, growth=self._growth)
             one = layer_fidelity(inputs, plan, dense=dense, backend=self._backend)
             for name, values in found.items():
-                values[asked, c] = getattr(one, name)[asked]
+                values[:, c] = getattr(one, name)
         return found
 
-    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Found:
+    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
         """See Rule."""
         means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
-        here: list[tuple[Candidate, Trial]] = []
-        tried = self._found.trials(layer, head)
-        errors = sum(trial.error**2 for trial in tried)
-        for c, candidate in enumerate(self._found.candidates):
-            if not candidate.tried(layer, head):
-                continue
-            before = candidate.trial(layer, head)
-            now: dict[str, Any] = dict.fromkeys(("objective", "change", "seconds", "flops"))
-            now |= {name: float(values[c]) for name, values in means.items()}
+        tried = self._found.results(layer, head)
+        errors = sum(result.error**2 for result in tried)
+        here = []
+        for c, before in enumerate(tried):
+            now: dict[str, Any] = {name: float(values[c]) for name, values in means.items()}
             for name in ("seconds", "flops"):
                 if (spent := getattr(before, name)) is not None:
                     now[name] = spent * now["density"] / before.density
             for name in ("change", "objective"):
                 if errors and getattr(before, name) is not None:
-                    now[name] = now["error"] ** 2 * sum(getattr(trial, name) for trial in tried) / errors
-            here.append((candidate, replace(before, **now)))
-        if not here:
-            raise HeadwiseError(f"no candidate was tried for head {layer}.{head}")
-        losses = [float(self._found.weight[layer]) * trial.loss for _, trial in here]
-        best, trial = here[at_price(losses, [trial.cost for _, trial in here], float(self._price[layer]))]
+                    now[name] = now["error"] ** 2 * sum(getattr(result, name) for result in tried) / errors
+            here.append(replace(before, **now))
+        losses = [float(self._found.weight[layer]) * result.loss for result in here]
+        best = at_price(losses, [result.cost for result in here], float(self._price[layer]))
+        candidates = self._found.candidates
         values = {
             f"candidates.{candidate.number}.{candidate.name}.{name}": value
-            for candidate, trial in here
-            for name, value in trial.measured.items()
+            for candidate, result in zip(candidates, here, strict=True)
+            for name, value in result.measured.items()
         }
-        return Found.of(best.pattern(layer, head), best.number, trial.measured, values)
+        chosen = candidates[best]
+        return Replacement.of(chosen.pattern(layer, head), chosen.number, here[best].measured, values)

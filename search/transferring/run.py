@@ -11,14 +11,14 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError, ModelInfo, SearchInfo, load_pair
 from artifacts.files import check_writable
-from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.quality.contexts import by_context
 from runtime.fingerprint import fingerprint
+from runtime.layers import attention_layers, sliding_layers
 from search.model.prompts import whole_contexts
-from search.transferring.again import Again
+from search.transferring.again import search_again
 from search.transferring.drift import Drift, measure_drift
 from search.transferring.record import write_transferred
 from search.transferring.rules import rule_of
@@ -75,18 +75,13 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
         config.model, dtype=config.dtype or artifact.search.dtype, device=config.device, revision=config.revision
     )
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
-    _check_shape(artifact.model, model)
+    _check_shape(artifact, model, loaded)
     prompts = _prompts(config, artifact, loaded)
     with Ledger(config.out, "transfer", settings=_settings(config, artifact, model), fresh=config.fresh) as ledger:
-        again = Again(loaded, rule, prompts, ledger)
-
-        def look(sample: int, inputs: LayerInputs, drift: np.ndarray) -> None:
-            # Most heads that have moved show it on the first prompt, and then a pass serves both.
-            again.score(sample, inputs, np.flatnonzero(drift > config.max_drift).tolist())
-
-        drift = measure_drift(loaded, artifact, arrays, prompts, ledger, backend=config.backend, look=look)
+        drift = measure_drift(loaded, artifact, arrays, prompts, ledger, backend=config.backend)
         moved = drift.moved(config.max_drift)
-        found = again.finish([(int(layer), int(head)) for layer, head in np.argwhere(moved)])
+        heads = [(int(layer), int(head)) for layer, head in np.argwhere(moved)]
+        found = search_again(loaded, rule, prompts, heads, ledger)
         written = write_transferred(config.out, config.command, artifact, arrays, model, drift, found)
         if config.picture:
             from profiling.pattern_map import draw_pattern_map
@@ -104,13 +99,20 @@ def _check_searched(file: Path, artifact: Artifact, arrays: dict[str, Array]) ->
         raise HeadwiseError(f"{file} has no errors of its heads in its sidecar (chosen.error), which drift counts from")
 
 
-def _check_shape(expected: ModelInfo, actual: ModelInfo) -> None:
+def _check_shape(artifact: Artifact, actual: ModelInfo, loaded: LoadedModel) -> None:
+    expected = artifact.model
     for field in _SHAPE:
         wanted, found = getattr(expected, field), getattr(actual, field)
         if wanted != found:
             raise HeadwiseError(
                 f"{actual.name} is no fine-tune of {expected.name}: {field} is {wanted} in the artifact, {found} in it"
             )
+    modules = attention_layers(loaded.model)
+    free = modules.keys() - sliding_layers(modules)
+    for layer, row in enumerate(artifact.prefill.layers):
+        if row is not None and layer not in free:
+            why = "slides over a window" if layer in modules else "has no attention"
+            raise HeadwiseError(f"layer {layer} has patterns in the artifact, but {why} in {actual.name}")
 
 
 def _prompts(config: Transfer, artifact: Artifact, loaded: LoadedModel) -> list[Prompt]:
@@ -151,12 +153,11 @@ def _made(search: SearchInfo, tasks: Sequence[str], length: int, loaded: LoadedM
 
 
 def _settings(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:
-    """All that the results of a layer depend on."""
+    """All that drift and scores depend on."""
     return {
         "artifact": artifact.content_sha256,
         "model": model.name,
         "weights": model.weights_sha256,
-        "max drift": config.max_drift,
         "dtype": config.dtype,
         "device": config.device,
         "backend": config.backend,

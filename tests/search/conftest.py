@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from search.published.config import HeadSearch
+from search.published.head_budget import run
+
 
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of single bytes, as text models have theirs in their folder."""
@@ -50,6 +53,15 @@ def save_tiny(folder: Path, **changes: Any) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def by_head(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a search with a budget for each head found for the tiny model; not to be written to."""
+    out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
+    options = {"length": 1000, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "picture": False}
+    run(HeadSearch(model=str(tiny_model), out=out, command="test", **options))
+    return out
 
 
 @pytest.fixture(autouse=True, scope="session")

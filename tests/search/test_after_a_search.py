@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 import pytest
 
 import artifacts
+from artifacts import pattern_name
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import load_model
 from search.common.report import report
 from search.explain import Question
 from search.explain import run as explain
 from search.heads import main as heads
+from search.model.prompts import whole_contexts
 from search.transfer import Transfer
 from search.transfer import run as transfer
 from tests.search.conftest import save_tiny
@@ -105,3 +110,13 @@ def test_a_fine_tune_of_other_weights_is_searched_again_at_the_price(
         chosen = int(arrays["chosen.candidate"][layer, head])
         assert totals[chosen] <= min(totals.values()) * (1 + 1e-5)
     assert written.evidence == artifacts.Evidence() and before.evidence.tasks
+    # Scores are of the contexts of the search's own prompts, on the fine-tune.
+    loaded, (layer, head) = load_model(str(other), dtype="float32"), tuple(np.argwhere(moved)[0])
+    made = {prompt.context: prompt for prompt in whole_contexts(TASKS, loaded, length=1000, samples=1, seed=0)}
+    contexts = [replace(prompt, input_ids=prompt.context, turn=0) for prompt in made.values()]
+    name = pattern_name(pattern := artifacts.BlockSparse(blocks=4))
+    prefill = before.prefill.model_copy(update={"layers": ((name,) * 6,) * 3, "front": None})
+    alone = before.model_copy(update={"patterns": {name: pattern}, "prefill": prefill})
+    found = np.mean([fidelity(loaded.model, alone, prompt).error[layer, head] for prompt in contexts])
+    of_it = next(values for key, values in arrays.items() if key.endswith(f".{name}.error"))
+    assert of_it[layer, head] == pytest.approx(found, rel=1e-3)

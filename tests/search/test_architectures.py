@@ -1,4 +1,4 @@
-"""python -m search.heads on every architecture that the runtime serves, and one line from it on those it cannot."""
+"""python -m search.heads on every architecture that the runtime serves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import pytest
 import torch
 
 import artifacts
-from artifacts import HeadwiseError
-from profiling.inside.capture import LayerInputs, capture
 from runtime import load
 from runtime.layers import attention_layers, sliding_layers
 from search.heads import main
-from tests.runtime.tiny import FAMILIES, REFUSED, refused_model, tiny_model
+from tests.runtime.tiny import FAMILIES, tiny_model
 from tests.search.conftest import save_tokenizer
 
 
@@ -33,14 +31,3 @@ def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 250, (1, 512)))
         assert handle.stats()["sparse"] == len(found)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_captured_is_refused_by_the_cause(name: str) -> None:
-    def visit(inputs: LayerInputs) -> None:
-        raise AssertionError(inputs.layer)
-
-    with pytest.raises(HeadwiseError) as error:
-        capture(refused_model(name), torch.randint(3, 90, (1, 40)), visit)
-    assert str(error.value) == f"model without attention that Headwise can serve: {name} {REFUSED[name]['cause']}"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from artifacts import HeadwiseError, arguments, command_line
-from kernels.native import build
-from profiling import doctor, report
+from profiling import report
 from search.__main__ import GROUPS, NAMES, VERBS, main
 from search.reference import _parser, page
 
@@ -129,38 +126,6 @@ def test_the_page_of_commands_is_current() -> None:
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == page(), (
         "python -m search.reference --out docs/commands.md"
     )
-
-
-def test_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert build.load() is None
-    assert doctor.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["wrong"] == [] and found["kernels"]["cpu"] in ("compiled", "prebuilt")
-    assert found["kernels"]["engines"]["float32"][-1] == "float"
-    assert all(0 < each["prefill_s"] < each["search_s"] for each in found["expected"].values())
-    text = doctor.report(found)
-    assert text.startswith("all is well\n") and "what to expect at 4,096 tokens" in text
-
-
-def test_doctor_is_loud_about_the_slow_reference(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = SimpleNamespace(
-        load=lambda: "no C++ compiler found", find_compiler=lambda: "no C++ compiler found", cache_folder=Path
-    )
-    monkeypatch.setattr(doctor, "build", broken)
-    assert doctor.main([]) == 3
-    said = capsys.readouterr().out
-    assert said.startswith("WRONG      attention on the CPU falls to the slow reference, ")
-    assert "no C++ compiler found" in said and "what to expect" not in said
-
-
-def test_doctor_sees_a_cache_that_others_can_write_to(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    assert doctor._state(tmp_path) == "unsafe: others can write to it (mode 777)"
-    tmp_path.chmod(0o700)
-    assert doctor._state(tmp_path) == "safe, yours alone"
-    assert doctor._state(tmp_path / "none") == "made at first use"
 
 
 @pytest.mark.parametrize(("text", "says"), [(None, "cannot be read"), ("{}", "is of no evaluation"), ("[", "is of no")])

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from kernels.patterns import LayerPlan, make
-from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.missed_mass import missed_mass
-from profiling.models.loading import load_model
-from profiling.prompts.prompt import make_prompts
 from search.explain import Question, main, report, run
-from search.published.config import HeadSearch
-from search.published.head_budget import run as run_search
 
 LENGTH = 1000
 
 
-@pytest.fixture(scope="module")
-def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("found") / "cfg.yaml"
-    options = {"length": LENGTH, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "picture": False}
-    run_search(HeadSearch(model=str(tiny_model), out=out, command="test", **options))
-    return out
-
-
 @pytest.fixture
-def allocated(found: Path, tmp_path: Path) -> Path:
+def allocated(by_head: Path, tmp_path: Path) -> Path:
     """The same heads with one budget for the model: five candidates of known errors and seconds, and a price."""
-    artifact, arrays = artifacts.load_pair(found)
+    artifact, arrays = artifacts.load_pair(by_head)
     assert artifact.search is not None
     names = ["vs_64_64", "vs_128_128", "bs_4", "vs_256_256", "dense"]
     squared, milliseconds = [0.9, 0.4, 0.35, 0.1, 0.0], [1.0, 2.0, 4.0, 5.0, 20.0]
@@ -72,11 +55,11 @@ def asked(file: Path, *head: int, **more: Any) -> dict[str, Any]:
     return run(Question(file=file, **dict(zip(("layer", "head"), head, strict=False)), **more))
 
 
-def test_tells_what_was_tried_and_the_least_error_within_the_budget(found: Path) -> None:
-    _, arrays = artifacts.load_pair(found)
+def test_tells_what_was_tried_and_the_least_error_within_the_budget(by_head: Path) -> None:
+    _, arrays = artifacts.load_pair(by_head)
     for layer in range(3):
         for head in range(6):
-            answer = asked(found, layer, head)
+            answer = asked(by_head, layer, head)
             tried = answer["candidates"]
             assert len(tried) == 6
             errors = [row["error"] for row in tried]
@@ -140,8 +123,8 @@ def test_a_layers_weight_counts(allocated: Path) -> None:
     assert "later step" in why
 
 
-def test_says_when_a_row_was_changed_after_the_search(found: Path, tmp_path: Path) -> None:
-    artifact, arrays = artifacts.load_pair(found)
+def test_says_when_a_row_was_changed_after_the_search(by_head: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(by_head)
     rows = [list(row or ()) for row in artifact.prefill.layers]
     rows[2][3] = "a_64_64"
     used = {name: artifact.patterns[name] for row in rows for name in row if name in artifact.patterns}
@@ -153,15 +136,15 @@ def test_says_when_a_row_was_changed_after_the_search(found: Path, tmp_path: Pat
     assert "all the same" not in asked(out, 2, 2)["why"][-1]
 
 
-def test_overviews_agree_with_the_arrays(found: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    artifact, arrays = artifacts.load_pair(found)
-    layers = asked(found)["layers"]
+def test_overviews_agree_with_the_arrays(by_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    artifact, arrays = artifacts.load_pair(by_head)
+    layers = asked(by_head)["layers"]
     np.testing.assert_allclose([layer["error"] for layer in layers], arrays["chosen.error"].mean(1), rtol=1e-5)
     assert layers[1]["worst"] == f"1.{int(arrays['chosen.error'][1].argmax())}"
-    assert main([str(found), "--layer", "1", "--json"]) == 0
+    assert main([str(by_head), "--layer", "1", "--json"]) == 0
     heads = json.loads(capsys.readouterr().out)["heads"]
     assert [head["pattern"] for head in heads] == list(artifact.prefill.layers[1] or ())
-    assert main([str(found), "--head", "all"]) == 0
+    assert main([str(by_head), "--head", "all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 3
 
 
@@ -177,14 +160,14 @@ def test_overviews_agree_with_the_arrays(found: Path, capsys: pytest.CaptureFixt
         (["--layer", "0", "--model", "smollm2"], "give --head LAYER.HEAD"),
     ],
 )
-def test_a_wrong_question_ends_in_one_line(found: Path, arguments: list[str], said: str) -> None:
+def test_a_wrong_question_ends_in_one_line(by_head: Path, arguments: list[str], said: str) -> None:
     with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
-        main([str(found), *arguments])
+        main([str(by_head), *arguments])
     assert "\n" not in str(caught.value)
 
 
-def test_an_artifact_without_scores_is_refused(found: Path, tmp_path: Path) -> None:
-    artifact, arrays = artifacts.load_pair(found)
+def test_an_artifact_without_scores_is_refused(by_head: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(by_head)
     bare = tmp_path / "bare.yaml"
     artifacts.save(artifact, bare, {"calibration.seen_windows": arrays["calibration.seen_windows"]})
     with pytest.raises(HeadwiseError, match=r"bare\.yaml: this artifact has no scores of candidates"):
@@ -195,8 +178,8 @@ def test_an_artifact_without_scores_is_refused(found: Path, tmp_path: Path) -> N
         asked(bare, 0, 0)
 
 
-def test_an_import_and_a_layer_left_alone_are_refused(found: Path, tmp_path: Path) -> None:
-    artifact, arrays = artifacts.load_pair(found)
+def test_an_import_and_a_layer_left_alone_are_refused(by_head: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(by_head)
     source = artifacts.Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = artifact.prefill.model_copy(update={"imported": source})
     out = tmp_path / "imported.yaml"
@@ -214,8 +197,8 @@ def test_an_import_and_a_layer_left_alone_are_refused(found: Path, tmp_path: Pat
     assert [layer["layer"] for layer in asked(out)["layers"]] == [0, 2]
 
 
-def test_arrays_of_another_shape_are_refused(found: Path, tmp_path: Path) -> None:
-    artifact, arrays = artifacts.load_pair(found)
+def test_arrays_of_another_shape_are_refused(by_head: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(by_head)
     arrays["chosen.candidate"] = arrays["chosen.candidate"][:, :5]
     out = tmp_path / "short.yaml"
     artifacts.save(artifact, out, arrays)
@@ -223,38 +206,8 @@ def test_arrays_of_another_shape_are_refused(found: Path, tmp_path: Path) -> Non
         asked(out, 0, 0)
 
 
-def test_missed_mass_is_what_plain_softmax_says(found: Path, tiny_model: Path) -> None:
-    artifact, arrays = artifacts.load_pair(found)
-    loaded = load_model(str(tiny_model), dtype="float32")
-    prompt = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=1, seed=3)[0]
-    layer, head = 1, 4
-    missed = missed_mass(loaded.model, artifact, arrays, prompt, layer, head)
-
-    def visit(inputs: LayerInputs) -> None:
-        if inputs.layer != layer:
-            return
-        row = artifact.prefill.layers[layer]
-        assert row is not None
-        patterns = [make(**artifact.patterns[name].model_dump()) for name in row]
-        index = LayerPlan(patterns, 2, dense_tail=artifact.prefill.dense_tail).build(inputs.q, inputs.k)
-        logits = inputs.q[0, head] @ inputs.k[0, head // 3].T * inputs.scale
-        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        weights = logits.masked_fill(~causal, float("-inf")).softmax(-1)
-        lost = weights * ~index.to_mask()[0, head]
-        np.testing.assert_allclose(missed.by_query, lost.sum(1), atol=1e-5)
-        np.testing.assert_allclose(missed.by_key, lost.sum(0), atol=1e-4)
-        cells = torch.nn.functional.pad(lost, (0, 24, 0, 24)).reshape(16, 64, 16, 64).sum((1, 3))
-        counts = torch.tensor([64.0] * 15 + [40.0])[:, None]
-        np.testing.assert_allclose(missed.cells, cells / counts, atol=1e-5)
-        assert missed.drawn.density == pytest.approx(float(index.density()[0, head]), abs=1e-6)
-
-    capture(loaded.model, torch.tensor([prompt.input_ids]), visit)
-    assert missed.by_query.sum() > 0
-    assert asdict(missed.drawn)["recall"] == pytest.approx(1 - missed.by_query.mean(), abs=1e-6)
-
-
-def test_the_picture_comes_with_its_numbers(found: Path, tiny_model: Path, tmp_path: Path) -> None:
-    answer = asked(found, 2, 1, model=str(tiny_model), length=500, out=tmp_path / "why", command="test")
+def test_the_picture_comes_with_its_numbers(by_head: Path, tiny_model: Path, tmp_path: Path) -> None:
+    answer = asked(by_head, 2, 1, model=str(tiny_model), length=500, out=tmp_path / "why", command="test")
     names = {"head_2_1.png", "head_2_1.svg", "head_2_1.csv", "head_2_1_queries.csv"}
     assert {path.name for path in (tmp_path / "why").iterdir()} == names
     assert {Path(file).name for file in answer["files"]} == names
@@ -262,18 +215,18 @@ def test_the_picture_comes_with_its_numbers(found: Path, tiny_model: Path, tmp_p
     assert answer["missed"]["sentence"] in report(answer)
 
 
-def test_another_model_and_a_length_beyond_it_are_refused(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_another_model_and_a_length_beyond_it_are_refused(by_head: Path, tiny_model: Path, tmp_path: Path) -> None:
     from tests.search.conftest import save_tiny
 
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(HeadwiseError, match="num_layers is 3 in the artifact"):
-        asked(found, 0, 0, model=str(other), out=tmp_path)
+        asked(by_head, 0, 0, model=str(other), out=tmp_path)
     with pytest.raises(HeadwiseError, match="--length 2000 is more than the 1024 positions"):
-        asked(found, 0, 0, model=str(tiny_model), length=2000, out=tmp_path)
+        asked(by_head, 0, 0, model=str(tiny_model), length=2000, out=tmp_path)
 
 
-def test_searched_on_a_file_asks_for_it(found: Path, tiny_model: Path, tmp_path: Path) -> None:
-    artifact, arrays = artifacts.load_pair(found)
+def test_searched_on_a_file_asks_for_it(by_head: Path, tiny_model: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(by_head)
     assert artifact.search is not None
     calibration = artifact.search.calibration.model_copy(update={"tasks": ("text:novel.txt",)})
     out = tmp_path / "text.yaml"

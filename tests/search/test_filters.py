@@ -24,21 +24,13 @@ MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH
 RULES = ["--dense-first", "0", "--filters", "1", "--dtype", "float32"]
 
 
-@pytest.fixture(scope="module")
-def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("found") / "cfg.yaml"
-    options = {"length": 1000, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "command": "test"}
-    heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
-    return out
-
-
 @pytest.fixture
-def command(tiny_model: Path, found: Path) -> list[str]:
-    return ["--model", str(tiny_model), str(found), *RULES, *MEASURE]
+def command(tiny_model: Path, by_head: Path) -> list[str]:
+    return ["--model", str(tiny_model), str(by_head), *RULES, *MEASURE]
 
 
 def test_fills_the_decode_section_and_leaves_the_rest(
-    command: list[str], found: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], by_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.yaml"
     filters.main(
@@ -56,14 +48,14 @@ def test_fills_the_decode_section_and_leaves_the_rest(
             "0.5",
         ]
     )
-    before, arrays = artifacts.load_pair(found)
+    before, arrays = artifacts.load_pair(by_head)
     after, more = artifacts.load_pair(out)
     assert after.decode is not None and after.prefill == before.prefill and after.patterns == before.patterns
     section = after.decode.omnikv
     assert (section.selector, section.window, section.budget, section.prefill_ratio) == ("uniform", 4, 0.25, 0.5)
     mass = more.pop("similarity.mass")
-    error, by_head = more.pop("similarity.error"), more.pop("similarity.head_error", None)
-    assert (by_head is not None) == (section.head_map is not None)
+    error, map_error = more.pop("similarity.error"), more.pop("similarity.head_error", None)
+    assert (map_error is not None) == (section.head_map is not None)
     assert np.isfinite(error[np.triu_indices(3)]).all() and np.isnan(error[2, 0])
     assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
     assert section.filter_layers == (0,) and section.dense_layers == ()
@@ -71,7 +63,7 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
     printed = capsys.readouterr().out
     assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random, mean" in printed
-    artifacts.load(found)
+    artifacts.load(by_head)
 
 
 def test_kv_heads_choose_for_kv_heads(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +96,7 @@ def test_kascades_rule_maps_single_heads(command: list[str], tmp_path: Path) -> 
         filters.main([*command, "--out", str(out), "--rule", "kascade", "--max-error", "1"])
 
 
-def test_the_rule_by_loss_decodes_as_the_runtime_does(tiny_model: Path, found: Path) -> None:
+def test_the_rule_by_loss_decodes_as_the_runtime_does(tiny_model: Path, by_head: Path) -> None:
     from profiling.models.loading import load_model
     from profiling.prompts.prompt import make_prompts
     from profiling.similarities.layer_similarity import SimilarityConfig, continuation
@@ -116,7 +108,7 @@ def test_the_rule_by_loss_decodes_as_the_runtime_does(tiny_model: Path, found: P
     prompts = make_prompts("kv_retrieval", loaded.tokenizer, length=LENGTH, samples=2, seed=0)
     rights = [continuation(config, loaded.tokenizer, prompt)[:6] for prompt in prompts]
     for budget, dense in ((30, False), (LENGTH + 20, True)):
-        loss = decode_loss(config, loaded, artifacts.load(found), budget, prompts)(Choice((0,), ()))
+        loss = decode_loss(config, loaded, artifacts.load(by_head), budget, prompts)(Choice((0,), ()))
         expected = []
         for prompt, right in zip(prompts, rights, strict=True):
             ids = torch.tensor([[*prompt.input_ids, *right]])
@@ -178,15 +170,15 @@ def test_a_killed_run_goes_on_and_finds_the_same(
     monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
     filters.main(cut)
     assert len(decoded) == 6 and "2 units are finished" in capsys.readouterr().err
-    whole, found = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
-    assert whole.content_sha256 == found.content_sha256
+    whole, by_head = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == by_head.content_sha256
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], found: Path, tmp_path: Path) -> None:
+def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], by_head: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
-    artifacts.save(*artifacts.load_pair(found)[:1], out, artifacts.load_arrays(found))
-    at = command.index(str(found))
+    artifacts.save(*artifacts.load_pair(by_head)[:1], out, artifacts.load_arrays(by_head))
+    at = command.index(str(by_head))
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out), "--layers", "1"])
     after = artifacts.load(out)
     assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
@@ -195,10 +187,10 @@ def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], fo
 
 
 def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_heads_are_searched_again(
-    command: list[str], found: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], by_head: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "cfg.yaml"
-    artifacts.save(artifacts.load(found), out, artifacts.load_arrays(found))
+    artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
     real = filter_search.compare
 
@@ -207,7 +199,7 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
         return real(*args)
 
     monkeypatch.setattr(filter_search, "compare", meanwhile)
-    at = command.index(str(found))
+    at = command.index(str(by_head))
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
     first = artifacts.load(out)
     assert first.kv_cache == section and first.decode is not None
@@ -240,10 +232,8 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
         (["--budget", "1.5"], "--budget must be a number of tokens or a share between 0 and 1, got '1.5'"),
         (["--layers", "1,x"], "--layers must be layer numbers with commas between, such as 2,8,18, got '1,x'"),
         (["--layers", "9"], "filter layer 9 is no full-attention layer"),
-        (["--min-kept", "2"], "--min-kept must be above 0 and at most 1, got 2.0"),
-        (["--min-kept", "0.5", "--layers", "1"], "--layers and --min-kept exclude each other"),
-        (["--min-kept", "0.5", "--max-error", "1"], "--min-kept and --max-error exclude each other"),
-        (["--max-error", "-1"], "--max-error must not be negative, got -1.0"),
+        (["--max-error", "0.5", "--layers", "1"], "--layers and --max-error exclude each other"),
+        (["--max-error", "-1"], "--max-error must be at least 0, got -1.0"),
         (["--sparse", "1"], "--sparse must be between 0 and 1, got 1.0"),
         (["--dense-layers", "1"], "--dense-layers goes with --layers"),
         (["--window", "0"], "--window must be at least 1, got 0"),

@@ -17,7 +17,7 @@ from profiling.prompts.held_out import SETS, Seen
 from profiling.prompts.prompt import JUDGED_TASKS, Prompt, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import fingerprint
-from search.common.check import Gate, plans_of, run
+from search.common.check import Check, plans_of, run
 from search.gate import main
 from search.model.prompts import judged_prompts
 from search.model.task_losses import MAX_KL, MAX_PERPLEXITY, Limits, by_task
@@ -71,7 +71,7 @@ def test_one_that_loses_more_than_allowed_fails_and_names_heads(
 
 
 def test_the_heads_that_are_named_are_the_worst(poor: Path, tiny_model: Path) -> None:
-    asked = Gate(
+    asked = Check(
         config=poor, model=str(tiny_model), limits=Limits(), tasks=("passkey",), length=LENGTH, dtype="float32"
     )
     heads = run(asked).heads

@@ -121,8 +121,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
     process.kill()
     finished = len(list(resume.glob("*.unit")))
     assert not out.exists()
-    # Three layers on each of two prompts, and that a prompt is through.
-    if finished == 8:
+    if finished == 6:
         pytest.skip("it finished all layers before the kill reached it")
     code, _, said = processes.run("search.heads", *words)
     assert code == 0 and f"{finished} units are finished" in said

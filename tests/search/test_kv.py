@@ -17,31 +17,22 @@ from profiling.models.loading import load_model
 from runtime import load, memory_report
 from search import kv
 from search.decode import kv_search
-from search.published import head_budget as heads
 
 FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8", "--dtype", "float32"]
 
 
-@pytest.fixture(scope="module")
-def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("kv") / "cfg.yaml"
-    options = {"length": 1000, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "command": "test"}
-    heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
-    return out
-
-
-def _command(tiny_model: Path, config: Path, out: Path, *more: str) -> list[str]:
-    return ["--model", str(tiny_model), str(config), "--out", str(out), *FAST, *more]
+def _command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[str]:
+    return ["--model", str(tiny_model), str(by_head), "--out", str(out), *FAST, *more]
 
 
 def test_writes_budgets_that_the_runtime_keeps(
-    tiny_model: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, by_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.yaml"
-    kv.main(_command(tiny_model, config, out, "--target-share", "0.25"))
+    kv.main(_command(tiny_model, by_head, out, "--target-share", "0.25"))
     said = capsys.readouterr().out
     assert "searched   KL" in said and "even       KL" in said
-    before, after = artifacts.load(config), artifacts.load(out)
+    before, after = artifacts.load(by_head), artifacts.load(out)
     assert after.kv_cache is not None and (after.prefill, after.patterns) == (before.prefill, before.patterns)
     arrays = artifacts.load_arrays(out)
     assert arrays["kv.error"].shape == (3, 2, len(arrays["kv.shares"]))
@@ -55,10 +46,10 @@ def test_writes_budgets_that_the_runtime_keeps(
 
 
 def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
-    tiny_model: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, by_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = ["--samples", "2", "--forced", "4"]
-    kv.main(_command(tiny_model, config, tmp_path / "whole.yaml", *two, "--target-share", "0.25"))
+    kv.main(_command(tiny_model, by_head, tmp_path / "whole.yaml", *two, "--target-share", "0.25"))
     walked: list[int] = []
     compared: list[int] = []
     walk, divergence = budget_curves._of_prompt, kv_search.divergence
@@ -75,7 +66,7 @@ def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
 
     monkeypatch.setattr(budget_curves, "_of_prompt", walks)
     monkeypatch.setattr(kv_search, "divergence", compares)
-    cut = _command(tiny_model, config, tmp_path / "cut.yaml", *two)
+    cut = _command(tiny_model, by_head, tmp_path / "cut.yaml", *two)
     with pytest.raises(KeyboardInterrupt):
         kv.main([*cut, "--target-share", "0.5"])
     assert len(walked) == 2 and not (tmp_path / "cut.yaml").exists()
@@ -91,13 +82,13 @@ def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_a_file_is_changed_in_place_and_other_sections_stay(tiny_model: Path, config: Path, tmp_path: Path) -> None:
+def test_a_file_is_changed_in_place_and_other_sections_stay(tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
-    artifacts.save(artifacts.load(config), own, artifacts.load_arrays(config))
+    artifacts.save(artifacts.load(by_head), own, artifacts.load_arrays(by_head))
     kv.main(_command(tiny_model, own, own, "--target-bytes", "100kB", "--context", "1000"))
     artifact = artifacts.load(own)
-    assert artifact.kv_cache is not None and artifact.patterns == artifacts.load(config).patterns
-    assert set(artifacts.load_arrays(config)) < set(artifacts.load_arrays(own))
+    assert artifact.kv_cache is not None and artifact.patterns == artifacts.load(by_head).patterns
+    assert set(artifacts.load_arrays(by_head)) < set(artifacts.load_arrays(own))
 
 
 def test_budgets_go_where_the_error_is() -> None:
@@ -122,9 +113,9 @@ def test_budgets_go_where_the_error_is() -> None:
         (["--target-share", "0.2", "--forced", "400"], r"--forced must be below --length \(400\), got 400"),
     ],
 )
-def test_values_that_cannot_be(options: list[str], said: str, tiny_model: Path, config: Path, tmp_path: Path) -> None:
+def test_values_that_cannot_be(options: list[str], said: str, tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=said):
-        kv.main(_command(tiny_model, config, tmp_path / "no.yaml", *options))
+        kv.main(_command(tiny_model, by_head, tmp_path / "no.yaml", *options))
     assert not list(tmp_path.iterdir())
 
 
@@ -136,10 +127,10 @@ def test_bytes_are_those_of_the_cache(tiny_model: Path) -> None:
     assert kv_search._share_of_bytes(config, loaded) == pytest.approx(0.1)
 
 
-def test_what_filter_layers_choose_from_is_not_dropped(tiny_model: Path, config: Path, tmp_path: Path) -> None:
+def test_what_filter_layers_choose_from_is_not_dropped(tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
     own = tmp_path / "cfg.yaml"
     decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
-    artifacts.save(artifacts.load(config).model_copy(update={"decode": decode}), own, artifacts.load_arrays(config))
+    artifacts.save(artifacts.load(by_head).model_copy(update={"decode": decode}), own, artifacts.load_arrays(by_head))
     before = own.read_bytes()
     with pytest.raises(HeadwiseError, match=r"kv_cache.layers\[1\] drops tokens that decode.omnikv chooses from"):
         kv.main(_command(tiny_model, own, own, "--target-share", "0.25"))

@@ -28,7 +28,7 @@ def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
     found = []
     for full in range(1, rules.full(len(layers)) + 1):
         for chosen in combinations(layers, full):
-            for count in range(1, min(rules.most, full) + 1):
+            for count in range(1, min(rules.filters, full) + 1):
                 for filters in combinations(chosen, count):
                     choice = Choice(filters, tuple(layer for layer in chosen if layer not in filters))
                     first = [layer for layer in layers if layer < filters[0]]
@@ -68,7 +68,7 @@ def test_no_choice_costs_less(
     layers = list(range(1, 2 * n, 2)) if hybrid else list(range(n))
     cost = generator.random((2 * n, 2 * n))
     cost[np.tril_indices(2 * n)] = np.nan
-    rules = Rules(sparse=sparse, dense_first=first, most=most, adjacent=adjacent)
+    rules = Rules(sparse=sparse, dense_first=first, filters=most, adjacent=adjacent)
     every = every_choice(layers, rules)
     if not every:
         with pytest.raises(HeadwiseError, match="do not leave"):
@@ -89,10 +89,10 @@ def test_no_choice_costs_less(
 def test_what_is_costly_stays_dense() -> None:
     cost = np.full((10, 10), 0.1)
     cost[:, [4, 8]] = 5
-    choice = best_choice(cost, range(10), Rules(sparse=0.7, most=1))
+    choice = best_choice(cost, range(10), Rules(sparse=0.7, filters=1))
     assert choice == Choice((0,), (4, 8)) and total(cost, range(10), choice) == pytest.approx(0.7)
-    assert best_choice(cost, range(10), Rules(sparse=0.7, most=2)).filter_layers == (0,)
-    assert cheapest(cost, range(10), Rules(sparse=0.1, most=1), 5.9) == Choice((0,), (4,))
+    assert best_choice(cost, range(10), Rules(sparse=0.7, filters=2)).filter_layers == (0,)
+    assert cheapest(cost, range(10), Rules(sparse=0.1, filters=1), 5.9) == Choice((0,), (4,))
     assert cheapest(cost, range(10), Rules(sparse=0.7), 0.1) is None
 
 

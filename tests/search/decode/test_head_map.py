@@ -24,7 +24,7 @@ def test_which_heads_may_choose_together() -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["pooled", "head", "group"])
 def test_no_layers_and_no_map_cost_less(kind: str, seed: int) -> None:
-    layers, rules = range(5), Rules(sparse=0.4, most=2)
+    layers, rules = range(5), Rules(sparse=0.4, filters=2)
     cost = np.random.default_rng(seed).random((5, len(CHOOSERS), 5, 3))
     may = allowed(CHOOSERS, kind)
     found = with_heads(best_choice(pair_costs(cost, may), layers, rules), cost, layers, may)

@@ -93,15 +93,6 @@ def test_one_dense_head_makes_its_rank_the_slowest() -> None:
     assert two.chosen[0].reshape(2, 2).sum(-1).tolist() == [1, 1] and two.cost == 12.0
 
 
-def test_a_weight_moves_the_budget() -> None:
-    change = np.tile(np.array([4.0, 2.0, 1.0, 0.5]), (2, 1, 1))
-    costs = {0: np.tile(np.array([1.0, 2.0, 3.0, 4.0]), (2, 1, 1))}
-    heads = Heads(curves={0: curves_of(change)}, costs=costs, all_keys=4.0)
-    assert heads.by_model(5, 0, weight=np.array([9.0, 1.0])).chosen.ravel().tolist() == [3, 0]
-    assert heads.by_model(5, 0, weight=np.array([1.0, 9.0])).chosen.ravel().tolist() == [0, 3]
-    assert heads.total(0.5) == 4.0 and heads.least(0) == 2.0
-
-
 def test_what_is_not_allowed_is_not_taken() -> None:
     found = heads_of(3).by_model(100, TAIL, allowed=np.array([True, False, True, False]))
     assert set(found.chosen.ravel()) <= {-1, 0, 2}

@@ -50,21 +50,6 @@ def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
     assert tuple(spend(losses, SIZES, sizes[best]).entries) == choices[best]
 
 
-def test_convex_curves_are_followed_exactly_in_equal_steps() -> None:
-    sizes, rng = (1, 2, 3, 4, 5), np.random.default_rng(0)
-    for _ in range(50):
-        drops = -np.sort(-rng.exponential(size=(4, 4)), axis=1)
-        losses = np.concatenate([np.zeros((4, 1)), -np.cumsum(drops, axis=1)], axis=1)
-        total = int(rng.integers(4, 21))
-        best = min(
-            sum(losses[part, entry] for part, entry in enumerate(choice))
-            for choice in itertools.product(range(5), repeat=4)
-            if sum(sizes[entry] for entry in choice) <= total
-        )
-        found = spend(losses, sizes, total).entries
-        assert sum(losses[part, entry] for part, entry in enumerate(found)) == pytest.approx(best)
-
-
 @pytest.mark.parametrize("seed", range(300))
 def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int) -> None:
     """Also where steep steps are too large and flatter ones fit later: their slope would be far too low a price."""
@@ -88,33 +73,12 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int
         assert cost_of(chosen_at(spent.price * (1 - 1e-9), losses, costs), costs) > cost_of(by_price, costs)
 
 
-@pytest.mark.parametrize("steep", [3.0, 34.0, 1000.0])
-def test_a_large_step_that_does_not_fit_sets_the_price_and_not_a_small_one_that_does(steep: float) -> None:
-    """One part would save `steep` a unit with 10 more, others 1 a unit with 1 more each; there are 3 left."""
-    losses = np.array([[10 * steep, 0.0], *[[1.0, 0.0]] * 5])
-    costs = np.array([[1.0, 11.0], *[[1.0, 2.0]] * 5])
-    spent = spend(losses, costs, 9.0)
-    assert spent.price == pytest.approx(steep) and spent.entries == [0, 1, 1, 1, 0, 0]
-    assert cost_of(chosen_at(spent.price, losses, costs), costs) == 6.0
-    assert cost_of(chosen_at(0.99, losses, costs), costs) > 9.0
-
-
 def test_with_all_that_there_is_the_price_is_none() -> None:
     losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
     assert spend(losses, (1, 2, 3), 6.0).price == 0.0
     # The first step that does not fit, whatever fitted before.
     assert spend(losses, (1, 2, 3), 2.0).price == pytest.approx(4.0)
     assert spend(losses, (1, 2, 3), 4.0).price == pytest.approx(1.0)
-
-
-def test_what_needs_little_gives_room_to_what_needs_much() -> None:
-    flat, steep = [1.0, 1.0, 1.0, 1.0, 1.0], [9.0, 7.0, 5.0, 3.0, 1.0]
-    assert spend(np.array([flat, steep]), SIZES, 1.1).entries == [0, 4]
-
-
-def test_a_dent_in_a_curve_is_stepped_over() -> None:
-    losses = np.array([[10.0, 9.9, 1.0, 0.9, 0.0]])
-    assert spend(losses, SIZES, 0.2).entries == [0] and spend(losses, SIZES, 0.25).entries == [2]
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -114,16 +114,6 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -
     np.testing.assert_allclose(artifact.search.summary.density, np.nanmean(arrays["chosen.density"]), rtol=1e-5)
 
 
-def test_it_loses_less_than_a_budget_for_each_head(found: Path) -> None:
-    """By the curves and at no more cost: the objective is what is spent for."""
-    arrays = artifacts.load_arrays(found)
-    names = [name.removesuffix("objective") for name in arrays if name.endswith(".objective") and "candidates" in name]
-    lost, error, flops = (np.stack([arrays[name + of] for name in names], -1) for of in ("objective", "error", "flops"))
-    weight = arrays["allocation.weight"][:, None]
-    uniform = np.where(flops <= arrays["chosen.flops"].sum() / 18, error, np.inf).argmin(-1)[..., None]
-    assert (arrays["chosen.objective"] * weight).sum() < (np.take_along_axis(lost, uniform, -1)[..., 0] * weight).sum()
-
-
 def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
     (artifact, arrays), loaded = artifacts.load_pair(found), load_model(str(tiny_model), dtype="float32")
     calibration = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
@@ -174,7 +164,9 @@ def test_held_out_prompts_that_raise_the_budget_do_not_report(
     (artifact, arrays) = artifacts.load_pair(out)
     raised = artifact.evidence
     assert raised is not None and raised.chosen_on is not None
-    assert raised.chosen_on.sha256 == evidence.reported_on.sha256 != raised.reported_on.sha256
+    # Where a task failed the others did not choose.
+    assert 0 < raised.chosen_on.prompts < evidence.reported_on.prompts == raised.reported_on.prompts
+    assert evidence.reported_on.sha256 != raised.reported_on.sha256
     assert artifact.prefill.front is not None
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
 
@@ -190,7 +182,6 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
         assert all(run().shape[:2] == (1, 6) for run in runs.values())
         return {name: 1e-3 if name in (ANCHOR, SDPA) or name.startswith("Dense") else 1e-4 for name in runs}
 
-    monkeypatch.setattr("search.model.measured_costs.in_turn", in_turn)
     monkeypatch.setattr("search.model.timing.in_turn", in_turn)
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out, cost="seconds", n_trials="1")) == 0
@@ -370,14 +361,6 @@ def test_bad_input_is_one_line_and_leaves_no_file(
     left = sorted(path.name for path in tmp_path.iterdir())
     # A budget that is too small is known once heads are scored, which a larger one goes on from.
     assert left == ["a", "b", *(["cfg.yaml.heads.ledger"] if "impossible" in says else [])]
-
-
-def test_exit_codes_of_the_command(tmp_path: Path) -> None:
-    words = options(Path("no/such-model-anywhere"), tmp_path / "cfg.yaml", seed="-1")
-    code, printed, complained = run("search.heads", *words)
-    assert code == 2 and printed == "" and list(tmp_path.iterdir()) == []
-    (said,) = complained.splitlines()
-    assert said.startswith("error: argument --seed: must be a whole number from 0 to 2147483647, got '-1'")
 
 
 def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
