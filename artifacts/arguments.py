@@ -43,6 +43,12 @@ def add_model(p: ArgumentParser, help: str = MODEL, *, required: bool = True, de
     p.add_argument("--model", metavar="MODEL", required=required and default is None, default=default, help=help)
 
 
+def add_beside(p: ArgumentParser) -> None:
+    """--beside, further artifacts; a list."""
+    help = "more artifacts to compare, each a row by its name"
+    p.add_argument("--beside", metavar="ARTIFACT", type=Path, nargs="+", default=[], help=help)
+
+
 def add_length(
     p: ArgumentParser,
     help: str = "tokens of a prompt",

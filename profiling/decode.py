@@ -293,9 +293,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="python -m profiling.decode", description=__doc__)
     arguments.add_model(p)
     arguments.add_artifact(p, "artifact with a decode section", old="--config")
-    p.add_argument(
-        "--beside", type=Path, nargs="+", default=[], help="more artifacts to compare, each a row by its name"
-    )
+    arguments.add_beside(p)
     p.add_argument("--context", type=int, default=8192, help="tokens in the cache when decode is timed")
     p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
     p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")

@@ -28,7 +28,7 @@ from profiling.evaluation.measure import (
     tasks_of,
 )
 from profiling.evaluation.method_table import method_names
-from profiling.evaluation.methods import Methods
+from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.page import write_report
 from profiling.evaluation.record import attached, record_of, table
 from profiling.evaluation.times import Speed, measure
@@ -61,6 +61,7 @@ class Job:
     config: Path
     out: Path
     quality: Evaluation
+    beside: tuple[Path, ...] = ()
     speed: Speed | None
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -90,14 +91,18 @@ def run(job: Job) -> dict[str, Any]:
         raise HeadwiseError("--set-dense-below needs the crossover: leave --no-speed and --no-crossover away")
     if job.attach or job.set_dense_below:
         check_writable(job.config)
+    beside = beside_of(job.beside, artifact)
     for name in job.quality.methods:
-        if name not in (known := method_names(artifact)):
+        if name not in (known := method_names(artifact, beside)):
             raise HeadwiseError(f"unknown method {name!r}; known for this artifact: {', '.join(known)}")
     loaded = load_model(job.model, dtype=job.dtype, device=job.device, revision=job.revision)
-    check(artifact.model, loaded.model)
+    for each in (artifact, *(other.artifact for other in beside.values())):
+        check(each.model, loaded.model)
     with open_ledger(job.out, fresh=job.fresh) as ledger:
         quality = job.quality
-        methods = Methods(loaded, artifact, arrays, share=quality.share, density=quality.density, ledger=ledger)
+        methods = Methods(
+            loaded, artifact, arrays, share=quality.share, density=quality.density, beside=beside, ledger=ledger
+        )
         outcomes = evaluate(job.quality, loaded, methods, ledger)
         times = None
         if job.speed is not None:
@@ -136,6 +141,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="python -m profiling.evaluate", description=__doc__)
     arguments.add_model(p)
     arguments.add_artifact(p, old="--config")
+    arguments.add_beside(p)
     arguments.add_out(p, "folder of the report: index.html, evaluation.json, the ledger", metavar="FOLDER")
     arguments.add_task(p, f"`all` (that need no file), or one of: {TASKS}", old="--tasks")
     p.add_argument("--text", help="long text: adds perplexity by position, and is the haystack of the needle")
@@ -180,8 +186,9 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
     longest = artifact.model.max_positions
     lengths = options.length or [min(max(_QUICK_LENGTH, least), longest) if quick else longest]
     names = options.methods or (_QUICK_METHODS if quick else DEFAULT_METHODS)
-    known = method_names(artifact)
-    chosen = known if "all" in names else [name for name in names if options.methods or name in known]
+    beside = tuple(beside_of(options.beside, artifact))
+    known = method_names(artifact, beside)
+    chosen = known if "all" in names else [name for name in names if options.methods or name in known] + list(beside)
     tasks = list(options.tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS))
     if options.text:
         tasks = [f"{task}:{options.text}" if task == "needle" else task for task in tasks] + [f"text:{options.text}"]
@@ -209,6 +216,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
         config=options.config,
         out=options.out,
         quality=quality,
+        beside=tuple(options.beside),
         speed=speed if options.speed else None,
         command=command,
         **{name: getattr(options, name) for name in same},

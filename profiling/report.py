@@ -25,7 +25,7 @@ from artifacts.files import atomic_write, open_regular
 from profiling.evaluation.equal_time import equal_time
 from profiling.evaluation.measure import OUTPUT, Evaluation, Outcome, check_lengths, evaluate, open_ledger
 from profiling.evaluation.method_table import method_names
-from profiling.evaluation.methods import Methods
+from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.page import page, write_report
 from profiling.evaluation.record import record_of, table
 from profiling.evaluation.times import Speed, measure
@@ -53,6 +53,7 @@ class Report:
     config: Path
     model: str
     out: Path
+    beside: tuple[Path, ...] = ()
     minutes: float = 30
     lengths: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ()
@@ -80,14 +81,16 @@ def run(config: Report) -> dict[str, Any]:
     """
     end = time.monotonic() + 60 * config.minutes
     artifact, arrays = load_pair(config.config)
+    beside = beside_of(config.beside, artifact)
     known = method_names(artifact)
-    names = tuple(dict.fromkeys(("dense", *(name for name in config.methods if name in known))))
+    names = tuple(dict.fromkeys(("dense", *(name for name in config.methods if name in known), *beside)))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    check(artifact.model, loaded.model)
+    for each in (artifact, *(other.artifact for other in beside.values())):
+        check(each.model, loaded.model)
     places, left = places_of(loaded.name, artifact, config.tasks, config.lengths)
     lengths = tuple(sorted({length for _, length in places}))
     with open_ledger(config.out, fresh=False) as ledger:
-        methods = Methods(loaded, artifact, arrays, ledger=ledger)
+        methods = Methods(loaded, artifact, arrays, beside=beside, ledger=ledger)
         speed = Speed(lengths=lengths, methods=names, repeats=3, memory=False, crossover=False)
         times = measure(speed, loaded, methods, ledger, spec=config.model, revision=None, again=False)
         compared = []
@@ -202,6 +205,7 @@ def parser() -> ArgumentParser:
     p.add_argument(
         "config", metavar="ARTIFACT", type=Path, help=f"artifact, or a folder with {OUTPUT} whose page to draw again"
     )
+    arguments.add_beside(p)
     arguments.add_model(p, required=False)
     p.add_argument("--out", metavar="FOLDER", type=Path, help="folder of the report")
     p.add_argument("--minutes", type=float, default=Report.minutes, help="what it may take (default 30)")
@@ -230,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lengths": tuple(sorted(set(given.pop("length") or ()))),
             "tasks": tuple(given.pop("tasks") or ()),
             "methods": tuple(given.pop("methods") or METHODS),
+            "beside": tuple(given.pop("beside")),
         }
         command = arguments.as_typed("profiling.report", argv)
         record = run(Report(config=config, out=out, command=command, **asked, **given))

@@ -14,7 +14,7 @@ from profiling.evaluation.side_by_side import compared, timed
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number, table
-from profiling.prompts.held_out import Seen, unseen_prompts
+from profiling.prompts.held_out import unseen_prompts
 from profiling.prompts.prompt import Prompt
 from profiling.quality.trials import VERSION
 from profiling.speed.baselines import HEADWISE
@@ -47,8 +47,7 @@ def equal_time(
     asked = f"{own.identity}/{length}/{'+'.join((*sized, *tasks))}/{samples}/{seed}/{repeats}"
     where = "/".join(environment(loaded.model.device).values())
 
-    seen = Seen.by([methods.arrays])
-    how: dict[str, Any] = {"length": length, "samples": samples, "seed": seed, "seen": seen}
+    how: dict[str, Any] = {"length": length, "samples": samples, "seed": seed, "seen": methods.seen}
     prompts = {task: unseen_prompts(task, loaded.tokenizer, **how).prompts for task in tasks}
 
     def once(what: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -135,8 +135,7 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
 
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> list[Outcome]:
     """Every prompt under every method that is not in the ledger yet; outcomes by length, task, depth and method."""
-    seen = Seen.by([methods.arrays])
-    sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, seen)]
+    sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)]
     of = _Units(ledger, methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     outcomes = []

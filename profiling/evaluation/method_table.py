@@ -8,7 +8,7 @@ method without, its size fitted anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from artifacts import H2O, Artifact, SnapKV, Streaming
@@ -105,8 +105,8 @@ OMNIKV, OWN = "omnikv", "own"
 NO_TAIL, TAIL = "-tail", 64
 
 
-def method_names(artifact: Artifact) -> tuple[str, ...]:
-    """All methods that there are for an artifact, dense first."""
+def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, ...]:
+    """All methods that there are for an artifact, dense first; `beside` are other artifacts by name."""
     caches = [*CACHES, *([OMNIKV] if artifact.decode else []), *([OWN] if artifact.kv_cache else [])]
     if not any(artifact.prefill.layers):
         return (MODEL, KERNEL, *(f"dense+{cache}" for cache in caches))
@@ -116,6 +116,7 @@ def method_names(artifact: Artifact) -> tuple[str, ...]:
         *METHODS,
         *without,
         *(name for name in with_caches if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}),
+        *(name + end for name in beside for end in ("", NO_TAIL)),
     )
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from artifacts import (
     SnapKV,
     Static,
     Streaming,
+    load_pair,
     pattern_name,
 )
 from artifacts.density import density
@@ -46,12 +48,14 @@ from profiling.evaluation.method_table import (
     TAIL,
     TOP_P,
     method_names,
+    says,
 )
 from profiling.inside.chosen_tiles import attend_to, mass_scores, random_scores, share_beside
 from profiling.inside.oracle import choosing, oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
-from profiling.speed.baselines import KERNEL, MODEL, dense
+from profiling.prompts.held_out import Seen
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers, text_config
 
@@ -142,11 +146,13 @@ class Methods:
         *,
         share: float = 0.2,
         density: float | None = None,
+        beside: Mapping[str, Headwise] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         """share: of the prompt's keys and values that the caches of CACHES keep.
 
-        density: what sizes are fitted to; None for the artifact's own.
+        density: what sizes are fitted to; None for the artifact's own. beside: other artifacts of the model by name,
+            each a method, with the same dense tail as all others.
         """
         self._loaded, self.arrays, self._share, self._density = loaded, dict(arrays or {}), share, density
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
@@ -163,6 +169,31 @@ class Methods:
         }
         weights, dtype = artifact.model.weights_sha256, str(loaded.model.dtype)
         self._of = _digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
+        tail = prefill.dense_tail or TAIL
+        self._beside = {
+            name: Methods(loaded, _with_tail(other.artifact, tail), other.arrays, ledger=ledger)
+            for name, other in (beside or {}).items()
+        }
+
+    @property
+    def seen(self) -> Seen:
+        """What the searches of all artifacts have looked at."""
+        return Seen.by([self.arrays, *(other.arrays for other in self._beside.values())])
+
+    def says(self, name: str) -> tuple[str, str]:
+        """What a method is, in a line, and where it comes from."""
+        found = self._other(name)
+        if found is None:
+            return says(name)
+        other, own = found
+        search = other.artifact.search
+        told, source = says(own)
+        return told, "MInference 1.0's own search" if search and search.preset == "paper" else source
+
+    def _other(self, name: str) -> tuple[Methods, str] | None:
+        """The methods of the artifact beside that a name is of, and what it is called there."""
+        base = name.removesuffix(NO_TAIL)
+        return (self._beside[base], HEADWISE + name[len(base) :]) if base in self._beside else None
 
     def at(self, density: float) -> Methods:
         """The same with sizes fitted to another density; what passes over prompts found is shared."""
@@ -176,7 +207,9 @@ class Methods:
         Raises:
             HeadwiseError: there is none of that name, or not for this artifact.
         """
-        if name not in (known := method_names(self.artifact)):
+        if found := self._other(name):
+            return replace(found[0].make(found[1], length), name=name)
+        if name not in (known := method_names(self.artifact, self._beside)):
             hint = ""
             if name.removeprefix("headwise+") in OF_PROMPTS:
                 hint = " (that cache says itself how prompts are attended to: the patterns would change nothing)"
@@ -337,6 +370,22 @@ class Methods:
 
     def _key(self, what: str, length: int) -> str:
         return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
+
+
+def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
+    """Other artifacts by the names of their files.
+
+    Raises:
+        HeadwiseError: a file that cannot be read, or whose name a method has.
+    """
+    found: dict[str, Headwise] = {}
+    for file in files:
+        if file.stem in method_names(artifact, found):
+            raise HeadwiseError(
+                f"--beside {shorten(str(file))}: there is a method {file.stem} already, rename the file"
+            )
+        found[file.stem] = Headwise(*load_pair(file))
+    return found
 
 
 def _with_tail(artifact: Artifact, tail: int) -> Artifact:

@@ -12,7 +12,6 @@ from artifacts import Artifact
 from artifacts.page_layout import aligned
 from profiling.environment import environment
 from profiling.evaluation.measure import Evaluation, Outcome
-from profiling.evaluation.method_table import says
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NLL, PERPLEXITY, SCORE, Figure, curves, figures, grid
 from profiling.evaluation.speed import Timed
@@ -79,7 +78,7 @@ def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
     made = methods.make(name, length)
-    what, source = says(name)
+    what, source = methods.says(name)
     return {
         "name": name,
         "length": length,

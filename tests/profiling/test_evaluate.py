@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,6 +117,22 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     # The better one first: it is what a speed-up is against.
     assert list(beside.values()) == sorted(beside.values())
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
+
+
+def test_other_artifacts_are_rows_of_their_own(command: Command, searched: Path, tmp_path: Path) -> None:
+    paper = HeadSearch(
+        model=str(searched / "tiny"), out=tmp_path / "paper.yaml", length=LENGTH, budget="0.8", preset="paper"
+    )
+    run(replace(paper, calibration="passkey", dtype="float32", picture=False, command="x"))
+    asked = ("--task", "passkey", "--samples", "1", "--no-speed", "--beside", str(paper.out), "--methods", "headwise")
+    rows = {each["name"]: each for each in command(*asked, "paper-tail")["methods"]}
+    assert list(rows) == ["dense", "headwise", "paper-tail", "paper"]
+    assert rows["paper"]["source"] == "MInference 1.0's own search" != rows["headwise"]["source"]
+    # Searched without a dense tail, it has that of the others here.
+    assert rows["paper"]["density"] > rows["paper-tail"]["density"] > 0.5
+    shutil.copy(tmp_path / "cfg.yaml", tmp_path / "headwise.yaml")
+    with pytest.raises(HeadwiseError, match="there is a method headwise already, rename the file"):
+        command(*asked[:-3], str(tmp_path / "headwise.yaml"))
 
 
 def test_quick_is_a_first_look(command: Command) -> None:
