@@ -6,7 +6,6 @@ the runtime, and shows dense attention and Headwise side by side.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 
@@ -29,8 +28,6 @@ from search.published.head_budget import resolve, search_model
 
 # Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.
 PASSKEY_LENGTH = 4096
-# The search is a dense pass with 6 candidates for each head beside it, and a few prefills are timed after it.
-_SEARCH_PASSES = 6
 # Of the prompts that are shown: not those that were searched on.
 _SEED = 1000
 
@@ -51,23 +48,10 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Non
     command = (
         f"python -m search.heads --allocation heads --model {model} --length {length} --budget {budget} --out {config}"
     )
-    print(f"1. search a pattern for every head of {model} on one prompt of {length:,} tokens, and write {config}")
-    print("2. load it in the runtime and time prefills beside dense attention, in turn")
-    print("3. ask for a pass key under both", flush=True)
     loaded = load_model(model)
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     wanted = resolve(HeadSearch(model=model, out=config, length=length, budget=budget, command=command), found)
-    ids = torch.tensor([make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=0)[0].input_ids])
-    # The first call of all loads and compiles what later ones have.
-    prefill(loaded.model, ids[:, :64])
-    start = time.perf_counter()
-    prefill(loaded.model, ids)
-    seconds = time.perf_counter() - start
-    minutes = seconds * (_SEARCH_PASSES + 3 * (repeats + 1) + 2) / 60
-    print(
-        f"a dense prefill takes {seconds:.1f} s here, so all of it about {max(1, round(minutes))} minutes\n", flush=True
-    )
-    print(f"$ {command}")
+    print(f"$ {command}", flush=True)
     print(report(search_model(wanted, loaded, found), config, model))
     _compared(loaded, config, length, repeats)
 

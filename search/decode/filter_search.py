@@ -89,11 +89,11 @@ class FilterSearch:
         for name, (right, says) in _RANGES.items():
             if (value := getattr(self, name)) is not None and not right(value):
                 raise HeadwiseError(f"--{name.replace('_', '-')} must be {says}, got {value}")
-        by_hand = next((option for option in ("layers", "max_error") if getattr(self, option) is not None), None)
-        if self.layers is not None and self.max_error is not None:
+        given = [option for option in ("layers", "max_error") if getattr(self, option) is not None]
+        if len(given) > 1:
             raise HeadwiseError("--layers and --max-error exclude each other: choose by one of them")
-        if self.rule != RULES[0] and by_hand:
-            raise HeadwiseError(f"--rule {self.rule} chooses by itself: leave out --{by_hand.replace('_', '-')}")
+        if self.rule != RULES[0] and given:
+            raise HeadwiseError(f"--rule {self.rule} chooses by itself: leave out --{given[0].replace('_', '-')}")
         if self.rule == "kascade" and self.heads == "pooled":
             raise HeadwiseError("--rule kascade maps KV heads one to one: leave out --heads pooled")
         if self.rule == "loss" and self.heads not in (None, "pooled"):

@@ -23,6 +23,8 @@ _AIM, _STEP = 0.7, 1.05
 # Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to 0.88), or with one
 # within these bounds where two budgets say so.
 _POWER, _POWERS = 0.7, (0.4, 1.5)
+# Another dense tail is measured where it loses at most so many times as much by the curves.
+_NEAR = 1.1
 # Contexts of each task on which the front is measured.
 _CONTEXTS = 1
 
@@ -149,13 +151,14 @@ class Gate:
         return high
 
     def _beside(self, like: Allocation, spent: float) -> list[Allocation]:
-        """Other budgets, and of the other dense tails the one that loses least by the curves."""
+        """Other budgets, and of the other dense tails the one that loses least by the curves, where it comes near."""
         heads = self.heads
         budgets = [spent * share for share in _FRONT]
         found = [self._like(like, budget, like.tail) for budget in budgets if budget > heads.least(like.tail)]
         tails = [tail for tail in heads.curves if tail != like.tail and spent > heads.least(tail)]
         others = [self._like(like, spent, tail) for tail in tails]
-        return found + sorted(others, key=heads.predicted)[:1]
+        near = _NEAR * heads.predicted(self._like(like, spent, like.tail))
+        return found + sorted((one for one in others if heads.predicted(one) <= near), key=heads.predicted)[:1]
 
     def _like(self, like: Allocation, total: float, tail: int) -> Allocation:
         """The same weights with another total or dense tail."""

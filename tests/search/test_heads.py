@@ -129,16 +129,6 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
     assert not resume.exists()
 
 
-def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
-    layers = ["sliding_attention", "full_attention", "sliding_attention"]
-    model = save_tiny(
-        tmp_path / "hybrid", family="Gemma3", config="Gemma3Text", head_dim=16, sliding_window=64, layer_types=layers
-    )
-    artifact = run(config(model, tmp_path / "cfg.yaml"))
-    assert [row is None for row in artifact.prefill.layers] == [True, False, True]
-    assert sum(artifact.search.summary.winners.values()) == 6
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -188,14 +178,3 @@ def test_model_without_attention(tmp_path: Path) -> None:
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "without attention" in errors[0] and "Traceback" not in said
     assert not list(tmp_path.glob("cfg*"))
-
-
-def test_layers_without_attention_are_left_alone(tmp_path: Path) -> None:
-    """Qwen3-Next mixes linear attention, which never passes by, with full attention."""
-    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "num_experts": 2, "moe_intermediate_size": 32}
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    model = save_tiny(
-        tmp_path / "hybrid", family="Qwen3Next", head_dim=16, layer_types=layers, num_experts_per_tok=1, **sizes
-    )
-    artifact = run(config(model, tmp_path / "cfg.yaml"))
-    assert [row is None for row in artifact.prefill.layers] == [True, False, True]
