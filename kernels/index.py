@@ -8,7 +8,8 @@ computed for a row if one of three things says so:
 
 * `diagonals`: tile offsets d; row at tile t computes key tile t - d. The same for all rows of a head, so a slash costs
   one number however long the prompt is.
-* `tiles`: key tiles listed row by row (block-sparse).
+* `tiles`: key tiles listed row by row (block-sparse), all lists end to end; `offsets` says where each begins, so that
+  a head takes what its own rows list and nothing for another's (compressed sparse rows).
 * `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows
   whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a list for each row would take 64 MB.
 
@@ -21,7 +22,8 @@ computes that. Another tile is skipped if no query of the row has a logit in it 
 depends on the order of tiles, so that all backends decide alike, but for rounding. Columns, tiles of the anchors and
 dense rows are always computed. BLASST compares with a running maximum from left to right instead: lower at first.
 
-The first three are ascending and padded at the end with PAD, which lies beyond every causal limit.
+The entries of a head, and those of a row's list, are ascending and padded at the end with PAD, which lies beyond every
+causal limit.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.ragged import Ragged
 
 TILE = 64
@@ -56,8 +59,9 @@ def num_rows(q_len: int, k_len: int) -> int:
 class SparseIndex:
     """Which key tiles and key columns each (batch, query head, query tile) computes.
 
-    diagonals (B, H, ND), tiles (B, H, R, NT) and columns (B, H, NC) are int32 on the device of the queries; ND, NT and
-    NC may be 0 except that every head has diagonal 0. A key that two entries name is computed once.
+    diagonals (B, H, ND), tiles (T) and columns (B, H, NC) are int32, offsets (B, H, R + 1) int64, on the device of the
+    queries: row r of head h of element b lists tiles[offsets[b, h, r] : offsets[b, h, r + 1]]. ND, T and NC may be 0
+    except that every head has diagonal 0. A key that two entries name is computed once.
 
     dense_tail: for each head, how many of the last queries see every key, rounded up to whole tiles; () is none.
     window: a query sees itself and the window - 1 keys before it, and tiles wholly outside are not computed.
@@ -71,6 +75,7 @@ class SparseIndex:
     k_len: int
     diagonals: Tensor
     tiles: Tensor
+    offsets: Tensor
     columns: Tensor
     dense_tail: tuple[int, ...] = ()
     window: int | None = None
@@ -82,10 +87,11 @@ class SparseIndex:
     _widths: tuple[tuple[int, ...], ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def built(cls, **fields: Any) -> Self:
-        """An index that is right by the way it was made: no call looks at it again."""
+    def built(cls, *, widths: tuple[tuple[int, ...], ...] | None = None, **fields: Any) -> Self:
+        """An index that is right by the way it was made, as are its widths: no call looks at it again."""
         index = cls(**fields)
         object.__setattr__(index, "_valid", True)
+        object.__setattr__(index, "_widths", widths)
         return index
 
     def changed(self, **fields: Any) -> SparseIndex:
@@ -101,6 +107,17 @@ class SparseIndex:
         return (
             self._widths or (tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns)),) * self.num_heads
         )
+
+    def listed(self, rows: slice = slice(None)) -> Tensor:
+        """The lists of some rows, padded to the longest that there may be: (B, H, rows, any width) int32."""
+        begin, end = self.offsets[..., :-1][..., rows, None], self.offsets[..., 1:][..., rows, None]
+        if not self.tiles.numel():
+            return empty_entries(*begin.shape[:-1], 0, device=self.tiles.device)
+        # Where the longest is not known it is read, which waits for a GPU.
+        known = None if self._widths is None else max(width for _, width, _ in self._widths)
+        width = int((end - begin).max()) if known is None else known
+        at = begin + torch.arange(width, device=begin.device)
+        return torch.where(at < end, self.tiles[at.clamp_max_(len(self.tiles) - 1)], PAD)
 
     @property
     def batch(self) -> int:
@@ -141,15 +158,17 @@ class SparseIndex:
         """The index of sequence s alone, as a batch of one."""
         q_len, k_len = (self.q_len, self.k_len) if self.ragged is None else self.ragged.lengths[s]
         one = slice(s, s + 1)
-        return self.changed(
+        found = self.changed(
             q_len=q_len,
             k_len=k_len,
             diagonals=self.diagonals[one],
-            tiles=self.tiles[one, :, : num_rows(q_len, k_len)],
+            offsets=self.offsets[one, :, : num_rows(q_len, k_len) + 1],
             columns=self.columns[one],
             skip=None if self.skip is None else self.skip[one],
             ragged=None,
         )
+        object.__setattr__(found, "_widths", self._widths)
+        return found
 
     def first_dense(self) -> list[int]:
         """For each head the key tile of its first dense row (past the last row if it has none); not for ragged ones."""
@@ -157,7 +176,9 @@ class SparseIndex:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.diagonals, self.tiles, self.columns))
+        # Rows that list nothing share one offset.
+        entries = (self.diagonals, self.tiles, self.columns, *([self.offsets] if self.tiles.numel() else ()))
+        return sum(t.numel() * t.element_size() for t in entries)
 
     def computed_tiles(self, every: int = 1) -> Tensor:
         """TILE x TILE products of queries and keys for each head, (B, H) int64, counted as the kernels execute them.
@@ -215,7 +236,7 @@ class SparseIndex:
 
     def check_shapes(self) -> None:
         """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no data."""
-        for name in ("diagonals", "tiles", "columns"):
+        for name in ("diagonals", "tiles", "offsets", "columns"):
             entries: Tensor = getattr(self, name)
             if not isinstance(entries, Tensor) or entries.layout is not torch.strided:
                 found = getattr(entries, "layout", type(entries).__name__)
@@ -241,16 +262,23 @@ class SparseIndex:
                     f"index is for {self.batch} sequences of up to {(self.q_len, self.k_len)} queries and keys, "
                     f"its ragged batch has {len(self.ragged)} of up to {longest}"
                 )
-        heads = tuple(self.diagonals.shape[:2])
-        for name, rows in (("diagonals", ()), ("tiles", (self.num_rows,)), ("columns", ())):
+        heads, some = tuple(self.diagonals.shape[:2]), "any width"
+        shapes: dict[str, tuple[object, ...]] = {
+            "diagonals": (*heads, some), "columns": (*heads, some),
+            "tiles": (some,), "offsets": (*heads, self.num_rows + 1),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            dtype = torch.int64 if name == "offsets" else torch.int32
             entries = getattr(self, name)
-            if entries.dtype != torch.int32:
-                raise ValueError(f"{name} must be int32, got {entries.dtype}")
+            if entries.dtype != dtype:
+                raise ValueError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {entries.dtype}")
             if entries.device != self.diagonals.device:
                 raise ValueError(f"{name} must be on {self.diagonals.device}, got {entries.device}")
-            if entries.dim() != 3 + len(rows) or tuple(entries.shape[:-1]) != (*heads, *rows):
-                expected = ", ".join(map(str, (*heads, *rows)))
-                raise ValueError(f"{name} must be ({expected}, any width), got {tuple(entries.shape)}")
+            if len(shape) != entries.dim() or any(
+                a not in (b, some) for a, b in zip(shape, entries.shape, strict=True)
+            ):
+                expected = ", ".join(map(str, shape))
+                raise ValueError(f"{name} must be ({expected}), got {tuple(entries.shape)}")
 
     def validate(self) -> None:
         """Raise ValueError where an invariant is broken.
@@ -261,8 +289,10 @@ class SparseIndex:
         if self._valid:
             return
         self.check_shapes()
-        for name in ("diagonals", "tiles", "columns"):
-            entries: Tensor = getattr(self, name)
+        wrong = (self.offsets < 0) | (self.offsets > len(self.tiles))
+        if bool(wrong.any()) or bool((self.offsets.diff(dim=-1) < 0).any()):
+            raise ValueError(f"offsets must be ascending from 0 to at most {len(self.tiles)}, the entries of tiles")
+        for name, entries in (("diagonals", self.diagonals), ("tiles", self.listed()), ("columns", self.columns)):
             if entries.numel() and int(entries.min()) < 0:
                 raise ValueError(f"{name} must not be negative, got {int(entries.min())}")
             ahead, behind = entries[..., 1:], entries[..., :-1]
@@ -290,7 +320,7 @@ class SparseIndex:
             mask = torch.zeros(self.batch, self.num_heads, len(rows), n + 1, dtype=torch.bool, device=device)
             key = at - self.diagonals.long()[:, :, None]
             mask.scatter_(-1, torch.where(key >= 0, key, n), True)
-            listed = self.tiles[:, :, rows.start : rows.stop : every].long()
+            listed = self.listed(slice(rows.start, rows.stop, every)).long()
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             tile = torch.arange(n, device=device)
             if self.dense_tail:
@@ -327,6 +357,22 @@ def empty_entries(*shape: int, device: torch.device) -> Tensor:
     return torch.empty(*shape, dtype=torch.int32, device=device)
 
 
+def lists(tiles: Tensor) -> dict[str, Any]:
+    """`tiles` and `offsets` of an index from lists (B, H, R, width) padded to one width."""
+    batch, heads, rows, width = tiles.shape
+    each = torch.arange(rows + 1, device=tiles.device) * width
+    head = torch.arange(batch * heads, device=tiles.device) * (rows * width)
+    return {"tiles": tiles.reshape(-1), "offsets": (head[:, None] + each).view(batch, heads, rows + 1)}
+
+
+def no_lists(batch: int, heads: int, rows: int, *, device: torch.device) -> dict[str, Any]:
+    """`tiles` and `offsets` of an index that lists nothing; not to be written to."""
+    return {
+        "tiles": empty_entries(0, device=device),
+        "offsets": on_device((0,), device).expand(batch, heads, rows + 1),
+    }
+
+
 @lru_cache(maxsize=64)
 def dense_index(
     batch: int,
@@ -342,19 +388,18 @@ def dense_index(
 
     With `ragged` the batch is its sequences, and the lengths are the largest of them.
     """
+    rows = max(num_rows(*each) for each in (((q_len, k_len),) if ragged is None else ragged.lengths))
     with torch.inference_mode(False):
         diagonals = torch.arange(num_tiles(k_len), dtype=torch.int32, device=device)
-        index = SparseIndex.built(
+        return SparseIndex.built(
             q_len=q_len,
             k_len=k_len,
             diagonals=diagonals.expand(batch, num_heads, -1).contiguous(),
-            tiles=empty_entries(batch, num_heads, 0, 0, device=device),
+            **no_lists(batch, num_heads, rows, device=device),
             columns=empty_entries(batch, num_heads, 0, device=device),
             window=window,
             ragged=ragged,
         )
-        tiles = empty_entries(batch, num_heads, index.num_rows, 0, device=device)
-    return index.changed(tiles=tiles)
 
 
 def ascending(mask: Tensor, width: int) -> Tensor:

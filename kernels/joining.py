@@ -24,7 +24,9 @@ def cat_heads(parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[
     """
     if len(parts) == 1:
         return parts[0]
-    made = {name: entries.index_select(1, order) for name, entries in _joined(parts, 1).items()}
+    joined = _joined(parts, 1)
+    # Lists stay where they are: only what says where they begin goes with its head.
+    made = {name: x if name == "tiles" else x.index_select(1, order) for name, x in joined.items()}
     tails = [n for part in parts for n in part.dense_tail or (0,) * part.num_heads]
     widths = [width for part in parts for width in part.widths()]
     return _changed(
@@ -43,14 +45,12 @@ def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
 
 
 def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
-    """The entries of all parts, padded to the widest and the most rows, and their bounds where one has any."""
-    rows = max(part.num_rows for part in parts)
-    made = {}
-    for name in ("diagonals", "tiles", "columns"):
+    """The entries of all parts, padded to the widest, their lists, and their bounds where one has any."""
+    made = _lists(parts, dim)
+    for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
         width = max(e.shape[-1] for e in entries)
-        margins = [(0, width - e.shape[-1]) + ((0, rows - e.shape[2]) if e.dim() == 4 else ()) for e in entries]
-        made[name] = torch.cat([pad(e, m, value=PAD) for e, m in zip(entries, margins, strict=True)], dim)
+        made[name] = torch.cat([pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries], dim)
     if any(part.skip is not None for part in parts):
         skips = [
             part.diagonals.new_full(part.diagonals.shape[:2], -torch.inf, dtype=torch.float32)
@@ -60,6 +60,26 @@ def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
         ]
         made["skip"] = torch.cat(skips, dim)
     return made
+
+
+def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
+    """The lists of all parts end to end; rows that a part does not have are empty."""
+    tiles: list[Tensor] = []
+    offsets = []
+    rows = max(part.offsets.shape[-1] for part in parts)
+    for part in parts:
+        at = part.offsets
+        if missing := rows - at.shape[-1]:
+            at = torch.cat([at, at[..., -1:].expand(-1, -1, missing)], -1)
+        if len(part.tiles):
+            offsets.append(at + sum(map(len, tiles)) if tiles else at)
+            tiles.append(part.tiles)
+        else:
+            offsets.append(at)
+    return {
+        "tiles": torch.cat(tiles) if len(tiles) > 1 else (*tiles, parts[0].tiles)[0],
+        "offsets": torch.cat(offsets, dim),
+    }
 
 
 def _changed(parts: Sequence[SparseIndex], widths: tuple[tuple[int, ...], ...], **fields: Any) -> SparseIndex:

@@ -23,6 +23,7 @@ from artifacts.command_line import FOUND, ArgumentParser, run_command
 from profiling.gpu import builds, sources
 from profiling.gpu.compiled import SPILLED, TARGETS
 from profiling.gpu.page import markdown
+from profiling.gpu.time_model import DEVICES, short_queries
 from profiling.progress import phase
 
 
@@ -42,6 +43,17 @@ def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"{piece} {name}: its hot loop waits for each copy that it starts"
             if facts["shared"] > limit:
                 yield f"{piece} {name}: {facts['shared']} bytes of shared memory, the device has {limit}"
+
+
+def _short_queries(rows: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What new tokens on a long past take by the builds for diagonals at head dim 128, where they were compiled."""
+    for target, device in DEVICES.items():
+        facts = rows.get(f"{target} 128 attention: diagonals, columns, parts", {}).get("attention", {})
+        if "predicted" in facts:
+            launch, resident = facts["launch"], facts["programs"]
+            cycles = max(facts["predicted"]["cycles"].values()) * resident * 128 / launch["keys"]
+            how = {"at_once": resident * device.multiprocessors, "rows": launch["rows"]}
+            yield from ({"target": target, **each} for each in short_queries(cycles, **how, dim=128, target=target))
 
 
 def parser() -> ArgumentParser:
@@ -70,13 +82,20 @@ def main(argv: list[str] | None = None) -> int:
             shown.update()
     wrong = list(faults(rows))
     table = builds.lines(rows)
+    parts = list(_short_queries(rows))
     record = {
         "command": arguments.as_typed("profiling.gpu_build", argv),
         "environment": {"triton": version("triton"), "kernels": sources.digest(), "device": None},
         "rows": rows,
+        "short queries": parts,
         "wrong": wrong,
     }
-    arguments.deliver("\n".join([*markdown(table), *(f"WRONG  {line}" for line in wrong)]), record, options.json)
+    text = [
+        *markdown(table),
+        *(markdown(builds.parts_lines(parts)) if parts else []),
+        *(f"WRONG  {line}" for line in wrong),
+    ]
+    arguments.deliver("\n".join(text), record, options.json)
     return FOUND if wrong else 0
 
 

@@ -26,6 +26,8 @@ LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
 HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
+    "kernels/attention/triton_loops.py": {"triton"},
+    "kernels/attention/triton_step.py": {"triton"},
     "kernels/attention/triton_tables_kernel.py": {"triton"},
     "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},

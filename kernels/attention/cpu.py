@@ -63,7 +63,7 @@ def sparse_attention(
     if not ragged.covers(batch, q_len):
         out.zero_()
         lse.fill_(float("-inf"))
-    entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.columns))
+    entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.offsets, index.columns))
     pages = None if block_table is None else block_table.contiguous()
     fastest, *_ = engines(q.dtype)
     torch.ops.headwise.sparse_attention(

@@ -20,6 +20,22 @@ struct Entries {
   const int32_t* row(int64_t i) const { return data + i * width; }
 };
 
+// Key tiles listed row by row: those of row i of all rows of all heads from offsets[i] on.
+struct Lists {
+  const int32_t* data;
+  const int64_t* offsets;
+  int64_t total, rows;
+  Lists(const at::Tensor& tiles, const at::Tensor& begins)
+      : data(tiles.const_data_ptr<int32_t>()), offsets(begins.const_data_ptr<int64_t>()), total(tiles.numel()),
+        rows(begins.size(2) - 1) {}
+  // Of row r of head i; nothing outside of the tensor, whatever a broken index says.
+  std::pair<const int32_t*, const int32_t*> row(int64_t i, int64_t r) const {
+    const int64_t* at = offsets + i * (rows + 1) + r;
+    const int64_t begin = std::clamp<int64_t>(at[0], 0, total);
+    return {data + begin, data + std::clamp(at[1], begin, total)};
+  }
+};
+
 // Sequence s of a batch (kernels/ragged.py): its queries are the last Q of its K positions.
 struct Sequence {
   int64_t row, q0, Q, k0, K;
@@ -65,10 +81,12 @@ constexpr int64_t FEW_BLOCKS = 64, MIN_PART = 2 * WALK;
 
 // The tensors of an index and what goes with them, read once a call.
 struct Index {
-  Entries diagonals, listed, columns;
+  Entries diagonals;
+  Lists listed;
+  Entries columns;
   std::vector<Sequence> sequences;
   std::vector<int64_t> dense_tail;  // a head's number of queries, or empty
-  int64_t window, reach, heads, most_rows;
+  int64_t window, reach, heads;
   const float* skip = nullptr;  // of each (sequence, head) the log of its threshold
 
   float bound(int64_t s, int64_t h) const { return skip ? skip[s * heads + h] : NEG_INF; }
@@ -99,8 +117,8 @@ struct Index {
     for (const int32_t *d = diagonals.row(i), *end = d + diagonals.width;
          d < end && static_cast<uint32_t>(*d) <= at - from; ++d)
       set(at - *d);
-    const int32_t* t = listed.row(i * most_rows + at - sequences[s].first_row());
-    for (const int32_t* end = t + listed.width; t < end && static_cast<uint32_t>(*t) <= at; ++t)
+    const auto [begin, end] = listed.row(i, at - sequences[s].first_row());
+    for (const int32_t* t = begin; t < end && static_cast<uint32_t>(*t) <= at; ++t)
       if (*t >= from) set(*t);
   }
 

@@ -65,7 +65,7 @@ def _uniform(
 ) -> Tensor:
     q_len = min(last, index.q_len)
     rows = num_rows(q_len, index.k_len)
-    kept = index.changed(q_len=q_len, tiles=index.tiles[:, :, index.num_rows - rows :], dense_tail=())
+    kept = index.changed(q_len=q_len, offsets=index.offsets[:, :, index.num_rows - rows :], dense_tail=())
     everything = kept.changed(dense_tail=(q_len,) * index.num_heads)
     masses = [
         sparse_attention(q[:, :, -q_len:], k, v, each, scale=scale, softcap=softcap, return_lse=True, backend=backend)[

@@ -76,7 +76,7 @@ def _one_head(
 ) -> tuple[Tensor, Tensor, int]:
     """(Q, D), (K, D), (K, E) -> (Q, E), (Q,) and how many tiles were skipped: one head of one sequence."""
     k_len, offset = index.k_len, index.k_len - index.q_len
-    diagonals, tiles, columns = index.diagonals[0, head], index.tiles[0, head], index.columns[0, head]
+    diagonals, tiles, columns = index.diagonals[0, head], index.listed()[0, head], index.columns[0, head]
     positions = torch.arange(k_len, device=q.device)
     bound = float("-inf") if index.skip is None else float(index.skip[0, head])
     outs, lses, skipped = [], [], 0

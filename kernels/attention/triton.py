@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.triton_launch import Launch, architecture, choose, serves, split, unavailable, unread
+from kernels.attention import triton_parts
+from kernels.attention.triton_launch import How, Launch, architecture, choose, serves, split, unavailable, unread
 from kernels.attention.triton_tuned import best
 from kernels.breaker import failure
 from kernels.copies import on_device
@@ -56,11 +57,12 @@ def sparse_attention(
     out: Tensor | None = None,
     skipped: Tensor | None = None,
     launch: Launch | None = None,
+    splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.sparse_attention; `launch` takes another build than the table's."""
+    """See kernels.attention.sparse_attention; `launch` takes another build than the table's, `splits` so many parts."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
-    calls = prepare(q, k, v, index, **how, out=out, skipped=skipped, launch=launch)
+    calls = prepare(q, k, v, index, **how, out=out, skipped=skipped, launch=launch, splits=splits)
     run_calls(calls, q.device, *_build(q, v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
@@ -83,9 +85,10 @@ def prepare(
     out: Tensor | None = None,
     skipped: Tensor | None = None,
     launch: Launch | None = None,
+    splits: int | None = None,
     target: str | None = None,
 ) -> list[KernelCall]:
-    """The launches that serve a call: an index's tables, then attention.
+    """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
 
     With a block table k and v are caches (pages, page size, G, dim).
     `target` compiles for another architecture than that of q's device.
@@ -93,17 +96,20 @@ def prepare(
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
-    tiles, columns, ragged, skip = index.tiles, index.columns, index.ragged, index.skip
+    columns, ragged, skip = index.columns, index.ragged, index.skip
     # A window that holds all keys costs a comparison for each of them.
     window = None if index.window is None or index.window >= index.k_len else index.window
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
+    few = triton_parts.few(index.batch * num_heads * index.num_rows, q.device) if splits is None else splits > 1
+
     def build(has_tiles: bool, has_columns: bool) -> Launch:
         if launch is not None:
             return launch
-        # What is skipped is said for each query tile, so that one is a program, as it is where tiles are listed.
-        alone = has_tiles or skip is not None
+        # What is skipped is said for each query tile, so that one is a program, as it is where tiles are listed; and
+        # of few queries half a program would often be empty.
+        alone = has_tiles or skip is not None or few
         sizes: dict[str, Any] = {"dim": max(dim, v_dim), "itemsize": q.element_size(), "has_tiles": alone}
         found = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes)
         # What is looked up for each key takes the registers of half a step.
@@ -126,52 +132,76 @@ def prepare(
     order = (0, 1, 2) if block_table is None else (0, 2, 1)
     num_kv_heads = k.shape[order[1]]
     group = num_heads // num_kv_heads
+    if skip is not None:
+        # What is skipped depends on anchors that lie in one part.
+        splits = 1
+    elif splits is None:
+        splits = max(
+            _splits(index, part, each, sizes, q.device) for part, each, sizes in zip(parts, launches, has, strict=True)
+        )
+    partial = {"tops": lse, "totals": lse, "partial": lse}
+    holes = ragged is not None and not ragged.covers(q.shape[0], q_len)
+    if splits > 1:
+        partial = triton_parts.scratch(q, num_kv_heads, v_dim, splits, holes=holes)
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "tables": made,
-        "tiles": tiles.contiguous(), "columns": columns.contiguous(),
+        "tiles": index.tiles.contiguous(),
+        "offsets": index.offsets.contiguous() if index.tiles.numel() else index.offsets,
+        "columns": columns.contiguous(),
         "dense_tail": on_device(index.dense_tail, q.device, torch.int32) if any(index.dense_tail) else made,
         "pages": made if block_table is None else block_table.contiguous(),
         "places": made if ragged is None else ragged.table(q.device),
         "sinks": lse if sinks is None else sinks.float().contiguous(),
         "skip": lse if skip is None else skip.contiguous(), "skipped": made if skipped is None else skipped,
-        **_factors(scale, softcap),
+        **partial, **_factors(scale, softcap),
     }  # fmt: skip
     for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order), ("out", out, (0, 1, 2))):
         arguments |= {
             f"{name}_{axis}": tensor.stride(i) for axis, i in zip(("batch", "head", "row"), axes, strict=True)
         }
     arguments |= {
-        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "q_len": q_len, "k_len": index.k_len,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "splits": splits, "q_len": q_len, "k_len": index.k_len,
         "first_row": index.first_row, "num_rows": index.num_rows, "window": window or 0,
         "walk_width": first.arguments["walk_width"], "table_width": first.arguments["n"] + 1,
-        "tiles_width": tiles.shape[-1], "columns_width": columns.shape[-1],
+        "columns_width": columns.shape[-1],
         "pages_width": 0 if block_table is None else block_table.shape[-1],
-        "search_steps": tiles.shape[-1].bit_length(),
+        "search_steps": min(max(width for _, width, _ in widths), num_tiles(index.k_len)).bit_length(),
     }  # fmt: skip
     calls = [first]
     for part, (diagonals, listed, columned), each in zip(parts, has, launches, strict=True):
         # A product of fp32 without the matrix units holds whole operands in registers.
         widest = 128 if q.dtype == torch.float32 and each.precision == "ieee" else 256
         subset, chunks = len(part) < num_heads, -(-len(part) // group)
-        constants = {
-            **dict(zip(("D", "D0", "D1"), (dim, *split(dim, widest)), strict=True)),
-            **dict(zip(("E", "E0", "E1"), (v_dim, *split(v_dim, widest)), strict=True)),
-            "SOFTCAP": softcap is not None, "PRECISION": each.precision,
-            "HAS_WALK": diagonals > 1, "HAS_TILES": listed > 0, "HAS_COLUMNS": columned > 0,
-            "DENSE_TAIL": any(index.dense_tail), "WINDOW": window is not None,
-            "RAGGED": ragged is not None, "PAGE": 0 if block_table is None else k.shape[1],
-            "ROWS": each.rows, "KEYS": each.keys, "STAGES": each.stages,
-            "SINKS": sinks is not None, "SKIP": skip is not None, "SUBSET": subset,
-        }  # fmt: skip
+        (d0, d1), (e0, e1) = split(dim, widest), split(v_dim, widest)
+        compiled = How(
+            d=dim, d0=d0, d1=d1, e=v_dim, e0=e0, e1=e1,
+            rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
+            page=0 if block_table is None else k.shape[1],
+            walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=any(index.dense_tail),
+            window=window is not None, ragged=ragged is not None, softcap=softcap is not None, sinks=sinks is not None,
+            skip=skip is not None, subset=subset, split=splits > 1,
+        )  # fmt: skip
         more = {
             "heads": on_device(tuple(part), q.device, torch.int32) if subset else made,
             "head_count": len(part), "chunks": chunks,
         }  # fmt: skip
-        programs = index.batch * chunks * group * -(-index.num_rows // each.rows)
+        programs = index.batch * chunks * group * -(-index.num_rows // each.rows) * splits
         calls.append(_call(
-            "triton_kernel", "sparse_attention_kernel", programs, arguments | more, constants, build_options(each)
+            "triton_kernel", "sparse_attention_kernel", programs, arguments | more, {"H": compiled}, build_options(each)
         ))  # fmt: skip
+    if splits > 1:
+        calls.append(triton_parts.combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes))
     return calls
+
+
+def _splits(
+    index: SparseIndex, heads: Sequence[int], launch: Launch, sizes: Sequence[int], device: torch.device
+) -> int:
+    """Into how many parts a launch over some heads cuts the keys of a program, by the most that it may have."""
+    diagonals, listed, columned = sizes
+    keys = index.k_len if any(index.dense_tail) else min(index.k_len, (diagonals + listed) * TILE + columned)
+    programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
+    return triton_parts.count(programs, keys // 128, triton_parts.at_once(launch.warps, device))
 
 
 def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -> tuple[Tensor, Tensor]:

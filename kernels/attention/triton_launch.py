@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,54 @@ class Launch:
     stages: int
     precision: str = "ieee"
     registers: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class How:
+    """What is compiled into the attention kernel; what a call does not need is not.
+
+    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns: which sorts of entries
+    some head of the launch has beside diagonal 0. page: tokens of a page, 0 for none. split: a program takes a part of
+    its keys. safe: see `careful`. The others are a Launch's, or say that a call has that argument.
+    """
+
+    d: int
+    d0: int
+    d1: int
+    e: int
+    e0: int
+    e1: int
+    rows: int
+    keys: int
+    stages: int
+    precision: str
+    page: int
+    walk: bool
+    tiles: bool
+    columns: bool
+    tail: bool
+    window: bool
+    ragged: bool
+    softcap: bool
+    sinks: bool
+    skip: bool
+    subset: bool
+    split: bool
+    safe: bool = False
+
+    def __repr__(self) -> str:
+        # Part of the names of compiled functions.
+        return "_".join(str(value) for value in vars(self).values())
+
+    @property
+    def few(self) -> int:
+        """Keys of a step over columns or own tiles."""
+        return min(64, self.keys)
+
+    @property
+    def careful(self) -> How:
+        """The same a few keys and columns at a time, keeping bad values from queries that do not see them."""
+        return replace(self, e0=16, e1=0, keys=16, stages=1, safe=True)
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be faster, with two.

@@ -6,12 +6,12 @@ R = Q * H / G query rows of a KV head, S splits.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels.attention import triton_parts
 from kernels.attention.triton_launch import architecture, unavailable, unread
 from kernels.breaker import failure
 from kernels.dispatch import derivative_wanted
@@ -25,7 +25,7 @@ _LOG2E = 1.4426950408889634
 _FEWEST_KEYS, _MOST_SPLITS = 256, 256
 # Programs for each multiprocessor, so that the last ones do not keep the GPU waiting.
 _PROGRAMS = 4
-_COMBINED, _SCORED = 16, 512
+_SCORED = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,9 @@ def prepare(
     build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
     programs = batch * num_kv_heads * -(-rows // build.rows)
     seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
-    splits = splits or max(1, min(-(-_programs(q.device) // programs), seen // _FEWEST_KEYS, _MOST_SPLITS))
+    splits = splits or max(
+        1, min(-(-_PROGRAMS * triton_parts.multiprocessors(q.device) // programs), seen // _FEWEST_KEYS, _MOST_SPLITS)
+    )
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -197,7 +199,7 @@ def prepare(
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
     )  # fmt: skip
-    launches = [split, _combine(split, out, lse, sinks, block_e)]
+    launches = [split, triton_parts.combine(split.arguments, out, lse, sinks, rows=rows, splits=splits)]
     if mass is not None:
         common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
         score = KernelCall(
@@ -212,31 +214,8 @@ def prepare(
     return launches, out, lse, mass
 
 
-def _combine(split: KernelCall, out: Tensor, lse: Tensor, sinks: Tensor | None, block_e: int) -> KernelCall:
-    """What puts the results of the split kernel together."""
-    names = ("tops", "totals", "partial", "num_kv_heads", "rows", "q_len", "splits")
-    return KernelCall(
-        module=_MODULE,
-        kernel="combine_kernel",
-        grid=(lse.numel(),),
-        arguments={
-            **{name: split.arguments[name] for name in names}, "out": out, "lse": lse,
-            "sinks": lse if sinks is None else sinks.float().contiguous(),
-            "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
-        },
-        constants={"E": out.shape[-1], "BLOCK_E": block_e, "SPLITS": _COMBINED, "SINKS": sinks is not None},
-        options={"num_warps": 4},
-    )  # fmt: skip
-
-
 def _power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """How many programs keep a device busy."""
-    return _PROGRAMS * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
 
 
 def _factors(scale: float, softcap: float | None) -> dict[str, float]:

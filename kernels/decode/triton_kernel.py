@@ -12,12 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_kernel import bad_values, finite_values, load_some, widened, with_sink
+from kernels.attention.triton_step import LOG2E, LOWEST, bad_values, finite_values, load_some, widened
 
 PAD = tl.constexpr(2**31 - 1)
-# Where the running maximum starts: finite, so that a query which has seen no key yet makes no NaN.
-LOWEST = tl.constexpr(-3.4028234e38)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -169,51 +166,6 @@ def split_kernel(
             )  # fmt: skip
             e = e_first + tl.arange(0, 16)
             tl.store(partial + to[:, None] * E + e[None, :], again, mask=alive[:, None] & (e < E)[None, :])
-
-
-@triton.jit(do_not_specialize=["rows", "q_len", "splits"])
-def combine_kernel(
-    tops, totals, partial, out, lse, sinks, out_batch, out_head, out_row, num_kv_heads, rows, q_len, splits,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Puts the splits of one query row together, in their order, SPLITS at a time.
-
-    sinks (H) fp32 if SINKS: a logit of each head that takes a share and has no value.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    kv = pid // rows
-    row = pid % rows
-    at_e = tl.arange(0, BLOCK_E)
-    first = kv * splits * rows + row
-    lane = tl.arange(0, SPLITS)
-    highest = LOWEST
-    for start in range(0, splits, SPLITS):
-        split = start + lane
-        highest = tl.maximum(
-            highest, tl.max(tl.load(tops + first + split * rows, mask=split < splits, other=LOWEST))
-        )  # fmt: skip
-    total = 0.0
-    acc = tl.zeros([BLOCK_E], tl.float32)
-    for start in range(0, splits, SPLITS):
-        split = start + lane
-        present = split < splits
-        at = first + split * rows
-        weight = tl.exp2(tl.load(tops + at, mask=present, other=LOWEST) - highest)
-        total += tl.sum(weight * tl.load(totals + at, mask=present, other=0.0))
-        part = tl.load(
-            partial + at[:, None] * E + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :], other=0.0
-        )  # fmt: skip
-        acc += tl.sum(weight[:, None] * part, 0)
-    # A query that saw no key: zeros and -inf, which the logarithm gives.
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    head = kv % num_kv_heads * (rows // q_len) + row // q_len
-    log_sum = highest + tl.log2(total)
-    if SINKS:
-        log_sum, share = with_sink(log_sum, tl.load(sinks + head))
-        acc = acc * share
-    out += kv // num_kv_heads * out_batch + head * out_head + row % q_len * out_row
-    tl.store(out + at_e, acc.to(out.dtype.element_ty), mask=at_e < E)
-    tl.store(lse + kv * rows + row, log_sum / LOG2E)
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "window"])

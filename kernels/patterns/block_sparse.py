@@ -17,6 +17,7 @@ from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns import cpu
 from kernels.patterns.base import SHARE, Pattern
 from kernels.patterns.choose import best_places
+from kernels.patterns.rows import offsets_of, put
 
 # Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its cores.
 _SCRATCH_BYTES = {"cpu": 1 << 22}
@@ -72,25 +73,30 @@ def select(
     (batch, heads, rows, _), n, device = queries.shape, keys.shape[2], queries.device
     first = (k_len - q_len) // TILE
     reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
-    width = min(max(2, *(p.blocks for p in patterns)) - 1, reach)
+    # The own tile is not listed.
+    most = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
+    offsets, total = offsets_of(most, batch, rows, first, device)
     if cpu.serves(queries):
         blocks, coverage = [p.blocks for p in patterns], [p.coverage for p in patterns]
-        tiles = cpu.best_tiles(queries, keys, blocks, coverage, first=first, reach=reach, scale=scale, width=width)
+        tiles = cpu.best_tiles(
+            queries, keys, blocks, coverage, offsets, first=first, reach=reach, scale=scale, total=total
+        )
     else:
-        tiles = torch.full((batch, heads, rows, width), PAD, dtype=torch.int32, device=device)
-        for some in _chunks(rows if width else 0, 4 * batch * heads * n, device):
+        tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
+        for some in _chunks(rows if total else 0, 4 * batch * heads * n, device):
             # No row of the chunk sees a tile outside these.
             seen = slice(max(first + some.start - reach, 0), first + some.stop)
             own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
             best = _best_tiles(queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale)
-            # The chunk may have fewer tiles than the widest pattern takes, and more than the window lets a row see.
-            some_width = min(width, best.shape[-1])
-            tiles[:, :, some, :some_width] = torch.where(best < PAD, best + seen.start, PAD)[..., :some_width]
+            # Place 0 is the own tile, then come those that are seen.
+            put(tiles, offsets[:, :, some.start : some.stop + 1], torch.where(best < PAD, best + (seen.start - 1), PAD))
     return SparseIndex.built(
+        widths=tuple((1, width, 0) for width in most),
         q_len=q_len,
         k_len=k_len,
         diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=device),
-        tiles=tiles,
+        tiles=tiles[:total],
+        offsets=offsets,
         columns=empty_entries(batch, heads, 0, device=device),
     )
 
@@ -106,6 +112,7 @@ def _best_tiles(
 ) -> Tensor:
     """The best of the tiles `keys` for each of some rows, their own left out: (B, h, rows, any width) int32, padded.
 
+    They are counted from 1.
     own: (rows, 1), the row's own among the tiles. from_first: whether these begin with the first tile of all.
     """
     tile = torch.arange(keys.shape[2], device=own.device)
@@ -120,8 +127,7 @@ def _best_tiles(
         scores[..., 1:].index_copy_(1, at, logits.softmax(dim=-1))
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
     scores[..., 1:].masked_fill_((tile >= own) | (tile < own - reach), float("-inf"))
-    best = best_places(scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first)[..., 1:]
-    return torch.where(best < PAD, best - 1, PAD)
+    return best_places(scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first)[..., 1:]
 
 
 def mean_of_tiles(x: Tensor, heads: Sequence[int], *, lead: int) -> Tensor:

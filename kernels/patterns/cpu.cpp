@@ -294,16 +294,19 @@ at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::Arra
   return out;
 }
 
-// For each row of tiles the best key tiles before its own, ascending and padded with PAD: (B, h, R, width). Means of the
-// queries (B, h, R, D) and of the keys (B, h, N, D), contiguous fp32; row r is the query tile at key tile first + r and
-// sees `reach` tiles before it. The row's own tile, which is not listed, and the first tile are always chosen; head i
-// chooses at most blocks[i], where coverage[i] > 0 by the softmax of the scaled products.
+// For each row of tiles the best key tiles before its own, ascending and padded with PAD, to (total): each row's where
+// the contiguous offsets (B, h, R + 1) say. Means of the queries (B, h, R, D) and of the keys (B, h, N, D), contiguous
+// fp32; row r is the query tile at key tile first + r and sees `reach` tiles before it. The row's own tile, which is not
+// listed, and the first tile are always chosen; head i chooses at most blocks[i], where coverage[i] > 0 by the softmax
+// of the scaled products.
 at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::IntArrayRef blocks,
-                      at::ArrayRef<double> coverage, int64_t first, int64_t reach, double scale, int64_t width) {
+                      at::ArrayRef<double> coverage, const at::Tensor& offsets, int64_t first, int64_t reach,
+                      double scale, int64_t total) {
   const int64_t h = queries.size(1), R = queries.size(2), N = keys.size(2), D = queries.size(3);
   const int64_t heads = queries.size(0) * h, row_blocks = (R + TILE - 1) / TILE;
-  at::Tensor out = at::empty({queries.size(0), h, R, width}, queries.options().dtype(at::kInt));
+  at::Tensor out = at::empty({total}, queries.options().dtype(at::kInt));
   int32_t* const to = out.mutable_data_ptr<int32_t>();
+  const int64_t* const begins = offsets.const_data_ptr<int64_t>();
   const float *const q = queries.const_data_ptr<float>(), *const k = keys.const_data_ptr<float>();
   const int64_t columns = round_up(N, TILE);
   at::parallel_for(0, heads * row_blocks, 1, [&](int64_t begin, int64_t end) {
@@ -341,10 +344,11 @@ at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::Int
           for (int64_t j = 0; j < n; ++j) scores[j] /= total;
         }
         const int64_t count = keep_best(scores.data(), n, how, low == 0 ? 2 : 1, candidates, kept.data());
-        int32_t* listed = to + (head * R + row0 + r) * width;
+        const int64_t* begin = begins + head * (R + 1) + row0 + r;
+        int32_t* listed = to + begin[0];
         // Entry 0 comes first: it is left out.
-        for (int64_t j = 1; j < count; ++j) listed[j - 1] = low + kept[j] - 1;
-        std::fill(listed + count - 1, listed + width, PAD);
+        for (int64_t j = 1; j < count; ++j) *listed++ = low + kept[j] - 1;
+        std::fill(listed, to + begin[1], PAD);
       }
     }
   });
@@ -360,8 +364,8 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def("mean_pool(Tensor x, int lead) -> Tensor");
   m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced) -> Tensor");
   m.def(
-      "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, int first, int reach, float scale, "
-      "int width) -> Tensor");
+      "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, Tensor offsets, int first, int reach, "
+      "float scale, int total) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {

@@ -52,19 +52,20 @@ def best_tiles(
     keys: Tensor,
     blocks: Sequence[int],
     coverage: Sequence[float | None],
+    offsets: Tensor,
     *,
     first: int,
     reach: int,
     scale: float,
-    width: int,
+    total: int,
 ) -> Tensor:
-    """For each row of tiles the best key tiles before its own, ascending, padded with PAD: (B, h, R, width) int32.
+    """For each row of tiles the best key tiles before its own, ascending, padded with PAD: (total,) int32.
 
     queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r and sees `reach` tiles
-    before it.
+    before it. Its list lies where offsets (B, h, R + 1) int64 say, and has room for all that may be chosen.
     """
     shares = [share or 0.0 for share in coverage]
     found: Tensor = torch.ops.headwise.best_tiles(
-        queries.contiguous(), keys.contiguous(), blocks, shares, first, reach, scale, width
+        queries.contiguous(), keys.contiguous(), blocks, shares, offsets, first, reach, scale, total
     )
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.copies import Copy, on_device
-from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_rows, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows, num_tiles
 from kernels.patterns.base import Pattern
 
 
@@ -52,7 +52,7 @@ class Fixed(Pattern):
                 q_len=q_len,
                 k_len=k_len,
                 diagonals=diagonals,
-                tiles=empty_entries(batch, len(patterns), num_rows(q_len, k_len), 0, device=device),
+                **no_lists(batch, len(patterns), num_rows(q_len, k_len), device=device),
                 columns=columns,
                 dense_tail=cls.dense_tail(patterns),
             )

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.copies import on_device
-from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
+from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.fixed import counted, reach
+from kernels.patterns.rows import offsets_of, put
 
 # Bytes of fp32 scores held at once.
 _SCRATCH_BYTES = 1 << 26
@@ -73,11 +74,12 @@ def select(
     """The index of the best units of each row by mean queries (B, h, R, D) and representatives (B, h, U, D), fp32."""
     (batch, heads, rows, _), n, device = queries.shape, units.shape[2], queries.device
     first = (k_len - q_len) // TILE
-    width = min(max(p.units for p in patterns), n)
-    tiles = torch.full((batch, heads, num_rows(q_len, k_len), width), PAD, dtype=torch.int32, device=device)
     back, sinks = (
         [f(p) for p in patterns] for f in (lambda p: reach(p.window, k_len), lambda p: min(num_tiles(p.sink), n))
     )
+    most, held = tuple(min(p.units, n) for p in patterns), tuple(map(sum, zip(back, sinks, strict=True)))
+    offsets, total = offsets_of(most, batch, rows, first, device, held=held)
+    tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
     near, after = (on_device(tuple(each), device)[:, None, None] for each in (back, sinks))
     seen = n if window is None else reach(window, k_len)
     unit = torch.arange(n, device=device)
@@ -88,13 +90,16 @@ def select(
         scores = queries[:, :, some] @ units.transpose(2, 3)
         scores.masked_fill_((unit < after) | (unit >= own - near) | (unit < own - seen), float("-inf"))
         best = best_places(scores, [p.units for p in patterns], [None] * heads, forced=0)
-        tiles[:, :, some, : best.shape[-1]] = best
+        put(tiles, offsets[:, :, some.start : some.stop + 1], best)
+    columns = [min(s * TILE, k_len) for s in sinks]
     return SparseIndex.built(
+        widths=tuple(zip((b + 1 for b in back), most, columns, strict=True)),
         q_len=q_len,
         k_len=k_len,
         diagonals=counted([b + 1 for b in back], [1] * heads, device).expand(batch, -1, -1).contiguous(),
-        tiles=tiles,
-        columns=counted([min(s * TILE, k_len) for s in sinks], [1] * heads, device).expand(batch, -1, -1).contiguous(),
+        tiles=tiles[:total],
+        offsets=offsets,
+        columns=counted(columns, [1] * heads, device).expand(batch, -1, -1).contiguous(),
     )
 
 

@@ -69,7 +69,7 @@ def freeze(index: SparseIndex) -> list[Static]:
     Raises:
         ValueError: a head lists tiles row by row, which hold for its own prompt alone.
     """
-    listed = (index.tiles[:1] != PAD).any(dim=-1).any(dim=-1)[0].tolist()
+    listed = (index.listed()[0] != PAD).any(dim=-1).any(dim=-1).tolist()
     if any(listed):
         raise ValueError(
             f"head {listed.index(True)} lists tiles row by row (block-sparse): only columns and diagonals can be frozen"

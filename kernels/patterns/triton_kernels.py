@@ -13,9 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_kernel import LN2, LOWEST, TILE, load_rows
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from kernels.attention.triton_step import LN2, LOG2E, LOWEST, TILE, load_rows
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.index import TILE, SparseIndex, ascending, empty_entries, num_rows, num_tiles
+from kernels.index import TILE, SparseIndex, ascending, no_lists, num_rows, num_tiles
 from kernels.patterns.base import SHARE, Pattern
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
@@ -70,6 +70,6 @@ def select(vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *
         q_len=q_len,
         k_len=k_len,
         diagonals=ascending(offsets[..., :n], min(n, 2 * distance.shape[-1])),
-        tiles=empty_entries(batch, heads, num_rows(q_len, k_len), 0, device=device),
+        **no_lists(batch, heads, num_rows(q_len, k_len), device=device),
         columns=columns,
     )

@@ -27,9 +27,9 @@ def frozen(index: SparseIndex) -> list[Frozen]:
     Columns and diagonals stay as they are. A head that lists tiles row by row, which fit its own prompt alone, gets as
     many tiles again, in the columns and diagonals of tiles that hold most of its own for what they cost.
     """
-    made = []
+    made, listed = [], index.listed()
     for head in range(index.num_heads):
-        tiles = index.tiles[0, head]
+        tiles = listed[0, head]
         if bool((tiles != PAD).any()):
             made.append(_projected(tiles, index.first_row))
         else:
@@ -37,7 +37,8 @@ def frozen(index: SparseIndex) -> list[Frozen]:
                 q_len=index.q_len,
                 k_len=index.k_len,
                 diagonals=index.diagonals[:1, head : head + 1],
-                tiles=index.tiles[:1, head : head + 1],
+                tiles=index.tiles,
+                offsets=index.offsets[:1, head : head + 1],
                 columns=index.columns[:1, head : head + 1],
             )
             static = freeze(one)[0]

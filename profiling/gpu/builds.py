@@ -28,7 +28,9 @@ from profiling.gpu.variants import (
 # Operations a second on computed tiles that head dim 128 is to reach, in units of the device's own.
 GOAL = 450e12 / 989e12
 # Of the sorts of calls those that differ most.
-ATTENTION = ("diagonals, columns", "lists", "diagonals, lists, columns", "a serving engine")
+ATTENTION = (
+    "diagonals, columns", "lists", "diagonals, lists, columns", "diagonals, columns, parts", "a serving engine"
+)  # fmt: skip
 DECODE = ("all keys", "tokens, scores")
 
 
@@ -105,3 +107,18 @@ def lines(rows: Rows) -> list[Sequence[str]]:
                 )
             )  # fmt: skip
     return table
+
+
+def parts_lines(found: Sequence[dict[str, Any]]) -> list[Sequence[str]]:
+    """A line for each number of new tokens on a past."""
+    head = ("device", "new tokens", "past", "programs", "parts", "at least, in one part", "at least, in parts")
+    return [
+        head,
+        *(
+            (
+                row["target"], f"{row['new']:,}", f"{row['past']:,}", str(row["programs"]), str(row["parts"]),
+                f"{1e3 * row['one']:.2f} ms", f"{1e3 * row['seconds']:.2f} ms",
+            )
+            for row in found
+        ),
+    ]  # fmt: skip

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
+from kernels.attention import sparse_attention, triton
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.choose import best_places
@@ -168,9 +168,20 @@ def _strided(setting: Setting) -> tuple[float, float]:
     return float((found.float() - expected).abs().max()), _ERROR[setting.dtype]
 
 
+def _parts(setting: Setting) -> tuple[float, float]:
+    """A few queries on many keys, which several programs share."""
+    q, k, v = _inputs(setting, 70, _length(setting))
+    index = LayerPlan([make(kind, **sizes) for kind, sizes in _LISTS], _KV_HEADS).build(q, k)
+    scale = q.shape[-1] ** -0.5
+    found, _ = triton.sparse_attention(q, k, v, index, scale=scale, softcap=None, splits=3)
+    expected = sparse_attention(q.float(), k.float(), v.float(), index, backend="reference")
+    return float((found.float() - expected).abs().max()), _ERROR[setting.dtype]
+
+
 _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "attention, two tiles a program": lambda s: _attention(s, _PAIRED),
     "attention, lists of tiles": lambda s: _attention(s, _LISTS),
+    "attention, in parts": _parts,
     "estimate": _estimate,
     "choice": _choice,
     "decode, all keys": lambda s: _decode(s, chosen=False),

@@ -90,7 +90,7 @@ def _timed(sort: str, dim: int, build: Launch, setting: Setting) -> dict[str, An
     _right(sort, dim, build, setting)
     q, k, v, index = _problem(sort, dim, setting)
     target = architecture(q.device)
-    own = choose(target, dim=dim, itemsize=q.element_size(), has_tiles=index.tiles.shape[-1] > 0)
+    own = choose(target, dim=dim, itemsize=q.element_size(), has_tiles=index.tiles.numel() > 0)
     runs = {
         name: partial(triton.sparse_attention, q, k, v, index, scale=dim**-0.5, softcap=None, launch=launch)
         for name, launch in (("this", build), ("table", own))

@@ -8,8 +8,12 @@ copy its keys and values ahead waits for them twice a step. It bounds from above
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from kernels.attention import triton_parts
+from kernels.index import TILE, num_tiles
 from profiling.gpu.compiled import TARGETS, Build
 from profiling.gpu.machine_code import Code
 
@@ -32,10 +36,11 @@ class Device:
     exponentials_a_cycle: int = 16
     instructions_a_cycle: int = 4
     l2_bytes_a_cycle: float = 5120.0
+    memory_bytes: float = 3.35e12
 
 
 DEVICES = {
-    "sm_80": Device(flops=312e12, multiprocessors=108, flops_a_cycle=2048),
+    "sm_80": Device(flops=312e12, multiprocessors=108, flops_a_cycle=2048, memory_bytes=1.555e12),
     "sm_90": Device(flops=989e12, multiprocessors=132, flops_a_cycle=4096),
 }
 
@@ -74,3 +79,22 @@ def predict(loop: Code, build: Build, target: str, *, queries: int, keys: int, d
         cycles["waiting for copies"] = (tensor + issue + 2 * _L2_LATENCY + cycles["L2"]) / resident
     bound = max(cycles, key=lambda name: cycles[name])
     return Prediction(flops=device.flops * tensor / cycles[bound], bound=bound, cycles=cycles)
+
+
+def short_queries(cycles: float, *, at_once: int, rows: int, dim: int, target: str) -> Iterator[dict[str, Any]]:
+    """What a few new tokens on a long past take at most, dense, of 32 query heads on 8, in one part and in several.
+
+    cycles: of 128 keys of one program while the others of its multiprocessor run; at_once: programs of the device. Time
+    is that of the waves of programs, or of reading keys and values once; parts are also written, read and put together.
+    """
+    device, heads, kv_heads = DEVICES[target], 32, 8
+    clock = device.flops / (device.multiprocessors * device.flops_a_cycle)
+    for new, past in ((64, 32_768), (64, 131_072), (512, 131_072), (1000, 131_072), (64, 1 << 20), (1000, 1 << 20)):
+        programs, steps = heads * -(-num_tiles(new) // rows), (past + new) // (2 * TILE)
+        found = {}
+        for parts in (1, triton_parts.count(programs, steps, at_once)):
+            waves = -(-programs * parts // at_once) * (-(-steps // parts) + triton_parts.OVERHEAD)
+            scratch = 0 if parts == 1 else 2 * 4 * heads * parts * new * (dim + 2)
+            read = 2 * 2 * kv_heads * (past + new) * dim
+            found[parts] = max(waves * cycles / clock, read / device.memory_bytes) + scratch / device.memory_bytes
+        yield {"new": new, "past": past, "programs": programs, "parts": parts, "one": found[1], "seconds": found[parts]}

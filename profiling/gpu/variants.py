@@ -10,7 +10,7 @@ import torch
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch, choose
 from kernels.decode import triton as decode
-from kernels.index import SparseIndex, num_tiles
+from kernels.index import SparseIndex, lists, num_tiles
 from kernels.patterns import triton as builders
 from kernels.ragged import Ragged
 from kernels.triton_calls import KernelCall
@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lists, tail": {"diagonals": False, "tiles": True, "tail": True},
     "diagonals, columns, window": {"columns": True, "window": 100},
     "diagonals, columns, ragged": {"columns": True, "ragged": True},
+    "diagonals, columns, parts": {"columns": True, "splits": 4},
     "skipping": {"skip": True},
     "skipping, a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16, "skip": True},
     "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
@@ -75,18 +76,20 @@ def compile_for(
     window: int | None = None,
     ragged: bool = False,
     skip: bool = False,
+    splits: int = 1,
 ) -> tuple[Launch, Build]:
     """Compile the launch that a call of this sort would make on the target."""
     architecture = "hip" if target.startswith("gfx") else target
     v_dim = v_dim or head_dim
-    launch = choose(architecture, dim=max(head_dim, v_dim), itemsize=dtype.itemsize, has_tiles=tiles or skip)
+    alone = tiles or skip or splits > 1
+    launch = choose(architecture, dim=max(head_dim, v_dim), itemsize=dtype.itemsize, has_tiles=alone)
     heads, kv_heads, length = 4, 2, 256
     entries = torch.arange(2, dtype=torch.int32)
     index = SparseIndex(
         q_len=length,
         k_len=length,
         diagonals=entries[: 2 if diagonals else 1].expand(1, heads, -1),
-        tiles=torch.zeros(1, heads, num_tiles(length), int(tiles), dtype=torch.int32),
+        **lists(torch.zeros(1, heads, num_tiles(length), int(tiles), dtype=torch.int32)),
         columns=torch.zeros(1, heads, int(columns), dtype=torch.int32),
         dense_tail=(64,) * heads if tail else (),
         window=window,
@@ -100,8 +103,8 @@ def compile_for(
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
         table = torch.zeros(1, length // page, dtype=torch.int32)
     how: dict[str, Any] = {"scale": 1.0, "softcap": softcap, "block_table": table}
-    *_, call = backend.prepare(q, k, v, index, **how, target=architecture)
-    launch = replace(launch, keys=call.constants["KEYS"])
+    call = backend.prepare(q, k, v, index, **how, target=architecture, splits=splits)[1]
+    launch = replace(launch, keys=call.constants["H"].keys)
     return launch, _compile(call, target)
 
 
@@ -112,8 +115,8 @@ def _compile(call: KernelCall, target: str) -> Build:
 def compile_tables(target: str) -> Build:
     """Compile the launch that makes the attention kernel's tables, of heads some of which have lists, on the target."""
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
-    tiles = torch.zeros(1, 4, 4, 1, dtype=torch.int32)
-    index = SparseIndex(q_len=256, k_len=256, diagonals=entries, tiles=tiles, columns=entries)
+    tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
+    index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
     return _compile(backend.tables(index, 2, None, alone=(1,)), target)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
-from kernels.index import TILE, SparseIndex, ascending, num_tiles, with_dense_tail
+from kernels.index import TILE, SparseIndex, ascending, lists, num_tiles, with_dense_tail
 
 # Orders the tiles of each row, best first: (H, R, R) scores of key tiles from queries, keys, scale and layer.
 Scores = Callable[[Tensor, Tensor, float, int], Tensor]
@@ -80,7 +80,7 @@ def _index(scores: Tensor, counts: Tensor, length: int, tail: int) -> SparseInde
     tiles = ascending(taken, int(taken.sum(-1).max()))
     nothing = torch.zeros(1, heads, 0, dtype=torch.int32, device=scores.device)
     diagonal = torch.zeros(1, heads, 1, dtype=torch.int32, device=scores.device)
-    index = SparseIndex(q_len=length, k_len=length, diagonals=diagonal, tiles=tiles[None], columns=nothing)
+    index = SparseIndex(q_len=length, k_len=length, diagonals=diagonal, **lists(tiles[None]), columns=nothing)
     return with_dense_tail(index, tail)
 
 

@@ -194,13 +194,17 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
         HeadwiseError: the largest error, and what rounding would explain.
     """
     some = min(_CHECKED, index.q_len)
-    one = replace(index, diagonals=index.diagonals[:, :1], columns=index.columns[:, :1], tiles=index.tiles[:, :1])
+    one = replace(index, diagonals=index.diagonals[:, :1], columns=index.columns[:, :1], offsets=index.offsets[:, :1])
     one = replace(one, skip=None if index.skip is None else index.skip[:, :1].contiguous())
     rows = num_rows(some, index.k_len)
     # Length, index and the place in q of the queries compared.
     ends = [
-        (some, replace(one, q_len=some, k_len=some, tiles=one.tiles[:, :, : num_rows(some, some)]), slice(0, some)),
-        (index.k_len, replace(one, q_len=some, tiles=one.tiles[:, :, -rows:]), slice(-some, None)),
+        (
+            some,
+            replace(one, q_len=some, k_len=some, offsets=one.offsets[:, :, : num_rows(some, some) + 1]),
+            slice(0, some),
+        ),
+        (index.k_len, replace(one, q_len=some, offsets=one.offsets[:, :, -rows - 1 :]), slice(-some, None)),
     ]
     for k_len, part, queries in ends:
         keys, values = k[:, :1, :k_len].float(), v[:, :1, :k_len].float()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import sparse_attention
-from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, lists, num_tiles
 from kernels.patterns import KINDS, Pattern, make
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
@@ -211,15 +211,12 @@ class _Joined:
 
     def of_row(self, row: int, start: int, stop: int) -> SparseIndex:
         """Of one query tile."""
-        tiles = [index.tiles[:, :, row : row + 1] for index in self.indices]
-        device, heads = self.diagonals.device, self.diagonals.shape[1]
+        tiles = _join([index.listed(slice(row, row + 1)) for index in self.indices])
         return SparseIndex.built(
             q_len=stop - start,
             k_len=stop,
             diagonals=self.diagonals,
-            tiles=_join(tiles)
-            if any(len(part[0, 0, 0]) for part in tiles)
-            else empty_entries(1, heads, 1, 0, device=device),
+            **lists(tiles),
             columns=self.columns,
             skip=self.skip,
         )
@@ -286,9 +283,7 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
     more = []
     for index in indices:
         first, n = max(0, (index.k_len - tail) // TILE), num_tiles(index.k_len)
-        rows = replace(
-            index, q_len=index.k_len - first * TILE, tiles=index.tiles[:, :, first:].contiguous(), dense_tail=()
-        )
+        rows = replace(index, q_len=index.k_len - first * TILE, offsets=index.offsets[:, :, first:], dense_tail=())
         more.append((n * (n + 1) // 2 - first * (first + 1) // 2) - rows.computed_tiles()[0].double())
     return torch.stack(more, dim=-1).cpu().numpy()
 

@@ -94,7 +94,7 @@ def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len: int, k_len: in
                 # The own tile stands first, then the first of all: both are always in.
                 order = [at, *range(at)]
                 chosen = smallest([mass[t] for t in order], share, max(blocks, 2), 2)
-                assert kept(index.tiles[b, h, row]) == {order[i] for i in chosen} - {at}
+                assert kept(index.listed()[b, h, row]) == {order[i] for i in chosen} - {at}
 
 
 def peaked(length: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def test_all_of_the_mass_of_tiles() -> None:
     q, k = torch.ones(1, 1, 500, 16), torch.full((1, 1, 500, 16), -100.0)
     k[:, :, 2 * TILE : 3 * TILE] = 0.1
     index = LayerPlan([make("block_sparse", blocks=99, coverage=1.0)], 1).build(q, k)
-    seen = [kept(row) for row in index.tiles[0, 0]]
+    seen = [kept(row) for row in index.listed()[0, 0]]
     # Before tile 2 all keys are equally far: their shares are equal, and none is 0.
     assert seen == [set(), {0}, {0}, *[{0, 2}] * 5]
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from kernels.attention import sparse_attention
+from kernels.attention import sparse_attention, triton
 from kernels.decode import decode_attention
 from kernels.dense import dense_attention
+from kernels.index import lists, no_lists
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 from kernels.scored import scored_attention
@@ -145,7 +146,7 @@ def int32(*values: int) -> Tensor:
         ({"columns": int32(3, 3).expand(1, 4, 2)}, "columns must be strictly ascending"),
         ({"columns": int32(-3, 3).expand(1, 4, 2)}, "columns must not be negative, got -3"),
         ({"diagonals": int32(1, 2).expand(1, 4, 2)}, "every head must compute diagonal 0"),
-        ({"tiles": int32(2, 1).expand(1, 4, 4, 2)}, "tiles must be strictly ascending"),
+        (lists(int32(2, 1).expand(1, 4, 4, 2)), "tiles must be strictly ascending"),
     ],
 )
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
@@ -229,16 +230,17 @@ def interpreted() -> dict[str, bool]:
     for window in (None, 70):
         q, k, v = inputs(q_len=100, k_len=140)
         index = PLAN.build(q, k, window=window)
-        pairs = {"lists": index, "no lists": replace(index, tiles=index.tiles[..., :0])}
-        for name, each in pairs.items():
-            clean = sparse_attention(q, k, v, each, backend="triton")
+        without = replace(index, **no_lists(1, 4, index.num_rows, device=q.device))
+        for name, each, splits in (("lists", index, 1), ("no lists", without, 1), ("parts", index, 3)):
+            how: dict[str, Any] = {"scale": 32**-0.5, "softcap": None, "splits": splits}
+            clean, _ = triton.sparse_attention(q, k, v, each, **how)
             for key in (3, 70, 100, 139):
                 for bad in (NAN, INF):
                     dirty = v.clone()
                     dirty[0, 1, key, 5] = bad
                     seen = each.to_mask()[..., key]
                     seen[:, :2] = False
-                    out = sparse_attention(q, k, dirty, each, backend="triton")
+                    out, _ = triton.sparse_attention(q, k, dirty, each, **how)
                     where = f"{name}, window {window}, key {key}, {bad}"
                     found[f"{where}: seen"] = not bool(out[..., 5][seen].isfinite().any())
                     found[f"{where}: unseen"] = bool(((out - clean)[~seen].abs() < 1e-5).all())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import kernels.dispatch as dispatch
 from kernels.attention import cpu, sparse_attention
-from kernels.index import PAD, SparseIndex
+from kernels.index import PAD, SparseIndex, lists
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 
@@ -80,7 +80,7 @@ def test_sequences_must_lie_in_the_tensors(ragged: Ragged, message: str) -> None
         k_len=max(ragged.k_lens),
         ragged=ragged,
         **{name: torch.cat([getattr(index, name)] * 2) for name in ("diagonals", "columns")},
-        tiles=torch.cat([index.tiles] * 2)[:, :, : max(-(-n // 64) for n in ragged.k_lens)],
+        offsets=torch.cat([index.offsets] * 2)[:, :, : max(-(-n // 64) for n in ragged.k_lens) + 1],
     )
     with pytest.raises(ValueError, match=message):
         sparse_attention(q, k, v, two)
@@ -180,7 +180,8 @@ def test_the_op_names_what_is_wrong(change: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tiles": torch.zeros(1, 2, 3, 0, dtype=torch.int32)}, r"tiles must be \(1, 2, 4, any width\), got"),
+        ({"tiles": torch.zeros(1, 2, 4, 0, dtype=torch.int32)}, r"tiles must be \(any width\), got"),
+        ({"offsets": torch.zeros(1, 2, 4, dtype=torch.int64)}, r"offsets must be \(1, 2, 5\), got"),
         ({"columns": torch.zeros(1, 1, 5, dtype=torch.int32)}, r"columns must be \(1, 2, any width\), got"),
         ({"columns": torch.zeros(1, 2, 5)}, "columns must be int32, got torch.float32"),
         ({"columns": torch.zeros(1, 2, 0, dtype=torch.int32, device="meta")}, "columns must be on cpu, got meta"),
@@ -206,11 +207,15 @@ def test_a_broken_index_reads_and_writes_nothing_outside() -> None:
     wild = replace(
         index,
         diagonals=int32(0, -(2**31), PAD).expand(1, 2, 3),
-        tiles=int32(-1, -(10**9), PAD).expand(1, 2, 4, 3),
+        **lists(int32(-1, -(10**9), PAD).expand(1, 2, 4, 3)),
         columns=int32(3, PAD).expand(1, 2, 2),
     )
-    out, _ = cpu.sparse_attention(q, k, v, wild, **how)
-    assert out.isfinite().all()
+    beyond = replace(wild, offsets=torch.tensor([-5, 10**12, 3, -(10**12), 1]).expand(1, 2, 5))
+    for broken in (wild, beyond):
+        out, _ = cpu.sparse_attention(q, k, v, broken, **how)
+        assert out.isfinite().all()
+    with pytest.raises(ValueError, match="offsets must be ascending from 0 to at most 24, the entries of tiles"):
+        sparse_attention(q, k, v, beyond)
 
 
 def test_padding_says_nothing() -> None:
@@ -219,7 +224,7 @@ def test_padding_says_nothing() -> None:
     padded = replace(
         index,
         diagonals=pad(index.diagonals, (0, 3), value=PAD),
-        tiles=pad(index.tiles, (0, 2), value=PAD),
+        **lists(pad(index.listed(), (0, 2), value=PAD)),
         columns=pad(index.columns, (0, 70), value=PAD),
     )
     padded.validate()

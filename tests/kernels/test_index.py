@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import sparse_attention
-from kernels.index import PAD, TILE, SparseIndex, num_rows, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, lists, no_lists, num_rows, num_tiles
 from kernels.patterns import KINDS, LayerPlan, Pattern, make
 
 sizes = st.one_of(st.integers(1, 8), st.integers(1, 700))
@@ -56,7 +56,7 @@ def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
 def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int], list[list[int]]]:
     """Key tiles and groups of key columns that a row computes, by the words of the module's docstring."""
     at = index.first_row + row
-    named = [at - d for d in index.diagonals[b, head].tolist()] + index.tiles[b, head, row].tolist()
+    named = [at - d for d in index.diagonals[b, head].tolist()] + index.listed()[b, head, row].tolist()
     tiles = {t for t in named if 0 <= t <= at}
     last = index.dense_tail[head] if index.dense_tail else 0
     if last and at >= max(index.k_len - last, 0) // TILE:
@@ -206,7 +206,7 @@ def test_a_long_prompt_costs_kilobytes_a_head() -> None:
         q_len=length,
         k_len=length,
         diagonals=torch.arange(95, dtype=torch.int32)[None, None],
-        tiles=torch.empty(1, 1, num_rows(length, length), 0, dtype=torch.int32),
+        **no_lists(1, 1, num_rows(length, length), device=torch.device("cpu")),
         columns=torch.arange(0, 1000 * 251, 251, dtype=torch.int32)[None, None],
     )
     index.validate()
@@ -216,6 +216,21 @@ def test_a_long_prompt_costs_kilobytes_a_head() -> None:
     slashes = sum(min(row + 1, 95) for row in range(rows))
     groups = sum(max(0, rows - (251 * g + 95)) for g in range(16))
     assert abs(int(index.computed_tiles()) - slashes - groups) <= 16
+
+
+def test_a_head_takes_what_its_own_rows_list() -> None:
+    patterns = [
+        make("block_sparse", blocks=20),
+        *[make("a_shape", sink=64, window=64)] * 6,
+        make("block_sparse", blocks=3),
+    ]
+    q, k = torch.randn(2, 8, 3000, 4), torch.randn(2, 2, 3200, 4)
+    index = LayerPlan(patterns, 2).build(q, k)
+    tiles = range(index.first_row, 50)
+    assert len(index.tiles) == 2 * sum(min(19, at) + min(2, at) for at in tiles)
+    assert index.listed()[:, 1:7].eq(PAD).all() and index.listed(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
+    one = index.sequence(1)
+    assert torch.equal(one.to_mask()[0], index.to_mask()[1])
 
 
 @pytest.mark.parametrize(
@@ -231,8 +246,11 @@ def test_a_long_prompt_costs_kilobytes_a_head() -> None:
         ),
         ({"diagonals": torch.tensor([[[0, PAD], [1, 2]]], dtype=torch.int32)}, "diagonal 0"),
         ({"diagonals": torch.tensor([[[PAD, 0], [0, 2]]], dtype=torch.int32)}, "diagonals must be strictly"),
-        ({"tiles": torch.zeros(1, 2, 4, 1, dtype=torch.int32)}, "tiles must be"),
-        ({"tiles": torch.zeros(1, 3, 3, 1, dtype=torch.int32)}, "tiles must be"),
+        ({"tiles": torch.zeros(1, 2, 3, 1, dtype=torch.int32)}, r"tiles must be \(any width\)"),
+        ({"offsets": torch.zeros(1, 2, 5, dtype=torch.int64)}, r"offsets must be \(1, 2, 4\)"),
+        ({"offsets": torch.zeros(1, 2, 4, dtype=torch.int32)}, "offsets must be int64"),
+        ({"offsets": torch.ones(1, 2, 4, dtype=torch.int64)}, "offsets must be ascending from 0 to at most 0"),
+        (lists(torch.tensor([3, 3], dtype=torch.int32).expand(1, 2, 3, 2)), "tiles must be strictly ascending"),
         ({"columns": torch.zeros(2, 2, 0, dtype=torch.int32)}, "columns must be"),
         ({"diagonals": torch.zeros(1, 2, dtype=torch.int32)}, "diagonals must be"),
     ],

@@ -55,7 +55,7 @@ def test_a_unit_that_holds_what_is_asked_for_is_looked_up() -> None:
     k[0, 0, 5 * TILE + 7, 0] = 10
     q[0, 0, 5 * TILE : 6 * TILE, 0] = q[0, 0, -TILE:, 0] = 10
     index = LayerPlan([MemoryUnits(sink=1, window=64, units=1)], 1).build(q, k)
-    assert index.tiles[0, 0, -1].tolist() == [5]
+    assert index.listed()[0, 0, -1].tolist() == [5]
 
 
 def test_heads_of_unlike_sizes_stand_together_and_a_sliding_window_bounds_the_choice() -> None:
@@ -64,8 +64,8 @@ def test_heads_of_unlike_sizes_stand_together_and_a_sliding_window_bounds_the_ch
     patterns = [MemoryUnits(sink=1, window=1, units=1), MemoryUnits(sink=65, window=200, units=9)]
     index = LayerPlan(patterns, 1).build(q, k)
     index.validate()
-    assert index.tiles[0, 0].ne(PAD).sum(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
-    assert index.tiles[0, 1].ne(PAD).sum(-1).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3]
+    assert index.listed()[0, 0].ne(PAD).sum(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert index.listed()[0, 1].ne(PAD).sum(-1).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3]
     near = LayerPlan([MemoryUnits(sink=1, window=1, units=9)] * 2, 1).build(q, k, window=129)
-    rows = near.tiles[0, 0].tolist()
+    rows = near.listed()[0, 0].tolist()
     assert all(at - tile <= 2 for at, row in enumerate(rows) for tile in row if tile != PAD)

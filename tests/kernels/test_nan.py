@@ -98,7 +98,7 @@ def test_sizes_hold_whatever_the_scores(kind: str, coverage: float | None) -> No
     sizes = {"blocks": 5} if kind == "block_sparse" else {"vertical": 100, "slash": 80}
     index = LayerPlan([make(kind, **sizes, coverage=coverage)] * 2, 1).build(q, k)
     check_entries(index)
-    assert index.tiles.shape[-1] <= 4 and index.columns.shape[-1] <= 100 and index.diagonals.shape[-1] <= 160
+    assert index.listed().shape[-1] <= 4 and index.columns.shape[-1] <= 100 and index.diagonals.shape[-1] <= 160
 
 
 def interpreted() -> dict[str, bool]:

@@ -91,7 +91,7 @@ def test_block_sparse_keeps_the_nearest_means(q_len: int, k_len: int, blocks: in
                 mean = q[b, h, queries].double().mean(0)
                 ranked = sorted(range(1, at), key=lambda t: -float(mean @ keys[t]))
                 expected = {0, *ranked[: max(blocks, 2) - 2]} if at else set()
-                assert kept(index.tiles[b, h, row]) == expected
+                assert kept(index.listed()[b, h, row]) == expected
             assert kept(index.diagonals[b, h]) == {0}
 
 
@@ -141,7 +141,7 @@ def test_of_equals_the_first_are_taken() -> None:
     index = plan.build(q, k)
     index.validate()
     assert kept(index.columns[0, 0]) == set(range(100)) and kept(index.diagonals[0, 0]) == {0, 1, 2}
-    assert [kept(row) for row in index.tiles[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
+    assert [kept(row) for row in index.listed()[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
 
 
 @pytest.mark.usefixtures("builder")
@@ -166,7 +166,7 @@ def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, windo
             mean = q[b, 3, max(at * TILE - offset, 0) : (at + 1) * TILE - offset].double().mean(0)
             seen = range(max(at - reach, 0), at)
             ranked = sorted(seen, key=lambda t: float("-inf") if t == 0 else -float(mean @ keys[t]))
-            assert kept(index.tiles[b, 3, row]) == set(ranked[:2])
+            assert kept(index.listed()[b, 3, row]) == set(ranked[:2])
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])

@@ -88,7 +88,7 @@ def gaps(case: Case, index: SparseIndex, logits: Tensor) -> dict[tuple[int, int,
                 continue
             queries = slice(max(at * TILE - (case.k_len - case.q_len), 0), (at + 1) * TILE - (case.k_len - case.q_len))
             seen = logits[head, queries].masked_fill(~mask[head, queries], -math.inf)
-            tiles = {at - d for d in index.diagonals[0, head].tolist()} | set(index.tiles[0, head, row].tolist())
+            tiles = {at - d for d in index.diagonals[0, head].tolist()} | set(index.listed()[0, head, row].tolist())
             tiles = {t for t in tiles if max(0, at - index.reach) <= t <= at}
             kept = [
                 j

@@ -37,6 +37,8 @@ KEPT = (
     "skip",
     "skip, lists, columns, 100 of 450, tail",
     "packed, pages of 16, layer",
+    "3 parts, 37 of 500, layer",
+    "3 parts, packed, pages, tails",
     "packed, window, tails, soft-cap, 2,2,60, pages",
 )
 

@@ -147,7 +147,32 @@ TOGETHER: dict[str, Case] = {
         ("packed", lambda **more: packed((40, 200), (65, 65), (1, 130), **more)),
     )
 }  # fmt: skip
-SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER
+# Few queries on many keys: each program does a part of its keys.
+PARTS = {
+    **{
+        f"{n} parts, {q} of {k}, {kind}": Case(q_len=q, k_len=k, heads=4, kv_heads=2, index=kind, splits=n)
+        for n, q, k, kind in (
+            (2, 100, 400, "listless"), (3, 37, 500, "layer"), (9, 1, 65, "listless"), (4, 130, 450, "random:2,3,90"),
+            (3, 130, 450, "random:3,0,120"), (5, 65, 300, "random:1,0,280"), (2, 64, 128, "random:1,0,0"),
+        )
+    },
+    "3 parts, pairs of tiles, tails": Case(
+        q_len=150, k_len=450, heads=2, index="random:5,0,90", dense_tail=(0, 100), launch=_launch(2, 128), splits=3
+    ),
+    "3 parts, D 80, E 17, batch 2, sinks, window": Case(
+        q_len=70, k_len=400, batch=2, heads=2, head_dim=80, v_dim=17, sinks=True, window=250, index="random:4,2,60",
+        splits=3,
+    ),
+    "4 parts, float16, soft-cap, strided": Case(
+        q_len=70, k_len=400, index="listless", dtype=torch.float16, softcap=20.0, layout="strided", splits=4
+    ),
+    "3 parts, packed, pages, tails": packed(
+        (40, 300), (65, 65), (1, 230), heads=4, kv_heads=2, page=16, index="random:2,2,60", dense_tail=(0, 10, 70, 300),
+        given=True, sinks=True, splits=3,
+    ),
+    "2 parts, padded": padded(300, 30, 129, queries=140, heads=2, splits=2),
+}  # fmt: skip
+SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.attention import sparse_attention
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch
-from kernels.index import PAD, TILE, SparseIndex, ascending, empty_entries, num_rows, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, ascending, empty_entries, lists, num_rows, num_tiles
 from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
@@ -62,6 +62,7 @@ class Case:
     layout: str = "contiguous"
     given: bool = False
     launch: Launch | None = None
+    splits: int | None = None
 
 
 def square(length: int, **more: Any) -> Case:
@@ -111,10 +112,10 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
         how["out"] = buffer[..., 1:-2]
     if case.page is not None:
         index, k, v, how["block_table"] = _paged_call(index, k, v, case.page)
-    if case.launch is None:
+    if case.launch is None and case.splits is None:
         out, lse = sparse_attention(q, k, v, index, **how, return_lse=True, backend="triton")
     else:
-        out, lse = backend.sparse_attention(q, k, v, index, **how, launch=case.launch)
+        out, lse = backend.sparse_attention(q, k, v, index, **how, launch=case.launch, splits=case.splits)
     assert torch.equal(*counts) and bool(counts[0].any()) == (case.skip is not None), counts
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     if case.given:
@@ -182,7 +183,7 @@ def _random_index(case: Case, batch: int, q_len: int, k_len: int, device: torch.
         q_len=q_len,
         k_len=k_len,
         diagonals=torch.cat([own, torch.where(others == PAD, PAD, others + 1)], -1).to(torch.int32),
-        tiles=_entries((*heads, num_rows(q_len, k_len)), n, tiles, device),
+        **lists(_entries((*heads, num_rows(q_len, k_len)), n, tiles, device)),
         columns=_entries(heads, k_len, columns, device),
     )
 

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from kernels.attention import triton
-from kernels.index import PAD, SparseIndex, empty_entries, num_tiles
+from kernels.index import PAD, SparseIndex, no_lists, num_tiles
 from kernels.triton_calls import run_calls
 
 LENGTH = 500
@@ -32,7 +32,7 @@ def tables_error(name: str, device: torch.device) -> tuple[float, float]:
         q_len=LENGTH,
         k_len=LENGTH,
         diagonals=_padded(DIAGONALS).to(device),
-        tiles=empty_entries(1, len(DIAGONALS), n, 0, device=device),
+        **no_lists(1, len(DIAGONALS), n, device=device),
         columns=_padded(COLUMNS).to(device),
         window=window,
     )

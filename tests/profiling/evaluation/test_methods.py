@@ -12,7 +12,7 @@ import torch
 
 import artifacts
 from artifacts import Decode, HeadwiseError, OmniKV
-from kernels.index import PAD, TILE, SparseIndex
+from kernels.index import PAD, TILE, SparseIndex, lists
 from kernels.patterns import make
 from profiling.evaluation.frozen import frozen
 from profiling.evaluation.matching import SIZES, Meter
@@ -177,7 +177,7 @@ def test_rows_of_tiles_freeze_into_the_columns_and_diagonals_that_hold_them() ->
         q_len=n * TILE,
         k_len=n * TILE,
         diagonals=torch.zeros(1, 1, 1, dtype=torch.int32),
-        tiles=tiles,
+        **lists(tiles),
         columns=torch.empty(1, 1, 0, dtype=torch.int32),
     )
     (found,) = frozen(index)

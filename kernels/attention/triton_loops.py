@@ -1,0 +1,289 @@
+"""The loops of the attention kernel, on the device: over columns, inner tiles, edges, own tiles. Imports triton.
+
+Shapes: M queries of a program, S keys of a step.
+
+Tiles that every query of the program sees come in a loop without mask code (inner tiles); those that one of the two
+query tiles wants, or that the window cuts, in a loop with it (edges). A softmax step takes H.keys keys; 128 are two
+tiles, wherever they lie. A loop looks its tiles up itself, in the step that copies them, so that Triton copies ahead:
+an address that comes from the step before makes every copy wait. What is looked up for an address may not be looked at
+for anything else.
+
+`place` is (held, at, half, floor, position, exists, k_len, dense, dense_last, part, parts): which diagonals the head
+has, the first query tile, of each query its tile of the two, the last key that it no longer sees, its position and
+whether it is asked, whether the first and the last tile see every key, and which part of so many the program takes.
+`named` is (walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed): the entries of tables and lists, how
+many are inner tiles, wanted by the first alone, by the second alone, edges in all, and lists that are edges; `columned`
+is (columns, first, count, search_steps). The others are triton_step's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.attention.triton_step import LOG2E, TILE, attend, key_rows, logits_of, no_state, scaled, step_rows, weigh
+from kernels.attention.triton_tables_kernel import is_listed
+
+
+@triton.jit
+def _part(count, place, H: tl.constexpr):
+    """Which of `count` steps are this program's: all of them, or one of several parts."""
+    begin = 0
+    end = count
+    if H.split:
+        _, _, _, _, _, _, _, _, _, part, parts = place
+        begin = count * part // parts
+        end = count * (part + 1) // parts
+    return begin, end
+
+
+@triton.jit
+def _spread(flags, KEYS: tl.constexpr):
+    """The same flags by way of one 64-bit word: else each thread of a product would look up all of them itself."""
+    lane = tl.arange(0, KEYS).to(tl.int64)
+    word = tl.sum(flags.to(tl.int64) << lane)
+    return ((word >> lane) & 1) == 1
+
+
+@triton.jit
+def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: tl.constexpr):
+    """Gathers the columns first ... count, some a step (PIT's gather); SEARCH seeks them in the row's listed tiles."""
+    held, at, half, floor, _, _, _, _, dense_last, _, _ = place
+    _, _, _, _, _, _, _, tiles, listed = named
+    columns, first, count, search_steps = columned
+    lane = tl.arange(0, H.few)
+    if H.split:
+        begin, end = _part((tl.maximum(count - first, 0) + H.few - 1) // H.few, place, H)
+        count = tl.minimum(count, first + end * H.few)
+        first += begin * H.few
+    # As for tiles (_tiles): the column is looked up, and the page of its key.
+    LEVELS: tl.constexpr = (0 if H.window else 1) + (1 if H.page > 0 else 0)
+    for start in tl.range(first, count, H.few, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
+        present = start + lane < count
+        column = tl.load(columns + start + lane, mask=present, other=0)
+        tile = column // TILE
+        # Every head holds diagonal 0, so a column at or beyond the own tile counts as held.
+        free = present & (tl.load(held + tl.maximum(at - tile, 0)) == 0)
+        if SEARCH:
+            free = free & (is_listed(tiles, tile, listed, search_steps) == 0)
+        live = _spread(free, H.few)[None, :]
+        if H.rows == 2:
+            free = present & (dense_last == 0) & (tl.load(held + tl.maximum(at + 1 - tile, 0)) == 0)
+            live = ((half == 0)[:, None] & live) | ((half == 1)[:, None] & _spread(free, H.few)[None, :])
+        if H.window:
+            live = live & (column[None, :] > floor[:, None])
+        # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
+        k_rows, v_rows = key_rows(column, lane < H.few, kv, H)
+        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True)
+    return state
+
+
+@triton.jit
+def _entry(i, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
+    """Key tile of entry i of the inner tiles or of the edges, and a bit for each query tile that wants it.
+
+    left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants` depends on no load
+    that the tile depends on: Triton copies ahead only what is looked up for one purpose.
+    """
+    held, at, _, _, _, _, _, dense, dense_last, _, _ = place
+    walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed = named
+    wants = 3
+    if EDGE:
+        i -= (left >= 0).to(tl.int32)
+        there = (i >= 0) & (i < edges)
+        wants = tl.where(there, 3, 0)
+        # What is none of them is the tile before, wanted by nobody.
+        far = 1
+        if H.walk:
+            at_walk = walk_width + i
+            if H.rows == 2:
+                wants = tl.where(i < firsts, 1, tl.where(i < firsts + seconds, 2, wants))
+                at_walk += tl.where(i >= firsts, walk_width - firsts, 0)
+                at_walk += tl.where(i >= firsts + seconds, walk_width - seconds, 0)
+            else:
+                at_walk += 2 * walk_width
+            far = tl.load(walk + at_walk, mask=there & (dense_last == 0), other=1)
+        if H.tail:
+            # All that the second query tile sees; the first goes by its diagonals unless it is dense, too.
+            far = tl.where(there & (dense_last != 0), inner + 1 + i, far)
+            if H.rows == 2:
+                one = (dense == 0) & (dense_last != 0) & there
+                wants = tl.where(one & (tl.load(held + inner + 1 + i, mask=one, other=0) == 0), 2, wants)
+        tile = at - far
+        if H.tiles:
+            there = (i >= edges) & (i < edges + cut)
+            entry = tl.load(tiles + i - edges, mask=there, other=at - 1)
+            # A tile on a diagonal has been attended to.
+            free = there & (tl.load(held + at - entry, mask=there, other=1) == 0)
+            tile = tl.where(i < edges, tile, entry)
+            wants = tl.where(i < edges, wants, free.to(tl.int32))
+        tile = tl.where(i < 0, left, tl.maximum(tile, 0))
+        wants = tl.where(i < 0, 3, wants)
+    else:
+        far = i + 1
+        if H.walk:
+            far = tl.load(walk + i, mask=(i < inner) & (dense == 0), other=i + 1)
+        tile = tl.maximum(at - far, 0)
+        if H.tiles:
+            entry = tl.load(tiles + cut + i - inner, mask=(i >= inner) & (i < inner + listed - cut), other=0)
+            tile = tl.where(i < inner, tile, entry)
+    return tile, wants
+
+
+@triton.jit
+def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
+    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by the window."""
+    _, _, half, floor, _, _, _, _, _, _, _ = place
+    _, _, inner, _, _, edges, cut, _, listed = named
+    # Tiles of a step, or steps of a tile.
+    PAIR: tl.constexpr = 2 if H.keys > 64 else 1
+    PARTS: tl.constexpr = 1 if H.keys > 64 else 64 // H.keys
+    lane = tl.arange(0, H.keys)
+    count = (inner + listed - cut) // PAIR
+    if EDGE:
+        count = ((left >= 0).to(tl.int32) + edges + cut + PAIR - 1) // PAIR
+    begin, end = _part(count, place, H)
+    # Each look-up that an address waits for takes as many stages as a copy to be as far ahead. What the window is
+    # compared with is not copied ahead.
+    NAMED: tl.constexpr = 1 if (H.walk or H.tiles) and not (H.window and EDGE) else 0
+    LEVELS: tl.constexpr = NAMED + (1 if H.page > 0 else 0)
+    for step in tl.range(begin * PARTS, end * PARTS, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
+        part = step % PARTS
+        one, wants = _entry(step // PARTS * PAIR, left, place, named, H, EDGE)
+        two, others = one, wants
+        if PAIR == 2:
+            two, others = _entry(2 * step + 1, left, place, named, H, EDGE)
+        seen = (((wants >> half) & 1) == 1)[:, None]
+        if PAIR == 2:
+            seen = tl.where((lane < TILE)[None, :], seen, (((others >> half) & 1) == 1)[:, None])
+        if H.window and EDGE:
+            key = one * TILE + part * H.keys + lane
+            if PAIR == 2:
+                key = tl.where(lane < TILE, one, two) * TILE + lane % TILE
+            seen = seen & (key[None, :] > floor[:, None])
+        k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H)
+        state = attend(asked, state, k_run, v_run, k_rows, v_rows, lane < H.keys, seen, H, False, EDGE)
+    return state
+
+
+@triton.jit
+def _own(asked, state, kv, place, H: tl.constexpr):
+    """The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in."""
+    held, at, half, floor, position, _, k_len, _, dense_last, _, _ = place
+    begin, end = _part(H.rows * 64 // H.few, place, H)
+    for part in tl.range(begin, end, num_stages=1):
+        key = at * TILE + part * H.few + tl.arange(0, H.few)
+        present = key < k_len
+        live = key[None, :] <= position[:, None]
+        if H.window:
+            live = live & (key[None, :] > floor[:, None])
+        if H.rows == 2:
+            # Does the second query tile want the first one's own?
+            wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
+            live = live & ((half == 0) | (part >= 64 // H.few) | wanted)[:, None]
+        k_rows, v_rows = key_rows(key, present, kv, H)
+        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, True, True)
+    return state
+
+
+@triton.jit
+def _counts(logits, limit, exists):
+    """Whether some query of a tile has a logit that is no less than its limit; NaN is less than nothing."""
+    counts = exists[:, None] & ((logits < limit[:, None]) == 0)
+    return tl.max(tl.max(counts.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _tile_again(asked, state, kv, tile, place, H: tl.constexpr):
+    """All keys of one tile."""
+    _, _, _, floor, _, exists, _, _, _, _, _ = place
+    for part in tl.range(0, 64 // H.keys, num_stages=1):
+        seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
+        k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H)
+        state = attend(asked, state, k_run, v_run, k_rows, v_rows, exists, seen, H, False, H.window)
+    return state
+
+
+@triton.jit
+def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
+    """Key tile 0, if the row wants it, then those of the others that are not skipped; and how many were.
+
+    `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that takes several steps is
+    multiplied once more where it counts.
+    """
+    PARTS: tl.constexpr = 64 // H.keys
+    held, at, _, floor, _, exists, _, dense, _, _, _ = place
+    _, _, inner, _, _, edges, cut, tiles, listed = named
+    whole = inner + listed - cut
+    left = -1
+    anchored = 0
+    if H.tiles:
+        anchored = ((listed > 0) & (tl.load(tiles, mask=listed > 0, other=1) == 0)).to(tl.int32)
+    # A row of a dense tail skips nothing: no tile has to come before the others.
+    anchored = tl.where((dense == 0) & (at > 0) & ((tl.load(held + at) != 0) | (anchored != 0)), 1, 0)
+    if anchored != 0:
+        state = _tile_again(asked, state, kv, tl.full([], 0, tl.int32), place, H)
+    _, _, scale, _, _ = asked
+    _, _, top, total = state
+    # Infinities and NaN among the anchors are in the sum as NaN.
+    limit = tl.where(total == total, top + bound * LOG2E / scaled(1.0, scale, H), float("nan"))
+    if H.tail:
+        limit = tl.where(dense != 0, float("nan"), limit)
+    skipped = 0
+    # Keys are loaded for every tile, so that they are copied ahead; values only where it counts.
+    LEVELS: tl.constexpr = (1 if (H.walk or H.tiles) and not H.window else 0) + (1 if H.page > 0 else 0)
+    for i in tl.range(0, whole + edges + cut, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
+        tile, wants = _entry(i, left, place, named, H, False)
+        if H.window or (H.walk and H.tiles):
+            edge, wanted = _entry(i - whole, left, place, named, H, True)
+            tile = tl.where(i < whole, tile, edge)
+            wants = tl.where(i < whole, wants, wanted)
+        counts = 0
+        for part in tl.static_range(PARTS):
+            seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
+            k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H)
+            logits = logits_of(asked, k_run, k_rows, exists, seen, H, False, H.window)
+            counts = tl.maximum(counts, _counts(logits, limit, exists))
+        candidate = tl.where((wants != 0) & ((tile > 0) | (anchored == 0)), 1, 0)
+        counts *= candidate
+        skipped += candidate - counts
+        if counts != 0:
+            if PARTS == 1:
+                state = weigh(asked, state, logits, v_run, v_rows, exists, seen, H, False, H.window)
+            else:
+                state = _tile_again(asked, state, kv, tile, place, H)
+    return state, skipped
+
+
+@triton.jit
+def every_step(asked, kv, place, named, columned, bound, H: tl.constexpr):
+    """The state of one program: columns, then inner tiles, then edges, then its own; and 0.
+
+    If H.skip, its own tile comes after the columns, then those that may be skipped, whose number is returned last.
+    """
+    _, _, inner, _, _, _, cut, _, listed = named
+    columns, first, count, search_steps = columned
+    state = no_state(H)
+    skipped = 0
+    if H.columns:
+        if H.tiles:  # noqa: SIM102 (known at compile time; the next is not)
+            # Only heads with listed tiles pay for the search; the others of the layer take the loop below.
+            if listed > 0:
+                state = _columns(asked, state, kv, place, named, columned, H, True)
+                count = 0
+        state = _columns(asked, state, kv, place, named, (columns, first, count, search_steps), H, False)
+    if H.skip:
+        state = _own(asked, state, kv, place, H)
+        state, skipped = _or_skip(asked, state, kv, place, named, bound, H)
+    else:
+        if H.walk or H.tiles or H.tail:
+            left = -1
+            if H.keys > 64:
+                whole = inner + listed - cut
+                last, _ = _entry(tl.maximum(whole - 1, 0), 0, place, named, H, False)
+                left = tl.where(whole % 2 == 1, last, -1)
+            state = _tiles(asked, state, kv, left, place, named, H, False)
+            if H.rows == 2 or H.keys > 64 or H.window or (H.walk and H.tiles):
+                state = _tiles(asked, state, kv, left, place, named, H, True)
+        state = _own(asked, state, kv, place, H)
+    return state, skipped
