@@ -65,7 +65,7 @@ class Limits:
         """(how many times the limit, whether that is a finding if it is above it, in words) of all that is limited."""
         found = []
         if self.kl is not None:
-            said = f"KL to dense attention is {task.kl:.4f} nats a token, the limit (--max-kl) is {self.kl:g}"
+            said = f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is {self.kl:g}"
             found.append((task.kl / self.kl, True, said))
         if self.perplexity is not None and task.perplexity is not None:
             rise = task.perplexity - 1

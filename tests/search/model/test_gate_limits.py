@@ -33,7 +33,7 @@ def test_what_loses_little_passes() -> None:
 @pytest.mark.parametrize(
     "bad, limit, says",
     [
-        (task(kl=0.06), "kl", r"kv: KL to dense attention is 0.0600 nats a token, the limit (--max-kl) is 0.05"),
+        (task(kl=0.06), "kl", r"kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05"),
         (
             text(perplexity=1.08),
             "perplexity",
