@@ -170,6 +170,16 @@ class SparseIndex:
         object.__setattr__(found, "_widths", self._widths)
         return found
 
+    def of_heads(self, heads: slice) -> SparseIndex:
+        """The index of some neighbouring heads alone."""
+        found = self.changed(
+            **{name: getattr(self, name)[:, heads] for name in ("diagonals", "offsets", "columns")},
+            dense_tail=self.dense_tail[heads],
+            skip=None if self.skip is None else self.skip[:, heads],
+        )
+        object.__setattr__(found, "_widths", self.widths()[heads])
+        return found
+
     def first_dense(self) -> list[int]:
         """For each head the key tile of its first dense row (past the last row if it has none); not for ragged ones."""
         return first_dense(self.dense_tail or (0,) * self.num_heads, self.k_len)

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from artifacts import Full, HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from artifacts.kv_cache import POLICY_KINDS, Policy
+from artifacts.kv_cache import POLICY_KINDS
 from artifacts.page_layout import aligned
-from profiling.caches.policies import with_policy
+from profiling.caches.policies import parse_policy, with_policy
 from profiling.environment import environment
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
@@ -154,39 +153,6 @@ def _times(
         {name: entering(name) for name in methods}, decode, repeats=config.repeats, device=config.device
     )
     return {name: statistics.median(taken) / config.steps for name, taken in seconds.items()}
-
-
-def parse_policy(text: str) -> Policy:
-    """Read a policy such as `h2o`, `streaming:sinks=4,window=1020` or `snapkv:budget=0.25`.
-
-    Raises:
-        HeadwiseError: an unknown kind or field, or a value that cannot be.
-    """
-    kind, _, given = text.partition(":")
-    if kind not in POLICY_KINDS:
-        raise HeadwiseError(f"unknown policy {kind!r}; known: {', '.join(POLICY_KINDS)}")
-    fields: dict[str, Any] = {"kind": kind}
-    for part in filter(None, given.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise HeadwiseError(f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020")
-        fields[name] = _value(value)
-    try:
-        made: Policy = TypeAdapter(Policy).validate_python(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:2])
-        raise HeadwiseError(f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
-    return made
-
-
-def _value(text: str) -> int | float | bool | str:
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text, text)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -2,6 +2,7 @@
 
 python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
+With --policy caches that drop tokens stand beside it, by their quality; profiling.cache_speed times them.
 With --lossless the same text is written by lossless decode and by dense decode instead, and compared.
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
@@ -26,11 +27,13 @@ from torch import Tensor
 from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.page_layout import aligned
+from profiling.caches.policies import CACHES, CacheKind, parse_cache, with_policy
 from profiling.environment import environment
+from profiling.evaluation.intervals import Interval
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answers, is_right
-from profiling.quality.divergence import forced_log_probs
+from profiling.quality.forced_decode import apart, by_position, changed, forced_losses, in_blocks
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.latency import interleaved
 from profiling.speed.lossless_speed import lossless_table, measure_lossless
@@ -47,6 +50,7 @@ class Comparison:
     model: str
     config: Path
     beside: tuple[Path, ...] = ()
+    policies: tuple[str, ...] = ()
     context: int
     steps: int = 16
     repeats: int = 5
@@ -71,7 +75,8 @@ class Row:
     """One method's figures; None where they were not asked for. Bytes are those of the cache of the timed context.
 
     Of dense attention by our kernel only time and bytes are measured: it is there where they are asked for.
-    loss_change, loss_change_error: of the loss against dense on the same tokens, in nats, and its standard error.
+    loss_change, loss_change_error: of the loss against dense on the same tokens, in nats, and its standard error over
+    tokens. apart: of the loss, to the first artifact's, over texts; None of one text. losses: of 64 tokens, by text.
     tokens: that a KV head of a sparse layer read in a step, on average over all that was decoded.
     """
 
@@ -85,6 +90,8 @@ class Row:
     right: int | None
     tokens: float | None
     answers: tuple[str, ...]
+    losses: tuple[tuple[float, ...], ...] = ()
+    apart: Interval | None = None
 
 
 @dataclass(eq=False)
@@ -126,25 +133,27 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     compared = methods(
         loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
     )
+    compared += [_of_cache(loaded, text, parse_cache(text)) for text in config.policies]
     seconds, held = step_seconds(config, loaded, compared) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
     rows: list[Row] = []
-    base: Tensor | None = None
+    known: dict[str, Tensor] = {}
     for method in compared:
         if method.name == KERNEL:
             if seconds:
-                rows.append(_row(config, method.name, seconds, held, (), (), None, None))
+                rows.append(_row(config, method.name, seconds, held, (), (), {}))
             continue
         with method.apply() as applied:
             given = answers(
                 loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
             )
-            losses = forced_losses(loaded.model, method.cache, texts, config.forced) if texts else None
+            if texts:
+                known[method.name] = forced_losses(loaded.model, method.cache, texts, config.forced)
             tokens = applied.stats().get("tokens") if method.sparse else None
-        base = losses if base is None else base
-        rows.append(_row(config, method.name, seconds, held, prompts, given, losses, base, tokens))
+        rows.append(_row(config, method.name, seconds, held, prompts, given, known, tokens))
     figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": seconds}
+    figures["by_position"] = by_position(known, known[MODEL]) if texts else []
     figures["speedups"] = {name: of_rounds(seconds, name).over for name in seconds}
     return rows, _record(config, hashes, figures)
 
@@ -176,6 +185,12 @@ def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Se
         for name, headwise in artifacts.items()
         for offload in offloads
     ]
+
+
+def _of_cache(loaded: LoadedModel, name: str, kind: CacheKind) -> _Method:
+    """A cache under a policy, with dense prefill."""
+    headwise = with_policy(loaded, kind.policy)
+    return _Method(name, partial(headwise.apply, loaded.model), lambda: kind.changed(headwise.new_cache(loaded.model)))
 
 
 def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, samples: int) -> list[Prompt]:
@@ -229,15 +244,6 @@ def _fill(model: Any, cache: Any, context: int, seed: int) -> None:
         cache.update(k, v, layer)
 
 
-def forced_losses(model: Any, cache: Callable[[], Any], prompts: Sequence[Prompt], forced: int) -> Tensor:
-    """-log p of the last `forced` tokens of each prompt (T * F), decoded one by one after a prefill of the others."""
-    losses = []
-    for prompt in prompts:
-        tokens = torch.tensor(prompt.input_ids[-forced:], device=model.device)[:, None]
-        losses.append(-forced_log_probs(model, cache(), prompt, forced).gather(1, tokens)[:, 0])
-    return torch.cat(losses)
-
-
 def _row(
     config: Comparison,
     name: str,
@@ -245,12 +251,13 @@ def _row(
     held: dict[str, CacheBytes],
     prompts: Sequence[Prompt],
     given: Sequence[str],
-    losses: Tensor | None,
-    dense: Tensor | None,
+    known: Mapping[str, Tensor],
     tokens: float | None = None,
 ) -> Row:
-    timed = sorted(seconds.get(name, []))
-    change = None if losses is None or dense is None or losses is dense else (losses - dense).double()
+    """known: losses (T, F) of the methods so far, dense first and then an artifact."""
+    timed, losses = sorted(seconds.get(name, [])), known.get(name)
+    change = None if losses is None or name == MODEL else (losses - known[MODEL]).double().flatten()
+    first = None if losses is None else next((each for each in known if each != MODEL), name)
     return Row(
         method=name,
         token_seconds=timed[len(timed) // 2] / config.steps if timed else None,
@@ -262,12 +269,16 @@ def _row(
         right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
         tokens=tokens,
         answers=tuple(given),
+        losses=() if losses is None else in_blocks(losses),
+        apart=None if losses is None or first is None or name in (MODEL, first) else apart(losses, known[first]),
     )
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
     """The comparison as an aligned text table. seconds: of each method's rounds."""
     lines = [["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "tokens read", "perplexity", "right"]]
+    beside = [row.apart for row in rows if row.apart]
+    lines[0] += ["perplexity to the artifact's"] if beside else []
     for row in rows:
         t, loss = row.token_seconds, row.perplexity
         change = ""
@@ -283,6 +294,7 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
                 f"{row.tokens:.0f}" if row.tokens else "-",
                 f"{loss:.3f}{change}" if loss else "-",
                 f"{row.right}/{trials}" if row.right is not None else "-",
+                *([changed(row.apart) if row.apart else "-"] if beside else []),
             ]
         )
     return "\n".join(aligned(lines))
@@ -294,6 +306,13 @@ def parser() -> ArgumentParser:
     arguments.add_model(p)
     arguments.add_artifact(p, "artifact with a decode section", old="--config")
     arguments.add_beside(p)
+    p.add_argument(
+        "--policy",
+        dest="policies",
+        action="append",
+        default=[],
+        help="KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare, with --repeats 0; kinds: " + CACHES,
+    )
     p.add_argument("--context", type=int, default=8192, help="tokens in the cache when decode is timed")
     p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
     p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")
@@ -335,6 +354,10 @@ def config_from(options: argparse.Namespace) -> Comparison:
         raise HeadwiseError(f"--prefill-chunk must be at least 1, got {values['prefill_chunk']}")
     if values["lossless"] and values["text"] is None:
         raise HeadwiseError("--lossless writes on after windows of --text: give one")
+    if values["policies"] and values["repeats"]:
+        raise HeadwiseError("--policy compares quality: give --repeats 0 with it; profiling.cache_speed times caches")
+    for text in values["policies"]:
+        parse_cache(text)
     for name in ("repeats", "trials", "lossless"):
         if values[name] < 0:
             raise HeadwiseError(f"--{name} must be at least 0, got {values[name]}")
@@ -343,7 +366,7 @@ def config_from(options: argparse.Namespace) -> Comparison:
             f"--forced must be below --text-length ({values['text_length']}), got {values['forced']}: "
             "the tokens before are prefilled"
         )
-    tuples = {name: tuple(values[name]) for name in ("offload", "beside")}
+    tuples = {name: tuple(values[name]) for name in ("offload", "beside", "policies")}
     return Comparison(**values | tuples)
 
 
@@ -355,6 +378,7 @@ def main(argv: list[str] | None = None) -> int:
     record = {"command": arguments.as_typed("profiling.decode", argv), **record}
     lossless = record.get("lossless")
     said = lossless_table(lossless) if lossless else table(rows, record["all_seconds"], config.trials)
+    said = "\n".join([said, *record.get("by_position", [])])
     arguments.deliver(said, record, options.json)
     return 0
 

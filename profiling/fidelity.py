@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError, Measurement, ModelInfo, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.environment import environment
+from profiling.inside.earlier_choices import Earlier, compared
+from profiling.inside.earlier_choices import report as report_earlier
 from profiling.inside.head_fidelity import Fidelity, fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import TASKS, Prompt, make_prompts
@@ -49,6 +51,7 @@ class Measured:
     dtype: str = "bfloat16"
     device: str = "cpu"
     update: bool = False
+    earlier: bool = False
     command: str = ""
 
 
@@ -56,7 +59,8 @@ class Measured:
 class Result:
     """Means over heads and prompts of the file and, where it was asked for, of the one it is held against.
 
-    changed: heads whose pattern differs between the two, and their mean recall in each; None for one file.
+    changed: heads whose pattern differs between the two, and their mean recall in each; None for one file. earlier:
+    what choices of heads of earlier layers are worth, where that was asked for.
     """
 
     length: int
@@ -65,6 +69,7 @@ class Result:
     against: dict[str, float] | None
     changed: tuple[int, float, float] | None
     layers: tuple[float, ...]
+    earlier: tuple[Earlier, ...] = ()
 
 
 def run(config: Measured) -> tuple[Result, Fidelity]:
@@ -79,6 +84,8 @@ def run(config: Measured) -> tuple[Result, Fidelity]:
         raise HeadwiseError(f"{config.file} has no patterns: nothing of it is prefill attention")
     if config.samples < 1:
         raise HeadwiseError(f"--samples must be at least 1, got {config.samples}")
+    if config.earlier and config.samples < 3:
+        raise HeadwiseError(f"--earlier fits on one prompt and needs two to measure on: --samples is {config.samples}")
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     for known in (artifact, *(() if other is None else other[:1])):
         check(known.model, loaded.model)
@@ -88,6 +95,8 @@ def run(config: Measured) -> tuple[Result, Fidelity]:
     result = _result(length, artifact, found)
     if other is not None:
         result = _compared(result, artifact, found, other[0], _mean(loaded, other[0], other[1], prompts))
+    if config.earlier:
+        result = replace(result, earlier=tuple(compared(loaded.model, artifact, arrays, prompts)))
     if config.update:
         _keep(config, length, found, fingerprint(loaded.model, name=loaded.name, revision=loaded.revision))
     return result, found
@@ -178,7 +187,7 @@ def report(result: Result) -> str:
     lines.append(f"at {result.length:,} tokens; the layer that keeps least keeps {worst:.4f}")
     if result.length < result.dense_below:
         lines.append(f"prompts below {result.dense_below:,} tokens are served densely: longer ones are what counts")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(report_earlier(result.earlier) if result.earlier else [])])
 
 
 def parser() -> ArgumentParser:
@@ -196,6 +205,12 @@ def parser() -> ArgumentParser:
     arguments.add_task(p, f"of the prompts: {TASKS} (default: %(default)s)", several=False, default=Measured.task)
     arguments.add_length(p, "tokens of a prompt (default: as searched, or dense_below)")
     p.add_argument("--samples", type=int, default=Measured.samples, help="prompts (default: %(default)s)")
+    p.add_argument(
+        "--earlier",
+        action="store_true",
+        help="also what heads lose when the best-fitting head of an earlier layer chooses for them, instead of an "
+        "estimate of their own: fitted on the first prompt, measured on the others",
+    )
     arguments.add_seed(p, Measured.seed)
     arguments.add_dtype(p, default=Measured.dtype)
     arguments.add_device(p, default=Measured.device)

@@ -71,7 +71,7 @@ def run(config: Versus) -> Result:
     prompts = _prompts(config, loaded.tokenizer, Seen.by([arrays for _, arrays in pairs]))
     some = {str(path): Headwise(*pair) for path, pair in zip(config.configs, pairs, strict=True)}
     first = next(iter(prompts.values()))[0]
-    seconds = timed(loaded, some, first, repeats=config.repeats)
+    seconds = timed(loaded, some, first, repeats=config.repeats, builds=True)
     densities = {
         name: float(np.nanmean(fidelity(loaded.model, each.artifact, first, each.arrays).density))
         for name, each in some.items()
@@ -101,15 +101,15 @@ def _prompts(config: Versus, tokenizer: Any, seen: Seen) -> dict[str, list[Promp
 
 def table(result: Result) -> str:
     """The comparison as aligned text."""
-    lines = [["", "density", "attention s", *COLUMNS, "KL", "loss"]]
+    lines = [["", "density", "attention s", "index s", *COLUMNS, "KL", "loss"]]
     for name, seconds in result.dense_seconds.items():
-        lines.append([LABELS[name], "1.000", f"{seconds:.3f}", *cells(_speedup(seconds, result)), "-", "-"])
+        lines.append([LABELS[name], "1.000", f"{seconds:.3f}", "-", *cells(_speedup(seconds, result)), "-", "-"])
     for row in result.rows:
         lines.append(
             [
                 row.name,
                 f"{row.density:.3f}",
-                "-" if row.seconds is None else f"{row.seconds:.3f}",
+                *("-" if each is None else f"{each:.3f}" for each in (row.seconds, row.index_seconds)),
                 *cells(None if row.seconds is None else _speedup(row.seconds, result)),
                 f"{row.kl:.4f} +- {row.kl_error:.4f}",
                 f"{row.loss:+.4f} +- {row.loss_error:.4f}",

@@ -45,6 +45,7 @@ __all__ = [
     "TriShape",
     "VerticalSlash",
     "freeze",
+    "largest",
     "make",
 ]
 
@@ -68,6 +69,13 @@ def make(kind: str, **sizes: Any) -> Pattern:
     if missing := [name for name, needed in known.items() if needed and name not in sizes]:
         raise ValueError(f"{kind} needs a size {missing[0]!r}")
     return KINDS[kind](**sizes)
+
+
+def largest(patterns: Sequence[Pattern]) -> Pattern:
+    """A pattern that none of these, all of one kind and last_q, is larger than."""
+    first = patterns[0]
+    names = [name for name, value in vars(first).items() if name != "coverage" and type(value) in (int, float)]
+    return make(first.kind, **{name: max(getattr(p, name) for p in patterns) for name in names})
 
 
 # Plans for other lengths that a plan remembers: chunks of a prompt ask for each once, a batch for a few at once.

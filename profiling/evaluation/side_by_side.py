@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from profiling.evaluation.intervals import paired_difference
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.quality.logits import DenseLogits, Drift
-from profiling.speed.attention_time import attention_seconds
+from profiling.speed.attention_time import attention_seconds, build_of
 from runtime import Headwise
 from runtime.plans import kernel_patterns, layer_plan
 
@@ -26,7 +26,8 @@ from runtime.plans import kernel_patterns, layer_plan
 class Row:
     """One artifact. Each error is a standard error over prompts.
 
-    seconds: attention of one prefill, index build included; None where it was not timed. kl: nats a token.
+    seconds: attention of one prefill, index builds included, and index_seconds those alone; None where not timed.
+    kl: nats a token.
     loss: what is added to the negative log-likelihood of a token, in nats: about the relative rise of perplexity.
     apart, low, high: its KL less that of the first artifact, over pairs of prompts, with its 95% interval; None for the
         first itself.
@@ -43,10 +44,15 @@ class Row:
     apart: float | None = None
     low: float | None = None
     high: float | None = None
+    index_seconds: float | None = None
 
 
-def timed(loaded: LoadedModel, some: Mapping[str, Headwise], prompt: Prompt, *, repeats: int) -> dict[str, float]:
+def timed(
+    loaded: LoadedModel, some: Mapping[str, Headwise], prompt: Prompt, *, repeats: int, builds: bool = False
+) -> dict[str, float]:
     """Attention's seconds of each by its name, and of both dense attentions; nothing without repeats.
+
+    builds: also those of index builds alone, as attention_seconds names them.
 
     Raises:
         HeadwiseError: they have patterns for different layers.
@@ -56,7 +62,7 @@ def timed(loaded: LoadedModel, some: Mapping[str, Headwise], prompt: Prompt, *, 
     plans = {name: _plans(each.artifact, each.arrays) for name, each in some.items()}
     if len({tuple(by_layer) for by_layer in plans.values()}) > 1:
         raise HeadwiseError("the artifacts have patterns for different layers: their times do not compare")
-    return attention_seconds(loaded, prompt, plans, repeats=repeats, dense=True)
+    return attention_seconds(loaded, prompt, plans, repeats=repeats, dense=True, builds=builds)
 
 
 def _plans(artifact: Artifact, arrays: Mapping[str, Any] | None) -> dict[int, LayerPlan]:
@@ -83,7 +89,8 @@ def compared(
         with each.apply(loaded.model, check_weights=False):
             drift = logits.drift()
         kl = [float(part.mean()) for part in np.split(drift.kl, len(flat))]
-        rows.append(_row(name, densities[name], seconds.get(name), drift, kl, list(prompts), first))
+        row = _row(name, densities[name], seconds.get(name), drift, kl, list(prompts), first)
+        rows.append(replace(row, index_seconds=seconds.get(build_of(name))))
         first = first or kl
     return rows
 

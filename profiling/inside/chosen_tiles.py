@@ -33,18 +33,22 @@ def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
 
     q: (1, H, S, D); k: (1, G, S, D). Returns (H, R, R) fp32, whose causal part sums to 1 in each row.
     """
-    heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
-    rows = num_tiles(length)
-    found = torch.zeros(heads, rows, rows, device=q.device)
-    keys = k[0].repeat_interleave(heads // groups, dim=0).float()
+    rows = num_tiles(k.shape[2])
+    found = torch.zeros(q.shape[1], rows, rows, device=q.device)
     for row in range(rows):
-        start, stop = row * TILE, min((row + 1) * TILE, length)
-        scores = (q[0, :, start:stop].float() @ keys[:, :stop].transpose(1, 2)) * scale
-        ahead = torch.arange(start, stop, device=q.device)[:, None] < torch.arange(stop, device=q.device)
-        weights = scores.masked_fill(ahead, float("-inf")).softmax(-1).mean(1)
-        padded = torch.nn.functional.pad(weights, (0, (row + 1) * TILE - stop))
-        found[:, row, : row + 1] = padded.unflatten(1, (row + 1, TILE)).sum(-1)
+        found[:, row, : row + 1] = row_mass(q, k, scale, row)
     return found
+
+
+def row_mass(q: Tensor, k: Tensor, scale: float, row: int) -> Tensor:
+    """The same of one row of query tiles: (H, row + 1)."""
+    heads, groups, start, stop = q.shape[1], k.shape[1], row * TILE, min((row + 1) * TILE, q.shape[2])
+    keys = k[0, :, :stop].repeat_interleave(heads // groups, dim=0).float()
+    scores = (q[0, :, start:stop].float() @ keys.transpose(1, 2)) * scale
+    ahead = torch.arange(start, stop, device=q.device)[:, None] < torch.arange(stop, device=q.device)
+    weights = scores.masked_fill(ahead, float("-inf")).softmax(-1).mean(1)
+    padded = torch.nn.functional.pad(weights, (0, (row + 1) * TILE - stop))
+    return padded.unflatten(1, (row + 1, TILE)).sum(-1)
 
 
 def top_k_index(scores: Tensor, length: int, density: float, *, tail: int = 0) -> SparseIndex:

@@ -6,7 +6,7 @@ Shapes: H query heads, S prompt length, P pooled cells, R query tiles, N key til
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def missed_mass(
         plan = layer_plan(artifact, patterns, layer, slice(None), inputs.k.shape[1])
         assert plan is not None, "the layer has a row"
         index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-        found.append(_measure(inputs, _of_head(index, head), head, row[head]))
+        found.append(_measure(inputs, index.of_heads(slice(head, head + 1)), head, row[head]))
         raise _SeenError
 
     try:
@@ -73,12 +73,6 @@ def missed_mass(
     except _SeenError:
         return found[0]
     raise HeadwiseError(f"layer {layer} of this model does not attend: no attention came by")
-
-
-def _of_head(index: SparseIndex, head: int) -> SparseIndex:
-    one = slice(head, head + 1)
-    entries = {name: getattr(index, name)[:, one] for name in ("diagonals", "tiles", "columns")}
-    return replace(index, **entries, dense_tail=index.dense_tail[one])
 
 
 def _measure(inputs: LayerInputs, index: SparseIndex, head: int, pattern: str) -> Missed:

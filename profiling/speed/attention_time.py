@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ def attention_seconds(
     backend: str = "auto",
     repeats: int = 3,
     dense: bool = False,
+    builds: bool = False,
 ) -> dict[str, float]:
     """Seconds of each set of plans by layer, index build included: the sum over the layers of their medians.
 
@@ -40,7 +42,11 @@ def attention_seconds(
     def visit(inputs: LayerInputs) -> None:
         if inputs.layer not in layers:
             return
-        runs = {name: by_plan(inputs, by_layer[inputs.layer], backend) for name, by_layer in plans.items()}
+        runs: dict[str, Callable[[], object]] = {}
+        for name, by_layer in plans.items():
+            runs[name] = by_plan(inputs, by_layer[inputs.layer], backend)
+            if builds:
+                runs[build_of(name)] = partial(by_layer[inputs.layer].build, inputs.q, inputs.k, scale=inputs.scale)
         if dense:
             runs[KERNEL] = lambda: dense_attention(inputs, backend=backend)[0]
             if inputs.softcap is None:
@@ -59,6 +65,11 @@ def attention_seconds(
 
     capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
     return sums
+
+
+def build_of(name: str) -> str:
+    """Under which name the index builds of a set of plans are."""
+    return f"{name}, index"
 
 
 def by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, lists, num_tiles
-from kernels.patterns import KINDS, Pattern, make
+from kernels.patterns import KINDS, Pattern, largest
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.head_fidelity import kept_mass
@@ -189,7 +189,7 @@ def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[Sparse
         if key not in builders:
             like = [p for p in candidates if (p.kind, getattr(p, "last_q", 0)) == key]
             builders[key] = KINDS[pattern.kind].prepare(
-                [_largest(like)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale
+                [largest(like)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale
             )
         found.append(builders[key]([pattern] * len(heads)))
     return found
@@ -286,10 +286,3 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
         rows = replace(index, q_len=index.k_len - first * TILE, offsets=index.offsets[:, :, first:], dense_tail=())
         more.append((n * (n + 1) // 2 - first * (first + 1) // 2) - rows.computed_tiles()[0].double())
     return torch.stack(more, dim=-1).cpu().numpy()
-
-
-def _largest(patterns: Sequence[Pattern]) -> Pattern:
-    """A pattern that none of these, all of one kind and last_q, is larger than."""
-    first = patterns[0]
-    names = [name for name, value in vars(first).items() if name != "coverage" and type(value) in (int, float)]
-    return make(first.kind, **{name: max(getattr(p, name) for p in patterns) for name in names})

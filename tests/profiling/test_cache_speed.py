@@ -10,7 +10,8 @@ import pytest
 import artifacts
 from artifacts import HeadwiseError
 from profiling import cache_speed
-from profiling.cache_speed import CacheSpeed, parse_policy
+from profiling.cache_speed import CacheSpeed
+from profiling.caches.policies import parse_policy
 from profiling.models.loading import LoadedModel
 from tests.profiling.conftest import tiny
 

@@ -12,10 +12,10 @@ import torch
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from profiling import decode
-from profiling.decode import forced_losses
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.forced_decode import by_position, forced_losses
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 
@@ -59,7 +59,7 @@ def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, t
 
     prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=2, seed=0)
     losses = forced_losses(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30)
-    expected = torch.cat([negative_log_likelihood(loaded.model, prompt)[-30:] for prompt in prompts])
+    expected = torch.stack([negative_log_likelihood(loaded.model, prompt)[-30:] for prompt in prompts])
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -97,6 +97,41 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
     assert [row["tokens"] for row in record["rows"][1:]] == pytest.approx(read)
     with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"):
         decode.main([*options, "--beside", str(second), str(second)])
+
+
+def test_caches_stand_beside_the_artifact(
+    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out, kinds = tmp_path / "figures.json", ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
+    options = [str(config(loaded, tmp_path / "cfg.yaml", 0.999)), "--model", str(folder), "--dtype", "float32"]
+    options += ["--text", str(text), "--texts", "2", "--text-length", "200", "--forced", "70", "--trials", "0"]
+    options += [word for kind in kinds for word in ("--policy", kind)]
+    decode.main([*options, "--repeats", "0", "--json", str(out)])
+    dense, headwise, full, drawn, voted = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in (full, drawn, voted)] == kinds
+    assert dense["apart"] is headwise["apart"] is None and abs(headwise["loss_change"]) < 0.01
+    assert full["loss_change"] == pytest.approx(0, abs=1e-4)
+    for row in (drawn, voted):
+        assert row["apart"]["low"] < row["apart"]["value"] < row["apart"]["high"]
+        assert row["apart"]["value"] == pytest.approx(row["loss_change"] - headwise["loss_change"], abs=1e-5)
+        # 64 tokens of each text, and the 6 that are left.
+        means = [(64 * first + 6 * second) / 70 for first, second in row["losses"]]
+        assert math.exp(sum(means) / 2) == pytest.approx(row["perplexity"], rel=1e-4)
+    assert drawn["loss_change"] != pytest.approx(voted["loss_change"], abs=1e-3)
+    assert "perplexity to the artifact's" in capsys.readouterr().out
+    with pytest.raises(HeadwiseError, match="--policy compares quality: give --repeats 0 with it"):
+        decode.main([*options, "--repeats", "1"])
+    with pytest.raises(HeadwiseError, match="unknown policy 'none'"):
+        decode.main([*options, "--repeats", "0", "--policy", "none"])
+
+
+def test_perplexity_by_position() -> None:
+    dense = torch.arange(600).float().expand(2, -1) / 600
+    head, one, other = by_position({"dense": dense, "b": dense + math.log(1.5)}, dense)
+    assert head.split()[-8:] == ["from", "0", "from", "150", "from", "300", "from", "450"]
+    assert one.count("(+0.0%)") == other.count("(+50.0%)") == 4
+    assert other.split()[1] == f"{1.5 * math.exp(dense[0, :150].mean()):.2f}"
+    assert by_position({"dense": dense[:, :500]}, dense[:, :500]) == []
 
 
 def test_time_stands_beside_both_dense_attentions(

@@ -103,6 +103,20 @@ def test_update_fills_in_what_an_import_left_open(
     assert f"at {LENGTH} tokens" in capsys.readouterr().out
 
 
+def test_earlier_heads_choices_stand_below(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{str(h): ["vertical_and_slash", 128, 64, 0.5] for h in range(6)} for _ in range(3)]
+    (tmp_path / "heads.json").write_text(json.dumps(rows))
+    convert(Convert(file=tmp_path / "heads.json", config=tiny, out=tmp_path / "cfg.yaml"))
+    line = [str(tmp_path / "cfg.yaml"), "--model", str(tiny), "--dtype", "float32", "--length", str(LENGTH)]
+    line += ["--earlier", "--samples"]
+    assert main([*line, "3", "--json", str(tmp_path / "f.json")]) == 0
+    estimate, scores = json.loads((tmp_path / "f.json").read_text())["earlier"]
+    assert (estimate["way"], scores["way"]) == ("estimate", "scores") and estimate["heads"] == scores["heads"] == 12
+    assert "chosen by best earlier head, scores" in capsys.readouterr().out
+    with pytest.raises(HeadwiseError, match="--earlier fits on one prompt and needs two to measure on: --samples is 2"):
+        main([*line, "2"])
+
+
 def test_what_is_refused(imported: Path, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match="--samples must be at least 1, got 0"):
         run(measured(imported, tiny, samples=0))

@@ -12,7 +12,7 @@ import torch
 from artifacts import HeadwiseError
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.speed.attention_time import attention_seconds
+from profiling.speed.attention_time import attention_seconds, build_of
 from profiling.speed.baselines import KERNEL, LABELS, MODEL
 from profiling.versus import Versus, main, run
 from search.published.config import HeadSearch
@@ -55,6 +55,7 @@ def test_the_denser_artifact_is_nearer_and_both_are_told(
     assert sparse["density"] < dense["density"]
     assert dense["kl"] < sparse["kl"]
     assert sparse["seconds"] > 0 and dense["seconds"] > 0
+    assert sparse["index_seconds"] > 0 and dense["index_seconds"] > 0
     assert sparse["kl"] == pytest.approx(np.mean(list(sparse["kl_by_task"].values())))
     told = capsys.readouterr().out
     assert "b0.7.yaml" in told and "b1.yaml" in told and LABELS[MODEL] in told and LABELS[KERNEL] in told
@@ -85,6 +86,8 @@ def test_attention_is_timed_for_every_set_of_plans_and_dense(tiny: Path) -> None
     plan.build = lambda *args, **kwargs: calls.append(1) or build(*args, **kwargs)  # type: ignore[method-assign]
     with torch.inference_mode():
         found = attention_seconds(loaded, prompt, {"one": {0: plan, 2: plan}}, repeats=2, dense=True)
-    assert set(found) == {"one", MODEL, KERNEL} and min(found.values()) > 0
-    # Two layers, one round that is not timed and two that are.
-    assert len(calls) == 6
+        assert set(found) == {"one", MODEL, KERNEL} and min(found.values()) > 0
+        # Two layers, one round that is not timed and two that are.
+        assert len(calls) == 6
+        found = attention_seconds(loaded, prompt, {"one": {0: plan, 2: plan}}, repeats=2, builds=True)
+        assert set(found) == {"one", build_of("one")} and len(calls) == 18
