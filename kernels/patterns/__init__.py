@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, dense_index, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
+from kernels.patterns import on_gpu
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
@@ -201,6 +202,9 @@ class LayerPlan:
         if self.dense_tail and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE:
             # Every row is one of the tail: there is nothing to choose.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+        built = on_gpu.build(self.patterns, self._kinds, q, k, scale=scale, window=window)
+        if built is not None:
+            return built
         parts = [
             cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale, window=window)
             for cls, heads in self._kinds.items()

@@ -83,7 +83,7 @@ def select(
         )
     else:
         tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
-        for some in _chunks(rows if total else 0, 4 * batch * heads * n, device):
+        for some in chunks(rows if total else 0, 4 * batch * heads * n, device):
             # No row of the chunk sees a tile outside these.
             seen = slice(max(first + some.start - reach, 0), first + some.stop)
             own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
@@ -148,12 +148,13 @@ def _pool_all(x: Tensor, *, lead: int) -> Tensor:
     cut = min((TILE - lead) % TILE, x.shape[2])
     end = x.shape[2] - (x.shape[2] - cut) % TILE
     body = x[:, :, cut:end].unflatten(2, ((end - cut) // TILE, TILE))
-    chunks = _chunks(body.shape[2], 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)
-    pieces = [x[:, :, None, :cut], *(body[:, :, some] for some in chunks), x[:, :, None, end:]]
-    return torch.cat([piece.mean(3, dtype=torch.float32) for piece in pieces if piece.shape[3]], dim=2)
+    some = chunks(body.shape[2], 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)
+    pieces = [x[:, :, None, :cut], *(body[:, :, each] for each in some), x[:, :, None, end:]]
+    means = [piece.mean(3, dtype=torch.float32) for piece in pieces if piece.shape[2] and piece.shape[3]]
+    return means[0] if len(means) == 1 else torch.cat(means, dim=2)
 
 
-def _chunks(count: int, nbytes: int, device: torch.device) -> Iterator[slice]:
+def chunks(count: int, nbytes: int, device: torch.device) -> Iterator[slice]:
     """`count` things of `nbytes` scratch memory each, as many at a time as there is room for."""
     step = max(1, _SCRATCH_BYTES.get(device.type, _SCRATCH_BYTES_ELSEWHERE) // nbytes)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -1,15 +1,15 @@
 """What builders do to whole prompts, in Triton on GPUs: prepares and launches triton_kernels.py.
 
 In torch the estimate writes the attention of the last queries out, four bytes a key for each of them, and reads it
-again several times; here it stays on the chip. torch's topk reads a row of scores up to a dozen times; here it is read
-once. Means over tiles stay in torch: they read each number once in any case.
+again several times; here it stays on the chip. All choices of a layer are one launch. Means over tiles stay in torch:
+they read each number once in any case.
 
 Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K key length, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from kernels.attention.triton_launch import architecture, choose, split, unavail
 from kernels.breaker import failure
 from kernels.copies import on_device
 from kernels.dispatch import say_once
-from kernels.index import PAD, TILE, num_tiles
+from kernels.index import TILE, num_tiles
 from kernels.triton_calls import KernelCall, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
+_CHOICE = f"{__package__}.triton_choice_kernel"
 _LOG2E = 1.4426950408889634
 _MAX_DIM = 256
 # The widest heads of which two at a time fit the smaller shared memories.
@@ -33,9 +34,8 @@ _PROGRAMS = 1024
 _MOST_CHUNKS = 64
 
 
-# Rows that the first level of cache holds, and what a program takes of one at a time.
-_MOST_PLACES = 1 << 16
-_CHUNK = 2048
+# Scores of a row that a program takes at a time.
+_CHUNK = 4096
 
 
 def serves(x: Tensor) -> bool:
@@ -53,9 +53,8 @@ def _built(device: torch.device) -> bool:
 
 
 def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
-    """Whether Triton makes this choice: short rows on a GPU, none of them by mass."""
-    short = 0 < scores.shape[-1] <= _MOST_PLACES and scores.numel() > 0
-    wanted = short and all(share is None for share in coverage)
+    """Whether Triton makes this choice: on a GPU, by number alone."""
+    wanted = scores.numel() > 0 and all(share is None for share in coverage)
     return wanted and unavailable(scores.device) is None and _built(scores.device)
 
 
@@ -69,19 +68,86 @@ def best_places(scores: Tensor, sizes: Sequence[int], *, forced: int) -> Tensor:
 def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     n = scores.shape[-1]
-    width, chunk = min(max(sizes), n), min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
+    width = min(max(sizes), n)
     places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
     arguments = {
         "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device), "places": places,
         "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
     }  # fmt: skip
     return places, KernelCall(
-        module=_MODULE,
+        module=_CHOICE,
         kernel="best_places_kernel",
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
-        constants={"FORCED": forced, "PAD": PAD, "CHUNK": chunk},
-        options={"num_warps": max(1, chunk // 512), "enable_fp_fusion": True},
+        **_chunked(n, {"FORCED": forced}),
+    )
+
+
+def _chunked(n: int, constants: dict[str, Any]) -> dict[str, Any]:
+    """How a choice among rows of n scores is built."""
+    chunk = min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
+    return {
+        "constants": {**constants, "CHUNK": chunk},
+        "options": {"num_warps": max(1, chunk // 512), "enable_fp_fusion": True},
+    }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lines:
+    """What columns and diagonals are chosen by: `masses`, and of each head its number, columns and distances."""
+
+    vertical: Tensor
+    near: Tensor
+    far: Tensor
+    heads: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lists:
+    """What tiles are chosen by: scores (B * h, rows, N), and of each head its number and how many beside the own tile.
+
+    Row i is query tile row + i, at key tile first + row + i, and sees `reach` tiles before its own.
+    """
+
+    scores: Tensor
+    heads: tuple[tuple[int, int], ...]
+    first: int
+    row: int
+    reach: int
+
+
+def fill(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None) -> None:
+    """Write what is chosen to diagonals, columns and tiles of an index, all in one launch."""
+    _run(choices(made, lines, lists), made["diagonals"].device)
+
+
+def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None) -> KernelCall:
+    """The launch of `fill`."""
+    diagonals, columns, offsets = (made[name] for name in ("diagonals", "columns", "offsets"))
+    batch, heads, device = *diagonals.shape[:2], diagonals.device
+    # What is absent is never read; some tensor has to stand there.
+    absent = torch.empty(0, dtype=torch.float32, device=device)
+    by_row = absent if lists is None else lists.scores
+    vertical, near, far = (absent,) * 3 if lines is None else (lines.vertical, lines.near, lines.far)
+    lined, listed = lines.heads if lines else (), lists.heads if lists else ()
+    rows = 0 if lists is None else lists.scores.shape[1]
+    arguments = {
+        "vertical": vertical, "near": near, "far": far, "columns": columns, "diagonals": diagonals,
+        "scores": by_row, "offsets": offsets, "tiles": made["tiles"],
+        "line_heads": on_device(tuple(n for one in lined for n in one), device, torch.int32) if lined else columns,
+        "list_heads": on_device(tuple(n for one in listed for n in one), device, torch.int32) if listed else columns,
+        "heads": heads, "lines": len(lined), "k_len": vertical.shape[-1], "seen": near.shape[-1],
+        "columns_width": columns.shape[-1], "diagonals_width": diagonals.shape[-1],
+        "listing": len(listed), "rows": rows, "all_rows": offsets.shape[-1] - 1, "n": by_row.shape[-1],
+        "first": lists.first if lists else 0, "row0": lists.row if lists else 0, "reach": lists.reach if lists else 0,
+        "elements": batch,
+    }  # fmt: skip
+    return KernelCall(
+        module=_CHOICE,
+        kernel="choose_kernel",
+        grid=(batch * (2 * len(lined) + len(listed) * rows),),
+        arguments=arguments,
+        **_chunked(max(vertical.shape[-1], by_row.shape[-1]), {}),
     )
 
 
@@ -89,20 +155,29 @@ def estimate(
     q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """See kernels.patterns.last_queries.estimate. The sums have an order of their own, each time the same."""
+    vertical, near, far = masses(q, k, heads, last_q, scale=scale, window=window)
+    slash = torch.zeros_like(vertical)
+    seen = min(near.shape[-1], k.shape[2])
+    torch.add(near[..., :seen], far[..., :seen], out=slash[..., :seen])
+    return vertical, slash
+
+
+def masses(
+    q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The estimate with its diagonals in two parts: (B, h, K), and two (B, h, distances) that add up to their mass."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     how = plan(q, k, heads, last_q, scale=scale, window=window)
     shape, seen = (q.shape[0], len(heads)), how.arguments["tiles"] * TILE
     partial = torch.empty(*shape, how.blocks * TILE, how.chunks, dtype=torch.float32, device=q.device)
     _run(how.normalisers(partial), q.device)
-    partial = partial.logsumexp(-1)
     # Nobody writes to keys that no query sees.
-    vertical, slash = torch.zeros(2, *shape, k.shape[2], dtype=torch.float32, device=q.device)
+    new = torch.empty if window is None else torch.zeros
+    vertical = new(*shape, k.shape[2], dtype=torch.float32, device=q.device)
     near, far = torch.empty(2, *shape, seen, dtype=torch.float32, device=q.device)
     for block in range(how.blocks):
         _run(how.masses(block, partial, vertical, near, far), q.device)
-    seen = min(seen, k.shape[2])
-    torch.add(near[..., :seen], far[..., :seen], out=slash[..., :seen])
-    return vertical, slash
+    return vertical, near, far
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The device code of the builders on GPUs; kernels.patterns.triton launches it. Importing this imports triton.
 
 Shapes: B batch, h heads asked for, H query heads, G KV heads, Q query length, K key length, D head dim, N key tiles,
-C chunks of tiles; M queries of a program.
+C chunks of tiles, at most 64; M queries of a program.
 
 The last queries of MEMBERS heads that share a KV head stand in one product, MEMBERS * 64 rows, so that its keys are
 read once for all of them. Query blocks and key tiles are counted from the end: block or tile 0 ends with the last
@@ -116,7 +116,7 @@ def masses_kernel(
     A tile touches 127 distances: those of its own 64 and, where the column is right of the row, those before them. Each
     has its array, so that one program alone writes a place.
 
-    normalisers (B, h, rows) fp32: natural log-sum-exp of each query's logits.
+    normalisers (B, h, rows, C) fp32: natural log-sum-exp of each query's logits, by chunks of keys.
     vertical (B, h, K) fp32. near, far (B, h, tiles * 64) fp32: the mass at a distance is the sum of both.
     """
     group = tl.program_id(0) % groups
@@ -134,8 +134,12 @@ def masses_kernel(
         q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
     row = tl.arange(0, MEMBERS * TILE) % TILE
     at = (batch * heads + place) * rows + block * TILE + row
+    each = tl.arange(0, 64)
+    kept = asked[:, None] & (each < chunks)[None, :]
+    sums = tl.load(normalisers + at[:, None] * chunks + each[None, :], mask=kept, other=float("-inf")) * LOG2E
+    top = tl.maximum(tl.max(sums, 1), LOWEST)
     # Queries that are not asked have a sum of infinity: they attend to nothing.
-    normaliser = tl.load(normalisers + at, mask=asked, other=float("inf")) * LOG2E
+    normaliser = tl.where(asked, top + tl.log2(tl.sum(tl.exp2(sums - top[:, None]), 1)), float("inf"))
 
     column = tl.arange(0, TILE)
     entry = members + (group * MEMBERS + tl.arange(0, MEMBERS)) * 3
@@ -157,72 +161,3 @@ def masses_kernel(
         width = member * tiles * TILE + column[None, :]
         _keep(near, width + offset, _over_queries(tl.where(own, skewed, 0.0), MEMBERS), live, ADD)
         _keep(far, width + before, _over_queries(tl.where(own, 0.0, skewed), MEMBERS), live, ADD)
-
-
-@triton.jit
-def _number(order):
-    """The fp32 number of a place in the order of all of them: as integers, the bits of negative ones run backwards."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _at_least(scores, start, n, least, CHUNK: tl.constexpr):
-    """How many of the scores start ... n are no smaller than `least`."""
-    counts = tl.zeros([CHUNK], tl.int32)
-    for first in range(start, n, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        counts += (tl.load(scores + at, mask=at < n, other=float("-inf")) >= least).to(tl.int32)
-    return tl.sum(counts)
-
-
-@triton.jit(do_not_specialize=["heads", "rows", "n", "width"])
-def best_places_kernel(
-    scores, sizes, places,
-    heads, rows, n, width,
-    FORCED: tl.constexpr, PAD: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The places of the best entries of one row, ascending; of two that are equal the smaller place is the better.
-
-    scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32, padded with PAD.
-    The search for the worst score that is taken halves the numbers that it may be, from the smallest finite one to
-    infinity, 32 times; the row stays in the cache meanwhile. NaN is never taken.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    scores += row * n
-    places += row * width
-    size = tl.minimum(tl.load(sizes + row // rows % heads).to(tl.int32), width)
-    lane = tl.arange(0, CHUNK)
-    found = 0
-    for first in range(0, tl.minimum(FORCED, n), CHUNK):
-        at = first + lane
-        taken = (tl.load(scores + at, mask=at < tl.minimum(FORCED, n), other=float("-inf")) > float("-inf")).to(
-            tl.int32
-        )
-        place = found + tl.cumsum(taken, 0) - taken
-        tl.store(places + place, at, mask=(taken != 0) & (place < size))
-        found = tl.minimum(found + tl.sum(taken), size)
-
-    LEAST: tl.constexpr = -2139095040
-    wanted = tl.minimum(size - found, _at_least(scores, FORCED, n, _number(tl.full([], LEAST, tl.int32)), CHUNK))
-    low = tl.full([], LEAST, tl.int64)
-    high = tl.full([], 0x7F800000, tl.int64)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        enough = _at_least(scores, FORCED, n, _number(middle.to(tl.int32)), CHUNK) >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    worst = _number(low.to(tl.int32))
-    better = _at_least(scores, FORCED, n, _number((low + 1).to(tl.int32)), CHUNK)
-    # How many with the worst score there is room for.
-    room = wanted - better
-    for first in range(FORCED, n, CHUNK):
-        at = first + lane
-        score = tl.load(scores + at, mask=at < n, other=float("-inf"))
-        equal = (score == worst).to(tl.int32)
-        taken = ((score > worst) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))).to(tl.int32)
-        tl.store(places + found + tl.cumsum(taken, 0) - taken, at, mask=taken != 0)
-        room -= tl.sum(equal)
-        found += tl.sum(taken)
-    for first in range(0, width, CHUNK):
-        at = first + lane
-        tl.store(places + at, tl.zeros_like(at) + PAD, mask=(at >= found) & (at < width))

@@ -21,6 +21,7 @@ from profiling.gpu.variants import (
     compile_choice,
     compile_decode,
     compile_estimate,
+    compile_fill,
     compile_for,
     compile_tables,
 )
@@ -61,7 +62,7 @@ def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
         built = compile_decode(target, **how, **DECODE_VARIANTS[variant.strip()])
     else:
         built = {**compile_estimate(target, **how), "choice": compile_choice(target, n=16_385)}
-        built["tables"] = compile_tables(target)
+        built |= {"choice of a layer": compile_fill(target), "tables": compile_tables(target)}
     return {name: _facts(build, target) for name, build in built.items()}
 
 

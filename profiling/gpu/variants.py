@@ -141,6 +141,19 @@ def compile_choice(target: str, *, n: int) -> Build:
     return _compile(one, target)
 
 
+def compile_fill(target: str) -> Build:
+    """Compile the launch that makes the choices of a layer of both sorts of heads on the target."""
+    entries = torch.zeros(1, 4, 64, dtype=torch.int32)
+    made = {
+        "diagonals": entries, "columns": entries, "offsets": torch.zeros(1, 4, 65, dtype=torch.int64),
+        "tiles": entries.view(-1),
+    }  # fmt: skip
+    mass = torch.empty(1, 2, 4096)
+    lines = builders.Lines(vertical=mass, near=mass, far=mass, heads=((0, 64, 64), (1, 64, 64)))
+    lists = builders.Lists(scores=torch.empty(1, 64, 64), heads=((2, 3),), first=0, row=0, reach=63)
+    return _compile(builders.choices(made, lines, lists), target)
+
+
 def compile_decode(
     target: str,
     *,

@@ -83,6 +83,12 @@ def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(triton_builders.LAYERS, "layer in a window of 130"))
+def test_an_interpreted_layer_has_torch_s_index(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    assert tuple(interpreted[name]) == (0, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(triton_tables.TABLES, "tables, 2 query tiles, window 300"))
 def test_tables_name_what_each_query_tile_wants(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert interpreted[name] == [0, 0]

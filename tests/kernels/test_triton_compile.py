@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from profiling.gpu.compiled import TARGETS
-from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_for, compile_tables
+from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_fill, compile_for, compile_tables
 from tests.sampling import sampled
 
 pytestmark = [
@@ -66,6 +66,6 @@ def test_choice_compiles_without_spills(target: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
-def test_tables_compile_without_spills(target: str) -> None:
+def test_tables_and_choices_of_a_layer_compile_without_spills(target: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    assert compile_tables(target).spilled == 0
+    assert compile_tables(target).spilled == compile_fill(target).spilled == 0

@@ -5,12 +5,13 @@ Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
 
 from kernels.index import PAD
+from kernels.patterns import LayerPlan, make
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
 
@@ -100,3 +101,35 @@ def choice_error(name: str, device: torch.device) -> tuple[float, float]:
             expected = best_places(scores, sizes, **how)
     wild = (taken != PAD) & poisoned.gather(-1, taken.clamp(max=shape[-1] - 1).long()).isnan()
     return float((found != expected).sum()), float((wild | (taken < 0)).sum())
+
+
+# Query and key length, batch and window of a layer, whose index three launches make on a GPU and many in torch.
+LAYERS: dict[str, tuple[int, int, int, int | None]] = {
+    "layer of 300": (300, 300, 1, None),
+    "layer, 100 of 450, batch 2": (100, 450, 2, None),
+    "layer in a window of 130": (257, 400, 1, 130),
+    "layer of 130": (130, 130, 1, None),
+    "layer of 4500": (130, 4500, 1, None),
+}
+_KINDS = (
+    make("vertical_slash", vertical=80, slash=90), make("block_sparse", blocks=3), make("a_shape", sink=70, window=100),
+    make("dense"), make("block_sparse", blocks=1), make("vertical_slash", vertical=200, slash=64, last_q=100),
+    make("skip_softmax", scale_factor=3.0), make("block_sparse", blocks=70),
+)  # fmt: skip
+
+
+def layer_error(name: str, device: torch.device) -> tuple[float, float]:
+    """How many keys are in one of both indices alone, and how many entries of their lists differ."""
+    q_len, k_len, batch, window = LAYERS[name]
+    torch.manual_seed(0)
+    q, k = (torch.randn(batch, heads, n, 32, device=device).half() for heads, n in ((8, q_len), (2, k_len)))
+    plan = LayerPlan(_KINDS, 2, dense_tail=40)
+    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        found = plan.build(q, k, window=window)
+        with mock.patch("kernels.patterns.on_gpu.build", return_value=None):
+            expected = plan.build(q, k, window=window)
+    replace(found).validate()
+    assert found.dense_tail == expected.dense_tail
+    assert found.skip is not None and expected.skip is not None and torch.equal(found.skip, expected.skip)
+    wrong = (found.to_mask() != expected.to_mask()).sum()
+    return float(wrong), float((found.listed() != expected.listed()).sum())

@@ -181,6 +181,8 @@ def error(name: str, device: torch.device) -> tuple[float, float]:
         return run(SMALL[name], device)
     if name in triton_builders.ESTIMATES:
         return triton_builders.estimate_error(triton_builders.ESTIMATES[name], device)
+    if name in triton_builders.LAYERS:
+        return triton_builders.layer_error(name, device)
     if name in triton_tables.TABLES:
         return triton_tables.tables_error(name, device)
     return triton_builders.choice_error(name, device)
@@ -191,7 +193,8 @@ def main(names: list[str]) -> None:
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    names = names or [*SMALL, *triton_builders.ESTIMATES, *triton_builders.CHOICES, *triton_tables.TABLES]
+    builders = (triton_builders.ESTIMATES, triton_builders.CHOICES, triton_builders.LAYERS)
+    names = names or [*SMALL, *(name for cases in builders for name in cases), *triton_tables.TABLES]
     with memory_checked():
         print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
 

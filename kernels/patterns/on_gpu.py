@@ -1,0 +1,157 @@
+"""A layer's index in a few launches on a GPU: what its heads read of the prompt and choose, straight to its place.
+
+What does not depend on the prompt is laid out once for each length: entries of fixed patterns, and where lists begin.
+
+Shapes: B batch, H query heads, R query tiles, N key tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.breaker import CannotBuildError
+from kernels.copies import Copy
+from kernels.index import PAD, SparseIndex, empty_entries, no_lists, num_rows, num_tiles
+from kernels.joining import cat_heads
+from kernels.patterns import cpu, triton
+from kernels.patterns.base import Pattern
+from kernels.patterns.block_sparse import BlockSparse, chunks, mean_of_tiles
+from kernels.patterns.dense import Dense
+from kernels.patterns.fixed import Fixed
+from kernels.patterns.rows import offsets_of
+from kernels.patterns.skip_softmax import SkipSoftmax
+from kernels.patterns.vertical_slash import VerticalSlash
+
+_Kinds = tuple[tuple[type[Pattern], tuple[int, ...], tuple[Pattern, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """An index without what is chosen, on the host, and its parts on the device."""
+
+    index: SparseIndex
+    diagonals: Copy
+    columns: Copy
+    offsets: Copy
+    skip: Copy | None
+    total: int
+
+
+def build(
+    patterns: Sequence[Pattern],
+    kinds: Mapping[type[Pattern], Sequence[int]],
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> SparseIndex | None:
+    """The index of a layer, as LayerPlan.build says; None where its kinds or tensors are not for these launches.
+
+    They choose columns, diagonals and tiles by number, not by mass, and read half precision on a GPU.
+    """
+    chosen = [*kinds.get(VerticalSlash, ()), *kinds.get(BlockSparse, ())]
+    fixed = all(issubclass(kind, (Dense, Fixed, SkipSoftmax, VerticalSlash, BlockSparse)) for kind in kinds)
+    by_mass = any(getattr(patterns[head], "coverage", None) is not None for head in chosen)
+    if not chosen or not fixed or by_mass or cpu.serves(q) or not triton.serves(q):
+        return None
+    key = tuple((kind, tuple(heads), tuple(patterns[head] for head in heads)) for kind, heads in kinds.items())
+    # Where a kernel turns out not to build, torch serves this call and those to come.
+    with suppress(CannotBuildError):
+        return _build(patterns, kinds, _layout(key, tuple(q.shape), k.shape[2], window, q.device), q, k, scale, window)
+    return None
+
+
+def _build(
+    patterns: Sequence[Pattern],
+    kinds: Mapping[type[Pattern], Sequence[int]],
+    layout: _Layout,
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    window: int | None,
+) -> SparseIndex:
+    made = {
+        "diagonals": layout.diagonals.read().clone(), "columns": layout.columns.read().clone(),
+        "offsets": layout.offsets.read(),
+        "tiles": torch.empty(layout.total, dtype=torch.int32, device=q.device),
+    }  # fmt: skip
+    lines = None
+    some: Any
+    if heads := kinds.get(VerticalSlash, ()):
+        some = [patterns[head] for head in heads]
+        sizes = tuple((head, max(p.vertical, 64), max(p.slash, 64)) for head, p in zip(heads, some, strict=True))
+        vertical, near, far = triton.masses(q, k, heads, [p.last_q for p in some], scale=scale, window=window)
+        lines = triton.Lines(vertical=vertical, near=near, far=far, heads=sizes)
+    if heads := kinds.get(BlockSparse, ()):
+        queries = mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % 64).flatten(0, 1)
+        keys = mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0).flatten(0, 1)
+        n = keys.shape[1]
+        some = [patterns[head] for head in heads]
+        beside = tuple((head, max(p.blocks, 2) - 1) for head, p in zip(heads, some, strict=True))
+        reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
+        for part in chunks(queries.shape[1], 4 * len(queries) * n, q.device):
+            scores = torch.bmm(queries[:, part], keys.transpose(1, 2))
+            first = layout.index.first_row
+            lists = triton.Lists(scores=scores, heads=beside, first=first, row=part.start, reach=reach)
+            triton.fill(made, lines, lists)
+            lines = None
+    else:
+        triton.fill(made, lines, None)
+    index = layout.index
+    return SparseIndex.built(
+        widths=index.widths(), q_len=index.q_len, k_len=index.k_len, **made, dense_tail=index.dense_tail,
+        skip=None if layout.skip is None else layout.skip.read(),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _layout(kinds: _Kinds, shape: tuple[int, ...], k_len: int, window: int | None, device: torch.device) -> _Layout:
+    """What is the same for every prompt of a length; not to be written to."""
+    batch, _, q_len, dim = shape
+    parts: list[SparseIndex] = []
+    order: list[int] = []
+    host, n, total, rows = torch.device("cpu"), num_tiles(k_len), 0, num_rows(q_len, k_len)
+    # Of queries and keys only shapes are looked at.
+    q, k = (torch.empty(1).expand(batch, shape[1], length, dim) for length in (q_len, k_len))
+    with torch.inference_mode(False):
+        for kind, heads, patterns in kinds:
+            order += heads
+            if kind not in (VerticalSlash, BlockSparse):
+                parts.append(kind.build_index(patterns, heads, q, k, scale=1.0, window=window))
+                continue
+            some: Any = patterns
+            fields: dict[str, Any] = no_lists(batch, len(heads), rows, device=host)
+            if kind is BlockSparse:
+                reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
+                most = tuple(min(max(p.blocks, 2) - 1, reach) for p in some)
+                offsets, total = offsets_of(most, batch, rows, (k_len - q_len) // 64, host)
+                widths = tuple((1, width, 0) for width in most)
+                fields = {"tiles": empty_entries(total, device=host), "offsets": offsets}
+            else:
+                widths = tuple(
+                    (min(n, 2 * min(max(p.slash, 64), k_len)), 0, min(max(p.vertical, 64), k_len)) for p in some
+                )
+            diagonals = torch.full((batch, len(heads), max(w[0] for w in widths)), PAD, dtype=torch.int32)
+            diagonals[..., 0] = 0
+            columns = torch.full((batch, len(heads), max(w[2] for w in widths)), PAD, dtype=torch.int32)
+            parts.append(
+                SparseIndex.built(
+                    widths=widths, q_len=q_len, k_len=k_len, diagonals=diagonals, columns=columns, **fields
+                )
+            )
+        place = sorted(range(len(order)), key=order.__getitem__)
+        index = cat_heads(parts, torch.tensor(place), place)
+        # An expanded tensor has no memory of its own to copy.
+        skip = None if index.skip is None else Copy.of(index.skip.contiguous(), device)
+        entries = {
+            name: Copy.of(getattr(index, name).contiguous(), device) for name in ("diagonals", "columns", "offsets")
+        }
+    return _Layout(index=index, **entries, skip=skip, total=total)
