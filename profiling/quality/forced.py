@@ -6,7 +6,6 @@ Shapes: A answer length, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
-from profiling.quality.contexts import Prefilled, fed, prefilled
+from profiling.quality.contexts import Prefilled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,49 +35,14 @@ class ForcedAnswer:
         return all(self.hits)
 
     @property
-    def total(self) -> float:
-        """-log p of the whole answer, in nats."""
-        return math.fsum(self.nll)
-
-    @property
     def mean(self) -> float:
         """-log p of a token of it on average, in nats."""
-        return self.total / len(self.nll)
+        return math.fsum(self.nll) / len(self.nll)
 
     @property
     def token_accuracy(self) -> float:
         """The share of its tokens that were the likeliest."""
         return sum(self.hits) / len(self.hits)
-
-
-@torch.no_grad()
-def forced_answers(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt], *, cache: Callable[[], Any] | None = None
-) -> list[tuple[ForcedAnswer, ...]]:
-    """Of each prompt its answers: those of its `scored` ranges in turn, then the one that follows its end.
-
-    The context is prefilled under whatever is applied to the model, once for all prompts that share it; turn and answer
-    are fed after it in pieces, with dense attention over the cache, as decode has it. `scored` ranges are read off the
-    prefill itself. A prompt is one prefill and one short forward, whatever its answers.
-
-    Args:
-        model: any transformers causal model with logits_to_keep.
-        tokenizer: the model's.
-        prompts: of any lengths.
-        cache: makes the cache of a prompt; the model's own if None.
-
-    Raises:
-        HeadwiseError: a prompt says no answer.
-    """
-    rights = [answer_ids(tokenizer, p) if asks(p) or not p.scored else () for p in prompts]
-    found: dict[int, tuple[ForcedAnswer, ...]] = {}
-    for one in prefilled(model, prompts, cache=cache):
-        prompt, right = prompts[one.number], rights[one.number]
-        found[one.number] = scored_answers(prompt, one)
-        if right:
-            after = [fed(model, right[:-1], one.cache)] if right[1:] else []
-            found[one.number] += (forced(torch.cat([one.last[None], *after]), right),)
-    return [found[number] for number in range(len(prompts))]
 
 
 def scored_answers(prompt: Prompt, start: Prefilled) -> tuple[ForcedAnswer, ...]:

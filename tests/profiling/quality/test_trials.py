@@ -10,9 +10,9 @@ from profiling.evaluation.methods import Method, Methods
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answer, negative_log_likelihood
-from profiling.quality.forced import forced_answers
 from profiling.quality.trials import BLOCK, trial
 from runtime.fingerprint import fingerprint
+from tests.profiling.quality.forcing import forced_answers
 from tests.search.conftest import save_tiny
 
 

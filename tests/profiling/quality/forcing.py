@@ -1,0 +1,26 @@
+"""The answers of prompts under teacher forcing, one by one: what trials are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from profiling.prompts.prompt import Prompt
+from profiling.quality.contexts import fed, prefilled
+from profiling.quality.forced import ForcedAnswer, answer_ids, asks, forced, scored_answers
+
+
+@torch.no_grad()
+def forced_answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> list[tuple[ForcedAnswer, ...]]:
+    """Of each prompt its answers: those of its `scored` ranges in turn, then the one that follows its end."""
+    rights = [answer_ids(tokenizer, p) if asks(p) or not p.scored else () for p in prompts]
+    found: dict[int, tuple[ForcedAnswer, ...]] = {}
+    for one in prefilled(model, prompts):
+        right = rights[one.number]
+        found[one.number] = scored_answers(prompts[one.number], one)
+        if right:
+            after = [fed(model, right[:-1], one.cache)] if right[1:] else []
+            found[one.number] += (forced(torch.cat([one.last[None], *after]), right),)
+    return [found[number] for number in range(len(prompts))]
