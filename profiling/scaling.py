@@ -23,6 +23,7 @@ from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
 from artifacts.page_layout import aligned
+from kernels.index import TILE
 from profiling.environment import environment
 from profiling.evaluation.intervals import CONFIDENCE
 from profiling.evaluation.record import as_json
@@ -179,11 +180,15 @@ def fitted(kl: np.ndarray, densities: Sequence[float], lengths: Sequence[int]) -
 
 
 def _budgets(kl: np.ndarray, target: float, densities: Sequence[float], lengths: Sequence[int]) -> np.ndarray:
-    """Tokens a query for the target at each length, log KL over log density between what was measured, or its ends."""
-    x, y = np.log(densities), np.log(np.maximum(kl, 1e-9))
+    """Tokens a query for the target at each length, log KL over their logarithm between what was measured, or its ends.
+
+    A row has two tiles at least, its own and the first, whatever the density.
+    """
+    x = np.log(np.maximum(np.outer(densities, lengths), 2 * TILE))
+    y = np.log(np.maximum(kl, 1e-9))
     # np.interp wants what it looks up to ascend: KL falls with density.
-    found = [np.interp(-np.log(target), np.maximum.accumulate(-y[:, at]), x) for at in range(len(lengths))]
-    return np.array(np.exp(found) * np.array(lengths))
+    found = [np.interp(-np.log(target), np.maximum.accumulate(-y[:, at]), x[:, at]) for at in range(len(lengths))]
+    return np.array(np.exp(found))
 
 
 def _slope(budgets: np.ndarray, lengths: Sequence[int]) -> float:
