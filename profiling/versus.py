@@ -111,11 +111,15 @@ def table(result: Result) -> str:
                 f"{row.density:.3f}",
                 *("-" if each is None else f"{each:.3f}" for each in (row.seconds, row.index_seconds)),
                 *cells(None if row.seconds is None else _speedup(row.seconds, result)),
-                f"{row.kl:.4f} +- {row.kl_error:.4f}",
-                f"{row.loss:+.4f} +- {row.loss_error:.4f}",
+                f"{row.kl:.4f}{_error(row.kl_error)}",
+                f"{row.loss:+.4f}{_error(row.loss_error)}",
             ]
         )
     return "\n".join(aligned(lines))
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" +- {error:.4f}"
 
 
 def _speedup(seconds: float, result: Result) -> Speedup:

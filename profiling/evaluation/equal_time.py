@@ -108,9 +108,9 @@ def _table(found: Mapping[str, Any]) -> str:
             ("text", escape(row["sizes"])),
             ("", number(row["density"])),
             ("", f"{row['seconds']:.3f} s"),
-            ("", f"{row['kl']:.4f} ± {row['kl_error']:.4f}"),
+            ("", f"{row['kl']:.4f}{_error(row['kl_error'])}"),
             ("", _apart(row)),
-            ("", f"{row['loss']:+.4f} ± {row['loss_error']:.4f}"),
+            ("", f"{row['loss']:+.4f}{_error(row['loss_error'])}"),
         ]
         for row in found["rows"]
     ]
@@ -126,3 +126,8 @@ def _apart(row: Mapping[str, Any]) -> str:
     if row["apart"] is None:
         return "-"
     return f"{row['apart']:+.4f}<small>{row['low']:+.4f} to {row['high']:+.4f}</small>"
+
+
+def _error(error: float | None) -> str:
+    """Of one prompt alone there is none."""
+    return "" if error is None else f" ± {error:.4f}"

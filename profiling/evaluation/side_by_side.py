@@ -37,10 +37,10 @@ class Row:
     density: float
     seconds: float | None
     kl: float
-    kl_error: float
+    kl_error: float | None
     kl_by_task: dict[str, float]
     loss: float
-    loss_error: float
+    loss_error: float | None
     apart: float | None = None
     low: float | None = None
     high: float | None = None
@@ -123,6 +123,6 @@ def _row(
     )
 
 
-def _standard_error(means: Sequence[float]) -> float:
-    """Of the mean over prompts; NaN of one alone."""
-    return float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else float("nan")
+def _standard_error(means: Sequence[float]) -> float | None:
+    """Of the mean over prompts; none of one alone."""
+    return float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else None

@@ -61,6 +61,16 @@ def test_the_denser_artifact_is_nearer_and_both_are_told(
     assert "b0.7.yaml" in told and "b1.yaml" in told and LABELS[MODEL] in told and LABELS[KERNEL] in told
 
 
+def test_one_prompt_has_no_standard_error(
+    tiny: Path, artifacts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "versus.json"
+    words = [*map(str, artifacts), "--model", str(tiny), "--length", str(LENGTH), "--task=prose", "--samples", "1"]
+    assert main([*words, "--repeats", "0", "--dtype", "float32", "--json", str(out)]) == 0
+    assert [row["kl_error"] for row in json.loads(out.read_text())["rows"]] == [None, None]
+    assert "NaN" not in out.read_text() and "nan" not in capsys.readouterr().out
+
+
 def test_what_would_be_dense_is_refused_in_one_line(tiny: Path, artifacts: tuple[Path, Path]) -> None:
     with pytest.raises(HeadwiseError, match="below the dense_below of 300") as caught:
         run(Versus(configs=artifacts, model=str(tiny), tasks=("passkey",), length=200, dtype="float32"))
