@@ -83,8 +83,11 @@ class How:
 
     @property
     def careful(self) -> How:
-        """The same a few keys and columns at a time, keeping bad values from queries that do not see them."""
-        return replace(self, e0=16, e1=0, keys=16, stages=1, safe=True)
+        """The same a few keys and columns at a time, keeping bad values from queries that do not see them.
+
+        A part of a row is so many steps: done again, it must have the keys that it had.
+        """
+        return replace(self, e0=16, e1=0, keys=self.keys if self.split else 16, stages=1, safe=True)
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be faster, with two.
