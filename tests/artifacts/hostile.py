@@ -36,8 +36,7 @@ from artifacts.signing import make_key
 from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
 
 SIZE = 10 * 2**20
-# Of the processor, for one file in one way; a core that others share takes several times as long as a quiet one.
-SECONDS = 6
+SECONDS = 2
 MIB = 100
 ACCEPTED = (
     "rows of nothing", "a policy for all", "a pattern a head", "strided far away", "much evidence",

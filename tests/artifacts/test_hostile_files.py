@@ -1,4 +1,4 @@
-"""Files made to break a reader: one line each, within 100 MiB and seconds of the processor, and nothing is executed."""
+"""Files made to break a reader: one line each, within 100 MiB and 2 s of the processor, and nothing is executed."""
 
 from __future__ import annotations
 
