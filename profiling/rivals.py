@@ -46,6 +46,7 @@ class Rivals:
 
     threshold, block, stride, last: XAttention's share of the scores that is kept, its blocks in tokens, the stride of
         its estimate, and how many of a prompt's last tokens attend to everything.
+    without: dense attentions that are not run, of those that a speed-up is against.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Rivals:
     block: int = 64
     stride: int = 8
     last: int = 64
+    without: Sequence[str] = ()
     threads: int | None = None
     seed: int = 1000
     dtype: str = "bfloat16"
@@ -140,7 +142,7 @@ def run(config: Rivals) -> dict[str, Any]:
 
 
 def _against_dense(seconds: dict[str, list[float]], name: str) -> Speedup:
-    return speedup(seconds[name], {each: seconds[each] for each in _DENSE})
+    return speedup(seconds[name], {each: seconds[each] for each in _DENSE if each in seconds})
 
 
 def _ways(config: Rivals, loaded: LoadedModel, folder: Path) -> dict[str, _Way]:
@@ -149,13 +151,14 @@ def _ways(config: Rivals, loaded: LoadedModel, folder: Path) -> dict[str, _Way]:
     def serve(prompt: Prompt) -> Served:
         return _by_model(loaded, prompt)
 
-    return {
-        MODEL: _Way(serve, lambda: dense(loaded.model, MODEL)),
-        KERNEL: _Way(serve, lambda: dense(loaded.model, KERNEL)),
-        HEADWISE: _Way(serve, lambda: headwise.apply(loaded.model, check_weights=False)),
-        OPENVINO: _Way(_pipeline(config, loaded, folder, sparse=False)),
-        XATTENTION: _Way(_pipeline(config, loaded, folder, sparse=True)),
+    ways: dict[str, Callable[[], _Way]] = {
+        MODEL: lambda: _Way(serve, lambda: dense(loaded.model, MODEL)),
+        KERNEL: lambda: _Way(serve, lambda: dense(loaded.model, KERNEL)),
+        HEADWISE: lambda: _Way(serve, lambda: headwise.apply(loaded.model, check_weights=False)),
+        OPENVINO: lambda: _Way(_pipeline(config, loaded, folder, sparse=False)),
+        XATTENTION: lambda: _Way(_pipeline(config, loaded, folder, sparse=True)),
     }
+    return {name: way() for name, way in ways.items() if name not in config.without}
 
 
 def _in_turn(ways: dict[str, _Way], prompts: Sequence[Prompt]) -> dict[str, list[Served]]:
@@ -239,7 +242,7 @@ def table(record: dict[str, Any]) -> str:
     total = len(record["expected"])
     lines = [["", "prefill s", *COLUMNS, "answers right"]]
     for row in record["rows"]:
-        found = cells(Speedup(over=row["speedups"]))
+        found = cells(Speedup(over=row["speedups"]) if row["speedups"] else None)
         lines.append([_LABELS[row["method"]], f"{row['seconds']:.3f}", *found, f"{row['right']} of {total}"])
     return "\n".join([*aligned(lines), f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention"])
 
@@ -258,6 +261,9 @@ def parser() -> ArgumentParser:
     p.add_argument("--block", type=int, default=Rivals.block, help="XAttention's, in tokens (default 64)")
     p.add_argument("--stride", type=int, default=Rivals.stride, help="XAttention's (default 8)")
     p.add_argument("--last", type=int, default=Rivals.last, help="last tokens that XAttention serves densely (64)")
+    p.add_argument(
+        "--without", nargs="+", choices=_DENSE, default=(), metavar="DENSE", help=f"not run: {', '.join(_DENSE)}"
+    )
     p.add_argument("--threads", type=int, help="of all methods (default: torch's)")
     arguments.add_seed(p, Rivals.seed)
     arguments.add_dtype(p, "(default bfloat16, where OpenVINO keeps its own defaults)")

@@ -76,4 +76,8 @@ def test_all_give_the_answers_of_dense_attention(
     assert all(own == answers[0] for own in answers) and len(answers[0]) == 2
     assert all(len(row["rounds"]) == 1 and row["seconds"] > 0 for row in record["rows"])
     assert "XAttention" in capsys.readouterr().out
+    assert rivals.main([*words, "--dtype", "float32", "--without", MODEL, KERNEL, "--json", str(out)]) == 0
+    fewer = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in fewer] == [HEADWISE, OPENVINO, XATTENTION]
+    assert all(list(row["speedups"]) == [OPENVINO] for row in fewer)
     assert len(list((tmp_path / "cache" / "openvino").glob("*/openvino_model.xml"))) == 1
