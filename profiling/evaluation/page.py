@@ -284,7 +284,7 @@ def _all_figures(record: dict[str, Any]) -> str:
         if each["measure"] == measure
     ]
     head = ["task", "tokens", "method", "measure", "value", "less dense", "count"]
-    told = "95% intervals: Wilson's for right and wrong answers, else the bootstrap's; differences are of pairs."
+    told = "95% intervals: Wilson's for right and wrong answers, else Student's; differences are of pairs."
     return f"<details><summary>Every figure</summary>{table(head, rows, told)}</details>"
 
 

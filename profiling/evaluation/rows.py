@@ -12,12 +12,12 @@ import numpy as np
 from profiling.evaluation.intervals import (
     CONFIDENCE,
     Interval,
-    bootstrap,
     holm,
     mean_interval,
     paired_difference,
     prompts_needed,
     sign_flip,
+    student,
 )
 from profiling.evaluation.measure import UNIT, Outcome, groups
 from profiling.quality.trials import BLOCK, FORCED
@@ -39,6 +39,8 @@ _FIELDS = {
     COPIES: "copies",
 }
 _PERPLEXITIES = (PERPLEXITY, DECODED)
+# From 0 to 1.
+_SCORES = (SCORE, CHOICE, ACCURACY)
 _SHOWN = 5e-4
 
 
@@ -135,7 +137,7 @@ def _figure(
     task: str, length: int, method: str, measure: str, own: Sequence[float], base: Sequence[float] | None
 ) -> Figure:
     perplexity = measure in _PERPLEXITIES
-    interval = mean_interval(own) if measure == SCORE else bootstrap(own)
+    interval = mean_interval(own) if measure in _SCORES else student(own)
     told = _through(interval, math.exp) if perplexity else interval
     made = Figure(
         task=task,

@@ -12,7 +12,7 @@ from math import exp
 import numpy as np
 
 from artifacts import HeadwiseError
-from profiling.evaluation.intervals import Interval, bootstrap, student
+from profiling.evaluation.intervals import Interval, share_of
 from profiling.quality.sequences import Losses, TokenSequence
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
@@ -161,7 +161,7 @@ def _task(task: str, losses: Sequence[Losses]) -> TaskLoss:
             for turned in [one.dense_right.astype(int) - one.right.astype(int)]
         ]
         units = np.stack([table.sum(0) for table in tables]) if len(tables) >= CONTEXTS else np.concatenate(tables)
-        interval, few = (_ratio(units[:, at], units[:, at + 1], contexts=len(tables)) for at in (0, 2))
+        interval, few = (share_of(units[:, at].tolist(), units[:, at + 1].tolist()) for at in (0, 2))
         nll = interval.value
     return TaskLoss(
         task=task,
@@ -178,14 +178,6 @@ def _task(task: str, losses: Sequence[Losses]) -> TaskLoss:
         fewer_low=few.low,
         fewer_high=few.high,
     )
-
-
-def _ratio(values: np.ndarray, sizes: np.ndarray, *, contexts: int) -> Interval:
-    """The sum of values over the sum of sizes, by units, with the interval of its linear approximation."""
-    total = max(1.0, float(sizes.sum()))
-    ratio = float(values.sum()) / total
-    of = student if contexts >= CONTEXTS else bootstrap
-    return of((ratio + (values - ratio * sizes) * len(values) / total).tolist())
 
 
 def mean_kl(tasks: Sequence[TaskLoss]) -> float:
