@@ -3,6 +3,7 @@
 python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
 With --policy caches that drop tokens stand beside it, by their quality; profiling.cache_speed times them.
+With --dense-prefill texts are prefilled once, densely, for all artifacts: what decode alone loses.
 With --lossless the same text is written by lossless decode and by dense decode instead, and compared.
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts import HeadwiseError, arguments, load
+from artifacts import Artifact, HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, CacheKind, parse_cache, with_policy
@@ -33,13 +34,22 @@ from profiling.evaluation.intervals import Interval
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answers, is_right
-from profiling.quality.forced_decode import apart, by_position, changed, forced_losses, in_blocks
+from profiling.quality.forced_decode import (
+    Begun,
+    apart,
+    begin,
+    by_position,
+    changed,
+    dense_losses,
+    forced_losses,
+    in_blocks,
+)
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.latency import interleaved
 from profiling.speed.lossless_speed import lossless_table, measure_lossless
 from runtime import Headwise
 from runtime import load as load_headwise
-from runtime.caches.make import OFFLOADS
+from runtime.caches.make import OFFLOADS, make_cache
 from runtime.caches.memory import CacheBytes, cache_bytes
 
 
@@ -61,6 +71,7 @@ class Comparison:
     task: str = "passkey"
     task_length: int = 4096
     trials: int = 20
+    dense_prefill: bool = False
     prefill_chunk: int | None = None
     lossless: int = 0
     drafts: int | None = None
@@ -75,8 +86,8 @@ class Row:
     """One method's figures; None where they were not asked for. Bytes are those of the cache of the timed context.
 
     Of dense attention by our kernel only time and bytes are measured: it is there where they are asked for.
-    loss_change, loss_change_error: of the loss against dense on the same tokens, in nats, and its standard error over
-    tokens. apart: of the loss, to the first artifact's, over texts; None of one text. losses: of 64 tokens, by text.
+    change, apart: of the loss, in nats a token, against dense and against the first artifact on the same tokens, over
+    texts. losses: of 64 tokens, by text.
     tokens: that a KV head of a sparse layer read in a step, on average over all that was decoded.
     """
 
@@ -85,8 +96,7 @@ class Row:
     device_bytes: int | None
     bank_bytes: int | None
     perplexity: float | None
-    loss_change: float | None
-    loss_change_error: float | None
+    change: Interval | None
     right: int | None
     tokens: float | None
     answers: tuple[str, ...]
@@ -137,6 +147,7 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     seconds, held = step_seconds(config, loaded, compared) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
+    shared = _shared(config, loaded, found.values(), texts) if config.dense_prefill else []
     rows: list[Row] = []
     known: dict[str, Tensor] = {}
     for method in compared:
@@ -148,14 +159,33 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             given = answers(
                 loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
             )
-            if texts:
-                known[method.name] = forced_losses(loaded.model, method.cache, texts, config.forced)
+            if texts and method.name == MODEL:
+                known[method.name] = dense_losses(loaded.model, texts, config.forced)
+            elif texts:
+                own = begin(loaded.model, method.cache, texts, config.forced)
+                known[method.name] = forced_losses(
+                    loaded.model, shared if shared and method.sparse else own, config.forced
+                )
             tokens = applied.stats().get("tokens") if method.sparse else None
         rows.append(_row(config, method.name, seconds, held, prompts, given, known, tokens))
     figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": seconds}
     figures["by_position"] = by_position(known, known[MODEL]) if texts else []
     figures["speedups"] = {name: of_rounds(seconds, name).over for name in seconds}
     return rows, _record(config, hashes, figures)
+
+
+def _shared(
+    config: Comparison, loaded: LoadedModel, artifacts: Iterable[Artifact], texts: Sequence[Prompt]
+) -> list[Begun]:
+    """The texts after a dense prefill, in caches that serve every artifact which chooses by the last query alone."""
+    for artifact in artifacts:
+        if artifact.kv_cache or (artifact.decode and artifact.decode.omnikv.selector != "last"):
+            raise HeadwiseError(
+                "--dense-prefill shares one cache: artifacts with a kv_cache section, or a selector other than last, "
+                "need their own"
+            )
+    with dense(loaded.model, KERNEL):
+        return list(begin(loaded.model, lambda: make_cache(None, loaded.model, "never"), texts, config.forced))
 
 
 def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +286,6 @@ def _row(
 ) -> Row:
     """known: losses (T, F) of the methods so far, dense first and then an artifact."""
     timed, losses = sorted(seconds.get(name, [])), known.get(name)
-    change = None if losses is None or name == MODEL else (losses - known[MODEL]).double().flatten()
     first = None if losses is None else next((each for each in known if each != MODEL), name)
     return Row(
         method=name,
@@ -264,8 +293,7 @@ def _row(
         device_bytes=held[name].device if name in held else None,
         bank_bytes=held[name].bank if name in held else None,
         perplexity=None if losses is None else math.exp(losses.mean().item()),
-        loss_change=None if change is None else change.mean().item(),
-        loss_change_error=None if change is None else (change.std() / math.sqrt(len(change))).item(),
+        change=None if losses is None or name == MODEL else apart(losses, known[MODEL]),
         right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
         tokens=tokens,
         answers=tuple(given),
@@ -281,9 +309,7 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
     lines[0] += ["perplexity to the artifact's"] if beside else []
     for row in rows:
         t, loss = row.token_seconds, row.perplexity
-        change = ""
-        if row.loss_change is not None and row.loss_change_error is not None:
-            change = f" ({100 * math.expm1(row.loss_change):+.2f} +- {100 * row.loss_change_error:.2f}%)"
+        change = f" {changed(row.change)}" if row.change else ""
         lines.append(
             [
                 row.method,
@@ -323,6 +349,9 @@ def parser() -> ArgumentParser:
     arguments.add_task(p, "what is answered (default passkey)", several=False, default=Comparison.task)
     p.add_argument("--task-length", type=int, default=Comparison.task_length, help="tokens of its prompts")
     p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
+    p.add_argument(
+        "--dense-prefill", action="store_true", help="prefill the texts once, densely, for all artifacts (not policies)"
+    )
     p.add_argument("--prefill-chunk", type=int, help="prefill them so many tokens at a time (default: at once)")
     p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
     p.add_argument(
@@ -352,6 +381,8 @@ def config_from(options: argparse.Namespace) -> Comparison:
             raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
     if values["prefill_chunk"] is not None and values["prefill_chunk"] < 1:
         raise HeadwiseError(f"--prefill-chunk must be at least 1, got {values['prefill_chunk']}")
+    if values["dense_prefill"] and options.offload != ["auto"]:
+        raise HeadwiseError("--dense-prefill shares one cache: leave --offload away")
     if values["lossless"] and values["text"] is None:
         raise HeadwiseError("--lossless writes on after windows of --text: give one")
     if values["policies"] and values["repeats"]:

@@ -5,6 +5,7 @@ layers     from a saved profile, or one measured on the model: layer x layer sim
 maps       attention of single heads, an artifact's patterns drawn over it
 sparsity   of each head (H2O, Figure 2a), and with an artifact of its kernels (MInference 1.0, Figure 12)
 totals     the power law of accumulated attention (H2O, Figure 2b)
+kept       attention that later queries find in the heavy hitters and latest tokens so far, by KV head and budget
 sinks      logits of short sentences (StreamingLLM, Figure 2)
 
 Each as PNG and SVG with the numbers beside it.

@@ -36,7 +36,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
         "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
-        "heavy-hitters": ("profiling.heavy_hitters", "how unevenly attention is spread over tokens"),
         "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
         "cache-speed": ("profiling.cache_speed", "decode under cache policies beside a full cache"),
         "memory": ("profiling.memory", "peak memory of a prefill"),

@@ -50,6 +50,7 @@ def parser() -> ArgumentParser:
     p.add_argument("--budget", default="2048", help="tokens of a sparse layer, or a share such as 0.125")
     p.add_argument("--coverage", type=float, help="stop earlier where this share of the attention is chosen (top-p)")
     p.add_argument("--target-error", type=float, help="find the least --coverage within this error on the prompts")
+    p.add_argument("--target-tokens", type=float, help="find the --coverage that reads so many tokens, on average")
     p.add_argument("--selector", choices=("last", "uniform", "exponential"), default="last")
     p.add_argument("--window", type=int, default=16, help="queries of the selector (default 16)")
     p.add_argument("--prefill-ratio", type=float, help="in chunked prefill, tokens of the past for each of the chunk")

@@ -172,7 +172,7 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
                 left.append((each, prompt, unit))
     if not left:
         return
-    with method.apply(loaded.model):
+    with method.asked(loaded.model):
         for numbers in by_context([prompt for _, prompt, _ in left]):
             some = [left[number] for number in numbers]
             shown.note(f"{method.name} {some[0][0].task} {some[0][0].length}")

@@ -102,6 +102,12 @@ class Method:
             return self.applied(model)
         return dense(model, self.dense) if self.headwise is None else self.headwise.apply(model, check_weights=False)
 
+    def asked(self, model: Any) -> AbstractContextManager[object]:
+        """The same where prompts are answered: what sdpa prefills Headwise's kernel decodes, many times as fast."""
+        plain = self.applied is None and self.headwise is None and self.dense == MODEL
+        own = str(text_config(model)._attn_implementation)
+        return choosing(model, None) if plain and own == "sdpa" else self.apply(model)
+
     def cache(self, model: Any) -> Any:
         """An empty cache to prefill and decode with."""
         from transformers import DynamicCache

@@ -50,8 +50,8 @@ def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def choosing(model: Any, attend: Attend) -> Iterator[None]:
-    """Prefill by `attend` in layers that see the whole prompt; densely in others, and what comes after it."""
+def choosing(model: Any, attend: Attend | None) -> Iterator[None]:
+    """Prefill by `attend` in layers that see the whole prompt, or by sdpa; densely in others, and what comes after."""
     from transformers.masking_utils import sdpa_mask
 
     with attending_with(model, NAME, partial(_attention, attend=attend), sdpa_mask):
@@ -66,21 +66,22 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    attend: Attend,
+    attend: Attend | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     prefill, window = query.shape[0] == 1 and query.shape[2] == key.shape[2] > 1, kwargs.get("sliding_window")
-    if prefill and attention_mask is None:
+    if prefill and attend and attention_mask is None:
         return attend(query, key, value, scale, int(module.layer_idx)).transpose(1, 2), None
-    if prefill and window and kwargs.get("s_aux") is None:
-        # Of a long prompt a window is a small part, which sdpa does not use.
-        softcap = kwargs.get("softcap")
-        return dense_attention(query, key, value, scale=scale, softcap=softcap, window=window).transpose(1, 2), None
-    out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
-    return out, None
+    # Of a long prompt a window is a small part, which sdpa does not use; for one query it takes several times as long.
+    ours = (prefill and attend and window) or (query.shape[2] == 1 and (window or attention_mask is None))
+    if ours and kwargs.get("s_aux") is None and (prefill or kwargs.get("softcap") is None):
+        by, softcap = "auto" if prefill else "kernel", kwargs.get("softcap")
+        out = dense_attention(query, key, value, scale=scale, softcap=softcap, window=window, by=by)
+        return out.transpose(1, 2), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
 
 
 def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: int, scale: float) -> Tensor:

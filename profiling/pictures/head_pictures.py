@@ -1,6 +1,6 @@
 """Pictures of single heads: attention maps with the pattern that serves them, sparsity, sinks, accumulated attention.
 
-Shapes: L layers, H query heads, S prompt length, P pooled cells, W tokens of a sentence.
+Shapes: L layers, H query heads, G KV heads, N budgets, S prompt length, P pooled cells, W tokens of a sentence.
 """
 
 from __future__ import annotations
@@ -186,4 +186,25 @@ def totals_figure(shares: Mapping[int, np.ndarray], caption: str) -> Any:
     axes.grid(color="#E0E0E0", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="lower left")
+    return figure
+
+
+def kept_figure(shares: Sequence[float], kept: np.ndarray, layers: Sequence[int], caption: str) -> Any:
+    """Attention kept over the budget, (L, G, N): some layers' means, and from the least to the most of all heads."""
+    figure = new_figure(6.4, 4.0, caption)
+    axes = figure.subplots()
+    heads = kept.reshape(-1, kept.shape[2])
+    heads = heads[np.isfinite(heads).all(1)]
+    axes.fill_between(
+        shares, heads.min(0), heads.max(0), color=LINES[-1], alpha=0.12, linewidth=0, label="all KV heads"
+    )
+    for at, layer in enumerate(layers):
+        axes.plot(shares, kept[layer].mean(0), linewidth=1.3, label=f"layer {layer}", **line_style(at))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shares, [f"{share:.3g}" for share in shares])
+    axes.set_xlabel("budget as a share of the tokens: half heavy hitters, half the latest")
+    axes.set_ylabel("attention kept of later queries")
+    axes.grid(color="#E0E0E0", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
     return figure

@@ -14,8 +14,9 @@ import numpy as np
 from artifacts import Artifact
 from artifacts.files import atomic_write
 from artifacts.sidecar import to_bytes
+from profiling.caches.budget_curves import BudgetCurves
 from profiling.pictures.drawing import save, save_table
-from profiling.pictures.head_pictures import grid_figure, maps_figure, sinks_figure, totals_figure
+from profiling.pictures.head_pictures import grid_figure, kept_figure, maps_figure, sinks_figure, totals_figure
 from profiling.pictures.head_survey import HeadMap
 
 T = TypeVar("T")
@@ -51,6 +52,16 @@ def draw_totals(folder: Path, totals: Mapping[int, np.ndarray], caption: str) ->
     header = ["rank", *(f"layer {layer}" for layer in shares)]
     stem = folder / "totals"
     return [*save(totals_figure(shown, caption), stem), save_table(stem, header, table)]
+
+
+def draw_kept(folder: Path, curves: BudgetCurves, caption: str) -> list[Path]:
+    """What each KV head keeps of later queries' attention under budgets as H2O's."""
+    kept = curves.kept.astype(float)
+    header = ["layer", "kv_head", *(f"{share:.6g}" for share in curves.shares)]
+    table = ([layer, head, *row] for layer, heads in enumerate(kept.tolist()) for head, row in enumerate(heads))
+    figure = kept_figure(curves.shares, kept, spread(curves.layers, _LINES), caption)
+    stem = folder / "kept"
+    return [*save(figure, stem), save_table(stem, header, table)]
 
 
 def draw_sinks(folder: Path, means: Mapping[int, np.ndarray], caption: str) -> list[Path]:

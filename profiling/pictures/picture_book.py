@@ -11,18 +11,27 @@ import torch
 
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.errors import shorten
+from profiling.caches import budget_curves
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.head_survey import SENTENCE, SENTENCES, Survey, check_heads, sentence_logits, survey
 from profiling.pictures.layer_pictures import draw_layers
-from profiling.pictures.model_pictures import draw_grid, draw_maps, draw_sinks, draw_totals, some_heads, typical_heads
+from profiling.pictures.model_pictures import (
+    draw_grid,
+    draw_kept,
+    draw_maps,
+    draw_sinks,
+    draw_totals,
+    some_heads,
+    typical_heads,
+)
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.similarities.layer_similarity import DEFAULT_LENGTH, SimilarityConfig, measure
 from profiling.similarities.similarity_profile import load_profile, save_profile
 from runtime.fingerprint import check
 from runtime.layers import text_config
 
-PICTURES = ("layers", "maps", "sparsity", "totals", "sinks")
+PICTURES = ("layers", "maps", "sparsity", "totals", "kept", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +115,10 @@ class PictureBook:
 
     def totals(self) -> list[Path]:
         return draw_totals(self._config.out, self._survey.totals, self._caption(self._prompted))
+
+    def kept(self) -> list[Path]:
+        curves = budget_curves.measure(self._loaded, [self._prompt])
+        return draw_kept(self._config.out, curves, self._caption(self._prompted))
 
     def sinks(self) -> list[Path]:
         task = parse_task(self._config.task)

@@ -1,7 +1,4 @@
-"""How far a cache leads decode away from one that keeps everything: divergence and loss on forced tokens.
-
-Shapes: F forced tokens, V vocabulary.
-"""
+"""How far a cache leads decode away from one that keeps everything: divergence and loss on forced tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
+from profiling.quality.forced_decode import begin, steps
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,29 +36,14 @@ class Divergence:
         return float(np.exp((self.loss - self.full_loss).mean()))
 
 
-@torch.no_grad()
-def forced_log_probs(model: Any, cache: Any, prompt: Prompt, forced: int) -> Tensor:
-    """log p of every token (F, V) fp32 where the prompt's last `forced` tokens are decoded one by one after a prefill.
-
-    Row i is the prediction of the i-th of them.
-    """
-    ids = torch.tensor([prompt.input_ids], device=model.device)
-    start = ids.shape[1] - forced
-    rows = [model(ids[:, :start], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]]
-    for at in bar(range(start, ids.shape[1] - 1), desc="forced decode"):
-        rows.append(model(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits[0, -1])
-    return torch.stack(rows).float().log_softmax(-1)
-
-
 def divergence(
     model: Any, full: Callable[[], Any], method: Callable[[], Any], prompt: Prompt, forced: int
 ) -> Divergence:
     """A method's divergence from `full` on a prompt; both make a cache and are called under what serves it."""
-    expected = forced_log_probs(model, full(), prompt, forced)
-    tokens = torch.tensor(prompt.input_ids[-forced:], device=expected.device)[:, None]
-    found = forced_log_probs(model, method(), prompt, forced)
-    return Divergence(
-        kl=(expected.exp() * (expected - found)).sum(-1).cpu().numpy(),
-        loss=-found.gather(1, tokens)[:, 0].cpu().numpy(),
-        full_loss=-expected.gather(1, tokens)[:, 0].cpu().numpy(),
-    )
+    both = [steps(model, next(begin(model, cache, [prompt], forced)), forced) for cache in (full, method)]
+    rows = [
+        torch.stack(((full.exp() * (full - own)).sum(-1)[0], -own[0, token[0]], -full[0, token[0]]))
+        for (token, full), (_, own) in zip(*both, strict=True)
+    ]
+    kl, loss, full_loss = torch.stack(rows, dim=1).cpu().numpy()
+    return Divergence(kl=kl, loss=loss, full_loss=full_loss)

@@ -1,35 +1,77 @@
 """Texts decoded token by token as they stand: what each token loses, by method, by text and by position.
 
-Shapes: T texts, F forced tokens of each.
+Shapes: T texts, of which B are decoded together, S tokens of each, F forced ones at their end, V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from artifacts.page_layout import aligned
 from profiling.evaluation.intervals import Interval, student
+from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
-from profiling.quality.divergence import forced_log_probs
+from profiling.quality.answers import negative_log_likelihood
 
 # Tokens of a mean that is kept.
 BLOCK = 64
 # Parts of the forced tokens whose perplexities stand side by side, each of so many tokens at least.
 _PARTS, _LEAST = 4, 128
+# Texts that are decoded together: a step reads the weights once for all of them.
+_TOGETHER = 8
 
 
-def forced_losses(model: Any, cache: Callable[[], Any], prompts: Sequence[Prompt], forced: int) -> Tensor:
-    """-log p of the last `forced` tokens of each prompt (T, F), decoded one by one after a prefill of the others."""
-    losses = []
-    for prompt in prompts:
-        tokens = torch.tensor(prompt.input_ids[-forced:], device=model.device)[:, None]
-        losses.append(-forced_log_probs(model, cache(), prompt, forced).gather(1, tokens)[:, 0])
-    return torch.stack(losses)
+class Begun(NamedTuple):
+    """Texts (B, S) whose cache has all but their forced tokens, and the logits of the first of these (B, V)."""
+
+    ids: Tensor
+    cache: Any
+    logits: Tensor
+
+
+@torch.no_grad()
+def begin(model: Any, cache: Callable[[], Any], texts: Sequence[Prompt], forced: int) -> Iterator[Begun]:
+    """Prefill texts of one length, some together, by the attention that is applied."""
+    for start in range(0, len(texts), _TOGETHER):
+        ids = torch.tensor([text.input_ids for text in texts[start : start + _TOGETHER]], device=model.device)
+        made = cache()
+        first = model(ids[:, :-forced], past_key_values=made, use_cache=True, logits_to_keep=1).logits[:, -1]
+        yield Begun(ids, made, first)
+
+
+@torch.no_grad()
+def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each forced token (B), with log p of every token where it stands (B, V) fp32; the cache takes them in."""
+    ids, cache, logits = begun
+    start = ids.shape[1] - forced
+    for at in bar(range(start, ids.shape[1]), desc="forced decode"):
+        if at > start:
+            logits = model(ids[:, at - 1 : at], past_key_values=cache, use_cache=True).logits[:, -1]
+        yield ids[:, at], logits.float().log_softmax(-1)
+
+
+def forced_losses(model: Any, begun: Iterator[Begun] | Sequence[Begun], forced: int) -> Tensor:
+    """-log p of the last `forced` tokens of each text (T, F), decoded one by one.
+
+    begun: of `begin`; if it is a sequence its caches are copied and serve again.
+    """
+    found = []
+    for some in begun:
+        own = some._replace(cache=copy.deepcopy(some.cache)) if isinstance(begun, Sequence) else some
+        losses = [-log_probs.gather(1, tokens[:, None])[:, 0] for tokens, log_probs in steps(model, own, forced)]
+        found.append(torch.stack(losses, dim=1))
+    return torch.cat(found)
+
+
+def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
+    """The same by the attention that is applied in one prefill, which is what a cache that keeps everything gives."""
+    return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 
 def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
@@ -37,15 +79,15 @@ def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(part.mean().item() for part in text.split(BLOCK)) for text in losses)
 
 
-def apart(losses: Tensor, others: Tensor) -> Interval | None:
-    """Losses less those of the same tokens by another method, nats a token, over texts; None of a single text."""
-    return student((losses - others).double().mean(1).tolist()) if len(losses) > 1 else None
+def apart(losses: Tensor, others: Tensor) -> Interval:
+    """Losses less those of the same tokens by another method, nats a token, over texts."""
+    return student((losses - others).double().mean(1).tolist())
 
 
 def changed(interval: Interval) -> str:
-    """A difference of losses as one of perplexities."""
+    """A difference of losses as one of perplexities; a single text has no interval."""
     value, low, high = (100 * math.expm1(each) for each in (interval.value, interval.low, interval.high))
-    return f"{value:+.2f}% ({low:+.2f} to {high:+.2f})"
+    return f"{value:+.2f}%" + (f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else "")
 
 
 def by_position(losses: Mapping[str, Tensor], dense: Tensor) -> list[str]:

@@ -20,8 +20,8 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import ends, negative_log_likelihood, new_tokens
 from profiling.quality.contexts import Prefilled, fed, prefilled
-from profiling.quality.divergence import forced_log_probs
 from profiling.quality.forced import answer_ids, asks, forced, scored_answers
+from profiling.quality.forced_decode import begin, forced_losses
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256
@@ -32,7 +32,7 @@ _COPIES = 8
 # Choices that are compared of those that a prompt has, the right one among them.
 _CHOICES = 8
 # Raised where the same prompt under the same method would give another record.
-VERSION = 3
+VERSION = 4
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
@@ -135,9 +135,8 @@ def foreseen(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
     """
     forced = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
-        log_probs = forced_log_probs(model, method.cache(model), prompt, forced)
-        tokens = torch.tensor(prompt.input_ids[-forced:], device=log_probs.device)[:, None]
-        return {"blocks": None, "forced": -float(log_probs.gather(1, tokens).mean()), "copies": None}
+        losses = forced_losses(model, begin(model, lambda: method.cache(model), [prompt], forced), forced)
+        return {"blocks": None, "forced": float(losses.mean()), "copies": None}
     losses = negative_log_likelihood(model, prompt)
     return {"blocks": _means(losses), "forced": float(losses[-forced:].mean()), "copies": _copies_of(losses, prompt)}
 

@@ -1,8 +1,10 @@
-"""The least share of attention that choices have to hold for an error that is allowed (Twilight, arXiv 2502.02770)."""
+"""The share of attention that choices have to hold, for an error or for so many tokens (Twilight, arXiv 2502.02770)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from artifacts import HeadwiseError
 from profiling.similarities.budget_meter import Point
@@ -29,11 +31,24 @@ def least_coverage(points: Sequence[Point], allowed: float) -> Point:
     return kept[-1]
 
 
-def compared(measure: Callable[..., list[Point]], found: Point, most: int) -> tuple[Point, ...]:
-    """The coverage on other prompts, beside a fixed budget of as many tokens and beside the whole budget."""
-    assert found.coverage is not None
-    budgets = sorted({max(1, round(found.tokens)), most})
-    return tuple(measure(budgets=budgets, coverages=[found.coverage], most=most))
+def coverage_of(points: Sequence[Point], tokens: float) -> float:
+    """The coverage that reads so many tokens on average, between points by coverage, ascending.
+
+    Raises:
+        HeadwiseError: none reads so few, or so many.
+    """
+    reads = [point.tokens for point in points]
+    if not reads[0] <= tokens <= reads[-1]:
+        raise HeadwiseError(
+            f"--target-tokens {tokens:g} cannot be met: coverages from {points[0].coverage} to {points[-1].coverage} "
+            f"read {reads[0]:.0f} to {reads[-1]:.0f} tokens; ask for one of these, or raise --budget"
+        )
+    return float(np.interp(tokens, reads, [point.coverage or 0.0 for point in points]))
+
+
+def compared(measure: Callable[..., list[Point]], coverage: float, tokens: float, most: int) -> tuple[Point, ...]:
+    """A coverage on other prompts, beside a fixed budget of as many tokens and beside the whole budget."""
+    return tuple(measure(budgets=sorted({max(1, round(tokens)), most}), coverages=[coverage], most=most))
 
 
 def report(points: Sequence[Point]) -> list[str]:

@@ -24,7 +24,7 @@ from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers
 from search.common.amending import amend
-from search.decode.coverage import GRID, compared, least_coverage
+from search.decode.coverage import GRID, compared, coverage_of, least_coverage
 from search.decode.decode_loss import decode_loss
 from search.decode.filter_layers import (
     Choice,
@@ -52,6 +52,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "prefill_ratio": (lambda value: 0 < value < inf, "a positive number"),
     "coverage": (lambda value: 0 < value < 1, "between 0 and 1"),
     "target_error": (lambda value: 0 < value < inf, "a positive number"),
+    "target_tokens": (lambda value: 0 < value < inf, "a positive number"),
 }
 
 
@@ -62,7 +63,7 @@ class FilterSearch:
     heads: whose choice a KV head takes: all heads' together ("pooled"), also a single head's ("head"), also a group's
     ("group"); None: whichever of these that were measured has the least error on prompts of their own.
     worst: how much the worst steps count beside the mean, of 1 in all. target_error: the coverage is the least that
-    has no more error on the prompts that chose.
+    has no more error on the prompts that chose. target_tokens: it reads so many there, on average.
     """
 
     model: str
@@ -83,6 +84,7 @@ class FilterSearch:
     prefill_ratio: float | None = None
     coverage: float | None = None
     target_error: float | None = None
+    target_tokens: float | None = None
     fresh: bool = False
 
     def __post_init__(self) -> None:
@@ -100,8 +102,10 @@ class FilterSearch:
             raise HeadwiseError(f"--rule loss has one choice for all heads: leave out --heads {self.heads}")
         if self.dense_layers is not None and self.layers is None:
             raise HeadwiseError("--dense-layers goes with --layers: else the search chooses both")
-        if self.coverage is not None and self.target_error is not None:
-            raise HeadwiseError("--coverage and --target-error exclude each other: the second finds the first")
+        if sum(each is not None for each in (self.coverage, self.target_error, self.target_tokens)) > 1:
+            raise HeadwiseError(
+                "--coverage, --target-error and --target-tokens exclude each other: the latter two find the first"
+            )
 
 
 def run(config: FilterSearch) -> tuple[Artifact, Found]:
@@ -148,7 +152,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         else:
             choice = choose(config, former, kind)
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
-        if config.target_error is not None:
+        if config.target_error is not None or config.target_tokens is not None:
             found = _with_coverage(config, found, replace(measured, top_k=former.about["top_k"]), loaded, mine, others)
         seen.add(*chain.from_iterable((between or {}).values()))
         written = amend(
@@ -171,17 +175,22 @@ def _with_coverage(
     mine: Mapping[str, Sequence[Prompt]],
     others: Mapping[str, Sequence[Prompt]],
 ) -> Found:
-    """What was found with the least coverage for the error, chosen on its own prompts and compared on others."""
-    assert config.target_error is not None and measured.length is not None
+    """What was found with the coverage that was asked for, chosen on its own prompts and compared on others."""
+    assert measured.length is not None
     most = config.budget if isinstance(config.budget, int) else ceil(config.budget * measured.length)
     section = _section(config, found)
 
     def measure(prompts: Mapping[str, Sequence[Prompt]], **sizes: Any) -> list[Point]:
         return measure_budgets(measured, loaded, section, chain.from_iterable(prompts.values()), **sizes)
 
-    point = least_coverage(measure(mine, coverages=GRID, most=most), config.target_error)
-    points = compared(partial(measure, others), point, most)
-    return replace(found, coverage=point.coverage, points=points)
+    grid = measure(mine, coverages=GRID, most=most)
+    if config.target_tokens is not None:
+        coverage, tokens = coverage_of(grid, config.target_tokens), config.target_tokens
+    else:
+        assert config.target_error is not None
+        point = least_coverage(grid, config.target_error)
+        coverage, tokens = point.coverage or 0.0, point.tokens
+    return replace(found, coverage=coverage, points=compared(partial(measure, others), coverage, tokens, most))
 
 
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, load, save
 from profiling import decode
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.quality.answers import negative_log_likelihood
-from profiling.quality.forced_decode import by_position, forced_losses
+from profiling.quality.forced_decode import begin, by_position, dense_losses, forced_losses
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 
@@ -57,10 +56,14 @@ def config(loaded: LoadedModel, place: Path, budget: float) -> Path:
 def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, text: Path) -> None:
     from transformers import DynamicCache
 
-    prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=2, seed=0)
-    losses = forced_losses(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30)
-    expected = torch.stack([negative_log_likelihood(loaded.model, prompt)[-30:] for prompt in prompts])
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+    prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=9, seed=0)
+    begun = list(begin(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30))
+    assert [len(some.ids) for some in begun] == [8, 1] and begun[0].cache.get_seq_length() == 170
+    losses = forced_losses(loaded.model, begun, 30)
+    torch.testing.assert_close(losses, dense_losses(loaded.model, prompts, 30), rtol=1e-4, atol=1e-4)
+    assert begun[0].cache.get_seq_length() == 170
+    torch.testing.assert_close(forced_losses(loaded.model, iter(begun), 30), losses)
+    assert begun[0].cache.get_seq_length() == 199
 
 
 def test_the_change_is_that_of_the_same_tokens(
@@ -73,12 +76,13 @@ def test_the_change_is_that_of_the_same_tokens(
     for budget in (0.999, 0.05):
         decode.main([*options, str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
         dense, headwise = json.loads(out.read_text())["rows"]
-        assert dense["loss_change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
+        assert dense["change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
         change = math.log(headwise["perplexity"] / dense["perplexity"])
-        assert headwise["loss_change"] == pytest.approx(change, abs=1e-5)
+        found = headwise["change"]
+        assert found["value"] == pytest.approx(change, abs=1e-5) and found["count"] == 2
         cuts = budget < 0.5
-        assert (abs(change) > 0.01) == (headwise["loss_change_error"] > 0) == cuts
-    assert " +- " in capsys.readouterr().out
+        assert (abs(change) > 0.01) == (found["high"] - found["low"] > 0.01) == cuts
+        assert f"({100 * math.expm1(found['low']):+.2f} to " in capsys.readouterr().out
 
 
 def test_several_artifacts_are_compared_on_the_same_prompts(
@@ -95,8 +99,29 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
     # Steps of 181 to 199 tokens, a share of each.
     read = [sum(math.ceil(share * n) for n in range(181, 200)) / 19 for share in (0.05, 0.1)]
     assert [row["tokens"] for row in record["rows"][1:]] == pytest.approx(read)
+    # Their prefills are dense: one for both gives the same, and no interval comes of one text.
+    decode.main([*options, "--dense-prefill"])
+    shared = json.loads(out.read_text())["rows"]
+    for row, other in zip(record["rows"], shared, strict=True):
+        assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5) and other["tokens"] == row["tokens"]
+    assert shared[1]["change"]["low"] == shared[1]["change"]["high"] and "% (" not in capsys.readouterr().out
     with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"):
         decode.main([*options, "--beside", str(second), str(second)])
+
+
+def test_one_prefill_serves_what_chooses_by_the_last_query_alone(
+    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path
+) -> None:
+    made = load(config(loaded, tmp_path / "cfg.yaml", 0.1))
+    assert made.decode is not None
+    section = made.decode.omnikv.model_copy(update={"selector": "uniform"})
+    save(made.model_copy(update={"decode": Decode(omnikv=section)}), tmp_path / "uniform.yaml", {})
+    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--trials", "0"]
+    options += ["--text-length", "200", "--forced", "20", "--dense-prefill", str(tmp_path / "uniform.yaml")]
+    with pytest.raises(HeadwiseError, match="--dense-prefill shares one cache: artifacts with a kv_cache section, or"):
+        decode.main(options)
+    with pytest.raises(HeadwiseError, match="--dense-prefill shares one cache: leave --offload away"):
+        decode.main([*options, "--offload", "packed"])
 
 
 def test_caches_stand_beside_the_artifact(
@@ -109,15 +134,16 @@ def test_caches_stand_beside_the_artifact(
     decode.main([*options, "--repeats", "0", "--json", str(out)])
     dense, headwise, full, drawn, voted = json.loads(out.read_text())["rows"]
     assert [row["method"] for row in (full, drawn, voted)] == kinds
-    assert dense["apart"] is headwise["apart"] is None and abs(headwise["loss_change"]) < 0.01
-    assert full["loss_change"] == pytest.approx(0, abs=1e-4)
+    assert dense["apart"] is headwise["apart"] is None and abs(headwise["change"]["value"]) < 0.01
+    assert full["change"]["value"] == pytest.approx(0, abs=1e-4)
     for row in (drawn, voted):
         assert row["apart"]["low"] < row["apart"]["value"] < row["apart"]["high"]
-        assert row["apart"]["value"] == pytest.approx(row["loss_change"] - headwise["loss_change"], abs=1e-5)
+        less = row["change"]["value"] - headwise["change"]["value"]
+        assert row["apart"]["value"] == pytest.approx(less, abs=1e-5)
         # 64 tokens of each text, and the 6 that are left.
         means = [(64 * first + 6 * second) / 70 for first, second in row["losses"]]
         assert math.exp(sum(means) / 2) == pytest.approx(row["perplexity"], rel=1e-4)
-    assert drawn["loss_change"] != pytest.approx(voted["loss_change"], abs=1e-3)
+    assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
     assert "perplexity to the artifact's" in capsys.readouterr().out
     with pytest.raises(HeadwiseError, match="--policy compares quality: give --repeats 0 with it"):
         decode.main([*options, "--repeats", "1"])

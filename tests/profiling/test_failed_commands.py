@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from artifacts import HeadwiseError
-from profiling import heatmaps, heavy_hitters, stream
+from profiling import heatmaps, stream
 
 
-@pytest.mark.parametrize("command", [heatmaps, heavy_hitters, stream])
+@pytest.mark.parametrize("command", [heatmaps, stream])
 def test_no_empty_folder_is_left(command: object, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a few words")

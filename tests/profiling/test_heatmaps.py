@@ -145,11 +145,14 @@ def test_a_model_becomes_pictures_with_their_numbers(searched: tuple[Path, Path]
 def test_everything_from_a_model_alone(searched: tuple[Path, Path], tmp_path: Path) -> None:
     main(["--model", str(searched[0]), "--length", "400", "--dtype", "float32", "--out", str(tmp_path)])
     names = {path.stem for path in tmp_path.glob("*.png")}
-    assert names == {"similarity", "ability", "hit", "variability", "maps", "sparsity", "totals", "sinks"}
+    assert names == {"similarity", "ability", "hit", "variability", "maps", "sparsity", "totals", "kept", "sinks"}
     assert (tmp_path / "similarity.safetensors").is_file()
     header, rows = read(tmp_path / "totals.csv")
     assert header == ["rank", "layer 0", "layer 1", "layer 2"]
     assert rows[0, 0] == 1 and rows[-1, 0] == 400 and (np.diff(rows[:, 1:], axis=0) <= 0).all()
+    header, rows = read(tmp_path / "kept.csv")
+    assert header[:3] == ["layer", "kv_head", "0.03125"] and rows[:, :2].tolist() == list(map(list, np.ndindex(3, 2)))
+    assert (np.diff(rows[:, 2:], axis=1) > 0).all() and 0 < rows[:, 2:].min() < rows[:, 2:].max() <= 1.001
     header, rows = read(tmp_path / "sinks.csv")
     assert header == ["layer", "query", "key", "logit"] and len(rows) == 3 * 16 * 17 / 2
 
@@ -237,7 +240,10 @@ def test_figures_are_saved_without_a_window_system(tmp_path: Path, monkeypatch: 
         ([], "nothing to draw from: give --profile DIR or --model M"),
         (["--profile", "nowhere"], "there is no similarity profile 'nowhere'"),
         (["--profile", "x", "--picture", "maps"], "the picture 'maps' needs --model"),
-        (["--profile", "x", "--picture", "pie"], "unknown picture 'pie'; known: layers, maps, sparsity, totals, sinks"),
+        (
+            ["--profile", "x", "--picture", "pie"],
+            "unknown picture 'pie'; known: layers, maps, sparsity, totals, kept, sinks",
+        ),
         (["--model", "{model}", "--heads", "3"], "--heads must be layer.head, such as 3.0,12.5, got '3'"),
         (["--model", "{model}", "--heads", "3.0"], "tiny has no head 3.0: its layers are 0 to 2, its heads 0 to 5"),
         (["--model", "{model}", "--heads", "0.6"], "tiny has no head 0.6"),

@@ -144,6 +144,11 @@ def test_the_least_coverage_within_an_error(
         filters.main([*options, "1e-12"])
     with pytest.raises(HeadwiseError, match="exclude each other"):
         filters.main([*options, "0.5", "--coverage", "0.9"])
+    options[-1] = "--target-tokens"
+    filters.main([*options, "140", f"--json={tmp_path / 'figures.json'}"])
+    points = json.loads((tmp_path / "figures.json").read_text())["points"]
+    assert [point["budget"] for point in points] == [140, 150, None]
+    assert points[-1]["tokens"] == pytest.approx(140, abs=15)
 
 
 def test_a_killed_run_goes_on_and_finds_the_same(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling.inside.oracle import oracle, top_k_attention
+from profiling.inside.oracle import choosing, oracle, top_k_attention
 from tests.profiling.conftest import tiny
 
 SCALE = 0.2
@@ -55,6 +55,21 @@ def test_a_model_under_it_prefills_sparsely_and_decodes_densely(family: str) -> 
             more = model(ids[:, -5:], past_key_values=first.past_key_values, use_cache=True).logits
         assert torch.isfinite(more).all()
         torch.testing.assert_close(model(ids).logits, dense)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4"])
+def test_without_a_choice_a_model_answers_as_it_is(family: str) -> None:
+    model, ids = tiny(family), torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dense = model(ids).logits
+        with choosing(model, None):
+            first = model(ids[:, :-9], use_cache=True)
+            torch.testing.assert_close(first.logits, dense[:, :-9])
+            cache = first.past_key_values
+            rows = [
+                model(part, past_key_values=cache, use_cache=True).logits for part in ids[:, -9:].split([6, 1, 1, 1], 1)
+            ]
+    torch.testing.assert_close(torch.cat(rows, dim=1), dense[:, -9:], atol=1e-4, rtol=1e-3)
 
 
 def test_a_density_that_is_none() -> None:

@@ -11,7 +11,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.budget_meter import Point, measure_budgets
 from profiling.similarities.layer_similarity import SimilarityConfig
-from search.decode.coverage import least_coverage
+from search.decode.coverage import coverage_of, least_coverage
 from tests.search.conftest import save_tiny
 
 LENGTH, STEPS = 400, 3
@@ -82,3 +82,11 @@ def test_the_least_coverage_is_the_first_from_which_on_none_has_more() -> None:
     assert least_coverage(points, 0.1).coverage == 0.9 and least_coverage(points, 0.5).coverage == 0.5
     with pytest.raises(HeadwiseError, match="cannot be met"):
         least_coverage(points, 0.01)
+
+
+def test_the_coverage_of_so_many_tokens_lies_between_those_measured() -> None:
+    reads = {0.5: 100.0, 0.7: 200.0, 0.9: 600.0}
+    points = [Point(budget=None, coverage=at, tokens=n, error=0.0, worst=0.0) for at, n in reads.items()]
+    assert coverage_of(points, 100) == 0.5 and coverage_of(points, 300) == pytest.approx(0.75)
+    with pytest.raises(HeadwiseError, match=r"--target-tokens 601 cannot be met: coverages from 0.5 to 0.9 read 100"):
+        coverage_of(points, 601)
