@@ -17,6 +17,37 @@ from runtime.caches.policy import Policy, Step, tokens
 from runtime.caches.room import with_room
 
 
+def left_of(record: artifacts.SnapKV, held: int, seen: int) -> int:
+    """How many of the `held` tokens are left after a prompt that ends after `seen` tokens of the text."""
+    return min(held, max(tokens(record.budget, seen), record.window))
+
+
+def elect(
+    record: artifacts.SnapKV,
+    kept: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    backend: str = "auto",
+) -> Tensor:
+    """(B, G, kept) ascending rows of keys (B, G, n, D): the window's own, and those with most votes of its queries.
+
+    A vote is the attention of queries (B, H, W, D) to a key, averaged over neighbours (zero beyond the ends). Values
+    are (B, G, n, E).
+    """
+    earlier = k.shape[2] - record.window
+    done = scored_attention(q, k, v, scale=scale, softcap=softcap, backend=backend)
+    assert done.scores is not None
+    # Those of the window are no neighbours.
+    votes = torch.nn.functional.avg_pool1d(done.scores[:, :, :earlier], record.pool, stride=1, padding=record.pool // 2)
+    places = votes.topk(kept - record.window, dim=2).indices.sort(dim=2).values
+    own = torch.arange(earlier, k.shape[2], device=places.device).expand(*places.shape[:2], -1)
+    return torch.cat([places, own], dim=2)
+
+
 class SnapKV(Policy):
     """Tokens that a prompt's last `window` queries vote for, those queries' own, and every token generated since.
 
@@ -71,33 +102,17 @@ class SnapKV(Policy):
     def _compress(self, call: Step) -> None:
         """Keep what the votes elect and the window."""
         assert self.keys is not None and self.values is not None
-        window = self.record.window
-        elected = max(tokens(self.record.budget, self.seen) - window, 0)
-        earlier = self._held - window
-        if elected >= earlier:
+        n = self._held
+        kept = left_of(self.record, n, self.seen)
+        if kept == n:
             return
-        places = self._votes(call)[:, :, :earlier].topk(elected, dim=2).indices.sort(dim=2).values
-        own = torch.arange(earlier, self._held, device=places.device).expand(*places.shape[:2], -1)
-        rows = torch.cat([places, own], dim=2)[..., None]
-        kept = rows.shape[2]
+        k, v = self.keys[:, :, :n], self.values[:, :, :n]
+        q = call.q[:, :, -self.record.window :]
+        rows = elect(self.record, kept, q, k, v, scale=call.scale, softcap=call.softcap, backend=call.backend)[
+            ..., None
+        ]
         # New memory: that of the prompt is freed.
         keys, values = (x.gather(2, rows.expand(-1, -1, -1, x.shape[3])) for x in (self.keys, self.values))
         self.keys, self.values = with_room(None, keys, 0, kept), with_room(None, values, 0, kept)
         self.keys[:, :, :kept], self.values[:, :, :kept] = keys, values
         self._held, self._settled = kept, self.seen
-
-    def _votes(self, call: Step) -> Tensor:
-        """(B, G, n - W): the window's attention by key, averaged over neighbours (zero beyond the ends)."""
-        assert self.keys is not None and self.values is not None
-        window, pool, n = self.record.window, self.record.pool, self._held
-        done = scored_attention(
-            call.q[:, :, -window:],
-            self.keys[:, :, :n],
-            self.values[:, :, :n],
-            scale=call.scale,
-            softcap=call.softcap,
-            backend=call.backend,
-        )
-        assert done.scores is not None
-        # Those of the window are no neighbours.
-        return torch.nn.functional.avg_pool1d(done.scores[:, :, : n - window], pool, stride=1, padding=pool // 2)

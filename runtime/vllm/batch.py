@@ -20,12 +20,21 @@ KEY = "headwise"
 
 
 class Piece(NamedTuple):
-    """A prompt, or a chunk of one: the `q_len` tokens from row `q_start` on are the last of `k_len` of a request."""
+    """A prompt, or a chunk of one: the `q_len` tokens from row `q_start` on are the last of `k_len` of a request.
+
+    prompt: tokens of the request's prompt, 0 where no layer asks for that; a piece is all prompt or all behind it then.
+    """
 
     request: int
     q_start: int
     q_len: int
     k_len: int
+    prompt: int = 0
+
+    @property
+    def generated(self) -> bool:
+        """Whether its tokens come after the prompt, known only where the prompt's length is."""
+        return 0 < self.prompt < self.k_len
 
     @property
     def rows(self) -> slice:
@@ -40,7 +49,7 @@ class Rest(NamedTuple):
 
 
 class Few(NamedTuple):
-    """Requests with the same few new tokens: their n * Q rows of the T, block table (n, N) and key lengths (n,).
+    """Requests with the same few new tokens: their n * Q rows of the T, block table (n, N), key and prompt lengths.
 
     kept: what layers that drop tokens have of them, worked out by the first such layer of the step.
     """
@@ -49,6 +58,7 @@ class Few(NamedTuple):
     q_len: int
     table: Tensor
     ends: Tensor
+    prompts: Tensor
     kept: dict[Any, Tensor]
 
 
@@ -91,6 +101,7 @@ class Batch:
                     q_len,
                     self.block_table[[piece.request for piece in some], : -(-max(p.k_len for p in some) // page)],
                     torch.tensor([piece.k_len for piece in some], dtype=torch.int32),
+                    torch.tensor([piece.prompt for piece in some], dtype=torch.int32),
                     {},
                 )
                 for q_len, some in groups.items()
@@ -118,7 +129,24 @@ def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:
     told = common.is_prefilling
     known = told is not None and told.device.type == "cpu"
     drafts = {request for request, prefills in enumerate(told.tolist()) if not prefills} if known else set()
-    return [p for p in every if p.q_len > 1 and (p.q_len >= MIN_QUERIES or p.request not in drafts)]
+    several = (p for p in every if p.q_len > 1 and not p.generated)
+    return [p for p in several if p.q_len >= MIN_QUERIES or p.request not in drafts]
+
+
+def parted_at_prompts(every: Sequence[Piece], prompts: Sequence[int]) -> tuple[Piece, ...]:
+    """The requests of a step with the lengths of their prompts: one that computes more than its prompt is two pieces.
+
+    prompts: by request.
+    """
+    found = []
+    for piece in every:
+        prompt = prompts[piece.request]
+        behind = piece.k_len - prompt
+        if 0 < behind < piece.q_len:
+            found.append(piece._replace(q_len=piece.q_len - behind, k_len=prompt, prompt=prompt))
+            piece = Piece(piece.request, piece.q_start + piece.q_len - behind, behind, piece.k_len)
+        found.append(piece._replace(prompt=prompt))
+    return tuple(found)
 
 
 def special(common: Any) -> bool:

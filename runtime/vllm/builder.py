@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from artifacts import HeadwiseError
-from runtime.vllm.batch import KEY, Batch, Piece, Rest, prefills_of, requests_of, rest_of, special
+from runtime.vllm.batch import KEY, Batch, Piece, Rest, parted_at_prompts, prefills_of, requests_of, rest_of, special
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.served import Served, served
+from runtime.vllm.snapkv import Snap
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -40,6 +42,13 @@ class SparseBuilder(_Parent):
         here = [every[name] for name in layer_names if name in every]
         # Whether a layer of the group keeps its cache as we want it: the parent cannot serve any request of that.
         self._owned = any(at_work.owns(layer) for layer in here)
+        # Whether a layer of the group keeps a part of each prompt.
+        self._snaps = any(isinstance(at_work.keeps(layer), Snap) for layer in here)
+        self._told_prompts = at_work.asks_prompts
+        if self._told_prompts:
+            # vLLM hands builders the lengths of prompts where a model has a window over what it generates (R-SWA). It
+            # reads this only when a layer or a builder is made and a step begins: no layer's attention changes.
+            vllm_config.model_config.model_arch_config.rswa_window = at_work.longest
         if any(at_work.serves(layer) for layer in here):
             self._served = at_work
             if at_work.counting is None:
@@ -60,16 +69,23 @@ class SparseBuilder(_Parent):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The parent's metadata of the whole step, and beside it what is sparse of it."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        common = common_attn_metadata
+        prompts = common.rswa_prefix_lens if self._told_prompts else None
+        if prompts is not None:
+            common = replace(common, rswa_prefix_lens=None)
+        metadata = super().build(common_prefix_len, common, fast_build)
         if self._served is None:
             return metadata
-        common, chooser = common_attn_metadata, self._served.chooser
+        chooser = self._served.chooser
         if self._owned and special(common):
             raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
         if not self._owned and chooser is None and common.max_query_len < 2:
             every: tuple[Piece, ...] = ()
         else:
             every = requests_of(common, exact=self._owned or chooser is not None)
+            if self._snaps:
+                assert prompts is not None
+                every = parted_at_prompts(every, prompts.tolist())
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
         steps = () if chooser is None else tuple(p for p in every if chooser.serves(p.q_len, p.k_len))

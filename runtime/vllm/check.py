@@ -16,8 +16,9 @@ from artifacts.command_line import FOUND, ArgumentParser
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
 from runtime.vllm.dense import Stream
-from runtime.vllm.fit import misfits, streams_of
+from runtime.vllm.fit import keeps_of, misfits
 from runtime.vllm.options import KEY, Options, ranges
+from runtime.vllm.snapkv import Snap
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0",)
@@ -82,9 +83,9 @@ def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
     kinds = list(getattr(config, "layer_types", None) or ())
     slides = getattr(config, "sliding_window", None) is not None
     found: dict[str, list[int]] = {}
-    streams = streams_of(artifact)
+    keeps = keeps_of(artifact)
     for number, row in enumerate(artifact.prefill.layers):
-        if number in streams:
+        if isinstance(keeps.get(number), Stream):
             continue
         if row is None:
             how = "left alone by the artifact"
@@ -97,11 +98,11 @@ def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
         found.setdefault(how, []).append(number)
     for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
         yield f"layers {ranges(numbers)}: {how}"
-    kept: dict[Stream, list[int]] = {}
-    for number, stream in streams.items():
-        kept.setdefault(stream, []).append(number)
-    for stream, numbers in kept.items():
-        yield f"layers {ranges(numbers)}: keep {stream.sinks} first and {stream.window} last tokens"
+    kept: dict[Stream | Snap, list[int]] = {}
+    for number, what in keeps.items():
+        kept.setdefault(what, []).append(number)
+    for what, numbers in kept.items():
+        yield f"layers {ranges(numbers)}: keep {what}"
     if artifact.decode is not None:
         section = artifact.decode.omnikv
         served = [layer for layer in range(len(artifact.prefill.layers)) if section.filter_of(layer) is not None]

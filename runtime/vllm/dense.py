@@ -15,7 +15,7 @@ from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.dense import dense_attention
 from kernels.index import PAD
 from kernels.ragged import Ragged
-from runtime.vllm.batch import Batch, Piece
+from runtime.vllm.batch import Batch, Few, Piece
 
 
 class Stream(NamedTuple):
@@ -23,6 +23,9 @@ class Stream(NamedTuple):
 
     sinks: int
     window: int
+
+    def __str__(self) -> str:
+        return f"{self.sinks} first and {self.window} last tokens"
 
 
 def attend_densely(
@@ -44,13 +47,9 @@ def attend_densely(
     # With a window, drafts of one request see different tokens.
     most = MAX_QUERIES if stream is None else 1
     for some in batch.few(tuple(piece for piece in pieces if piece.q_len <= most), size):
-        q = query[some.rows].unflatten(0, (-1, some.q_len)).transpose(1, 2)
-        ends = some.ends.to(q.device, non_blocking=True)
         if stream is not None and stream not in some.kept:
-            some.kept[stream] = _kept(stream, ends)
-        tokens = None if stream is None else some.kept[stream]
-        found = decode_attention(q, k, v, tokens=tokens, block_table=some.table, ends=ends, **how).out
-        output[some.rows] = found.transpose(1, 2).flatten(0, 1)
+            some.kept[stream] = _kept(stream, some.ends.to(query.device, non_blocking=True))
+        attend_few(query, cache, output, some, None if stream is None else some.kept[stream], **how)
     for piece in pieces:
         if piece.q_len <= most:
             continue
@@ -62,6 +61,16 @@ def attend_densely(
             continue
         windowed = dense_attention(q, k, v, window=stream.window, return_lse=True, **where, **how)
         out.copy_(_with_first(q, k, v, table, piece, stream, *windowed, **how))
+
+
+def attend_few(
+    query: Tensor, cache: tuple[Tensor, Tensor], output: Tensor, some: Few, tokens: Tensor | None, **how: Any
+) -> None:
+    """Write these requests' rows: attention to all tokens, or to these, as decode_attention has them."""
+    q = query[some.rows].unflatten(0, (-1, some.q_len)).transpose(1, 2)
+    ends = some.ends.to(q.device, non_blocking=True)
+    found = decode_attention(q, *cache, tokens=tokens, block_table=some.table, ends=ends, **how).out
+    output[some.rows] = found.transpose(1, 2).flatten(0, 1)
 
 
 def _kept(stream: Stream, ends: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError
-from artifacts.kv_cache import Streaming
+from artifacts.kv_cache import SnapKV, Streaming
 from runtime.fingerprint import compare, config_info
 from runtime.vllm.dense import Stream
+from runtime.vllm.snapkv import Snap
 
 
 def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parallel: int) -> Iterator[str]:
@@ -48,15 +49,18 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         yield "the model attends within chunks of the text, which vLLM serves as sequences of their own"
 
 
-def streams_of(artifact: Artifact) -> dict[int, Stream]:
-    """By layer, what is kept in layers that drop tokens; of an artifact that fits."""
-    section, found = artifact.kv_cache, {}
+def keeps_of(artifact: Artifact) -> dict[int, Stream | Snap]:
+    """By layer, what is kept in layers that drop tokens, by all KV heads of the model; of an artifact that fits."""
+    section = artifact.kv_cache
+    found: dict[int, Stream | Snap] = {}
     for number in range(0 if section is None else len(section.layers)):
         assert section is not None
-        for name in set(section.heads(number, artifact.model.num_kv_heads) or ()):
-            policy = section.policies[name]
-            if isinstance(policy, Streaming):
-                found[number] = Stream(policy.sinks, policy.window)
+        policies = [section.policies[name] for name in section.heads(number, artifact.model.num_kv_heads) or ()]
+        snaps = tuple(policy for policy in policies if isinstance(policy, SnapKV))
+        if snaps:
+            found[number] = Snap(snaps)
+        elif policies and isinstance(policies[0], Streaming):
+            found[number] = Stream(policies[0].sinks, policies[0].window)
     return found
 
 
@@ -65,10 +69,10 @@ def _unkept(artifact: Artifact) -> Iterator[str]:
     section = artifact.kv_cache
     out = "leave the section out (python -m artifacts merge CFG --kv-cache none --out NEW)"
     for name, policy in ({} if section is None else section.policies).items():
-        if policy.kind in ("snapkv", "h2o"):
+        if policy.kind == "h2o":
             yield (
-                f"kv_cache.policies.{name} is {policy.kind}: it keeps other tokens in each head, and vLLM frees whole "
-                f"pages of all heads; streaming is served: {out}"
+                f"kv_cache.policies.{name} is h2o: it drops other tokens in each head at every step, and vLLM frees "
+                f"whole pages of all heads; streaming and snapkv are served: {out}"
             )
         if isinstance(policy, Streaming) and policy.positions != "original":
             yield (
@@ -78,5 +82,9 @@ def _unkept(artifact: Artifact) -> Iterator[str]:
     for number in range(0 if section is None else len(section.layers)):
         assert section is not None
         names = section.heads(number, artifact.model.num_kv_heads) or ()
-        if len({section.policies[name] for name in names}) > 1:
-            yield f"kv_cache.layers[{number}] differs by head, and vLLM's pages hold all heads of a layer: {out}"
+        policies = {section.policies[name] for name in names}
+        if len(policies) > 1 and any(policy.kind != "snapkv" for policy in policies):
+            yield (
+                f"kv_cache.layers[{number}] differs by head, and vLLM's pages hold all heads of a layer; several "
+                f"snapkv policies are served: {out}"
+            )

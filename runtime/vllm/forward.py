@@ -24,9 +24,10 @@ from runtime.attention.reasons import message, name_of
 from runtime.attention.turns import Turns
 from runtime.omnikv.roles import Role
 from runtime.vllm.batch import KEY, Batch, Piece, Rest
-from runtime.vllm.dense import attend_densely
+from runtime.vllm.dense import Stream, attend_densely
 from runtime.vllm.pages import Keys, given, paged, parted, store
 from runtime.vllm.served import Served, number_of, served
+from runtime.vllm.snapkv import Snap, keep
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -57,7 +58,7 @@ class SparseImpl(_Parent):
         self.is_served = self._served is not None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """The parent's; and where this layer streams, vLLM is told so before it asks what each layer caches."""
+        """The parent's; and where this layer drops tokens, vLLM is told so before it asks what each layer caches."""
         super().process_weights_after_loading(act_dtype)
         if self._served is not None:
             self._served.tell_cache(self)
@@ -125,7 +126,10 @@ class SparseImpl(_Parent):
         for index in indices:
             self._served.counters.index(number, index)
         if owned:
-            self._densely(batch, call, batch.others(done))
+            self._densely(batch, call, [piece for piece in batch.others(done) if not piece.generated])
+            if isinstance(snap := self._served.keeps(layer), Snap):
+                cache, windows = parted(kv_cache, self.ours), self._served.windows
+                keep(snap, windows, layer.layer_name, query, cache, output, batch, **self._how())
         elif (rest := batch.rest(done)) is not None:
             self._leave(call, rest)
         return output
@@ -205,7 +209,8 @@ class SparseImpl(_Parent):
 
     def _densely(self, batch: Batch, call: Call, pieces: Sequence[Piece]) -> None:
         assert self._served is not None
-        cache, stream = parted(call.cache, self.ours), self._served.stream(call.layer)
+        cache, keeps = parted(call.cache, self.ours), self._served.keeps(call.layer)
+        stream = keeps if isinstance(keeps, Stream) else None
         attend_densely(call.query, cache, call.output, batch, tuple(pieces), stream, **self._how())
 
     def _leave(self, call: Call, rest: Rest) -> None:

@@ -72,9 +72,13 @@ def paged(cache: Tensor, pages: Tensor, k_len: int, ours: bool, read: torch.dtyp
     """
     k, v = parted(cache, ours)
     if read is not None:
-        # Whole pages first: that is a copy of long runs.
-        held = k.transpose(1, 2).index_select(0, pages).transpose(0, 1)
-        dense = held.reshape(1, k.shape[2], -1, k.shape[3])[:, :, :k_len].to(read)
+        dense = gathered(k, pages, k_len).to(read)
     else:
         dense = k.new_empty(1).expand(1, k.shape[2], k_len, k.shape[3])
     return Keys(dense, k, v, pages[None])
+
+
+def gathered(held: Tensor, pages: Tensor, k_len: int) -> Tensor:
+    """The keys or values (1, G, K, D) of a sequence out of (P, S, G, D), by its pages (N,): a copy of whole pages."""
+    found = held.transpose(1, 2).index_select(0, pages).transpose(0, 1)
+    return found.reshape(1, held.shape[2], -1, held.shape[3])[:, :, :k_len]

@@ -23,8 +23,9 @@ from runtime.vllm.batch import Piece, is_long
 from runtime.vllm.counters import SPARSE, Counters
 from runtime.vllm.decode import Chooser
 from runtime.vllm.dense import Stream
-from runtime.vllm.fit import misfits, streams_of
+from runtime.vllm.fit import keeps_of, misfits
 from runtime.vllm.options import HASH_KEY, Options, options_of, ranges
+from runtime.vllm.snapkv import Snap, Windows
 
 # By vLLM's names; scales for each token or head are other caches.
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -64,7 +65,8 @@ class Served:
         self._said: set[str] = set()
         self._told = False
         # Layers that drop tokens, by name.
-        self._streams: dict[str, Stream] = {}
+        self._keeps: dict[str, Stream | Snap] = {}
+        self.windows = Windows(int(config.scheduler_config.max_num_seqs))
         # Which layers are sparse here, and which are dense by which reason.
         self._layers: dict[str, str] = {}
         # Ranks are counted anew in each replica.
@@ -82,31 +84,44 @@ class Served:
 
     def serves(self, layer: Any) -> bool:
         """Whether anything of an attention layer of vLLM is served here."""
-        return self.why_dense(layer) is None or self.role(layer) is not None or self.stream(layer) is not None
+        return self.why_dense(layer) is None or self.role(layer) is not None or self.keeps(layer) is not None
 
-    def stream(self, layer: Any) -> Stream | None:
+    def keeps(self, layer: Any) -> Stream | Snap | None:
         """The tokens that the layer keeps by the kv_cache section; None where that is all of them."""
-        return self._streams.get(layer.layer_name)
+        return self._keeps.get(layer.layer_name)
+
+    @property
+    def asks_prompts(self) -> bool:
+        """Whether a layer has to know how long prompts are, once vLLM has asked all layers what they cache."""
+        return any(isinstance(keeps, Snap) for keeps in self._keeps.values())
 
     def tell_cache(self, impl: Any) -> None:
-        """Before vLLM asks the layer of this implementation what it caches: a layer that streams says so.
+        """Before vLLM asks the layer of this implementation what it caches: a layer that drops tokens says so.
 
         Raises:
             HeadwiseError: it cannot be served so.
         """
         (layer,) = (each for each in self._every.values() if getattr(each, "impl", None) is impl)
         number = number_of(layer.layer_name)
-        stream = None if number is None else streams_of(self.artifact).get(number)
-        if stream is None:
+        keeps = None if number is None else keeps_of(self.artifact).get(number)
+        if keeps is None:
             return
         if (reason := self._unserved(layer)) is not None:
             raise HeadwiseError(
                 f"kv_cache.layers[{number}] drops tokens, and the layer cannot be served here: {reason}"
             )
-        from runtime.vllm.streaming import spec_of
+        if isinstance(keeps, Snap):
+            if getattr(impl, "sinks", None) is not None:
+                raise HeadwiseError(f"kv_cache.layers[{number}] cannot be served: the layer uses attention sinks")
+            from runtime.vllm import prompt_pages
 
-        self._streams[layer.layer_name] = stream
-        layer.get_kv_cache_spec = lambda config: spec_of(layer, config, *stream)
+            self._keeps[layer.layer_name] = Snap(keeps.policies[self._kv_heads()])
+            layer.get_kv_cache_spec = lambda config: prompt_pages.spec_of(layer, config, keeps.policies)
+            return
+        from runtime.vllm import streaming
+
+        self._keeps[layer.layer_name] = keeps
+        layer.get_kv_cache_spec = lambda config: streaming.spec_of(layer, config, *keeps)
 
     def role(self, layer: Any) -> Role | None:
         """What the layer does in decode by the decode section; None where the parent decodes."""
@@ -124,7 +139,7 @@ class Served:
 
     def owns(self, layer: Any) -> bool:
         """Whether a layer is served here alone: all of its requests, from pages in our own layout."""
-        return self.stream(layer) is not None or (bool(getattr(layer.impl, "ours", False)) and self.serves(layer))
+        return self.keeps(layer) is not None or (bool(getattr(layer.impl, "ours", False)) and self.serves(layer))
 
     def turns(self, layer: Any, num_heads: int, num_kv_heads: int) -> Turns | None:
         """The plan of the layer's heads in this process and when it gains, None where the layer has no patterns."""
@@ -170,6 +185,9 @@ class Served:
         dense = "".join(f"; {ranges(numbers)} dense: {reason}" for reason, numbers in by_reason.items())
         if self.chooser is not None:
             dense += f"; decode: {self.chooser}"
+        for keeps in dict.fromkeys(each for each in self._keeps.values() if isinstance(each, Snap)):
+            numbers = [number_of(name) for name, each in self._keeps.items() if each == keeps]
+            dense += f"; layers {ranges([number for number in numbers if number is not None])} keep {keeps}"
         heads = "" if self._size == 1 else f", heads of rank {self._rank()} of {self._size}"
         _log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): layers %s sparse%s",
@@ -190,18 +208,16 @@ class Served:
     def _chooser(self, config: Any) -> Chooser | None:
         if self.artifact.decode is None:
             return None
-        section, total, group = self.artifact.decode.omnikv, self.artifact.model.num_kv_heads, None
+        section, group = self.artifact.decode.omnikv, None
         if self._size > 1:
             from vllm.distributed import get_tp_group
 
             group = get_tp_group().device_group
-        here = max(total // self._size, 1)
-        start = self._rank() * total // self._size
         kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
         free = [i for i in range(self.artifact.model.num_layers) if not kinds or "sliding" not in kinds[i]]
         return Chooser(
             OmniKV(
-                roles=roles_of(section, free, slice(start, start + here)),
+                roles=roles_of(section, free, self._kv_heads()),
                 budget=section.budget,
                 selector=section.selector,
                 window=section.window,
@@ -226,7 +242,10 @@ class Served:
             raise HeadwiseError(
                 f"--pipeline-parallel-size must be 1 with a decode section, got {parallel.pipeline_parallel_size}"
             )
-        if streams_of(self.artifact) and config.kv_transfer_config is not None:
+        keeps = keeps_of(self.artifact)
+        if any(isinstance(each, Snap) for each in keeps.values()) and model.rswa_window is not None:
+            raise HeadwiseError("kv_cache with snapkv is not served for a model that has a window over its replies")
+        if keeps and config.kv_transfer_config is not None:
             raise HeadwiseError(
                 "--kv-transfer-config is not served where kv_cache drops tokens: the first ones would miss"
             )
@@ -244,7 +263,7 @@ class Served:
     def _why_dense(self, layer: Any) -> str | None:
         if (reason := self._unserved(layer)) is not None:
             return reason
-        if self.stream(layer) is not None:
+        if isinstance(self.keeps(layer), Stream):
             return "it keeps its first and last tokens, by kv_cache"
         number = number_of(layer.layer_name)
         assert number is not None
@@ -302,6 +321,12 @@ class Served:
         if layer.impl.kv_sharing_target_layer_name is not None or layer.layer_name in shares:
             return "it shares its cache with another layer"
         return None
+
+    def _kv_heads(self) -> slice:
+        """The model's KV heads that this process has."""
+        total = self.artifact.model.num_kv_heads
+        start = self._rank() * total // self._size
+        return slice(start, start + max(total // self._size, 1))
 
     @staticmethod
     def _rank() -> int:

@@ -234,7 +234,7 @@ def engine(ours: bool) -> Any:
         counters=Counters(),
         turns=lambda *_: Turns(LayerPlan(patterns * 2, G)),
         owns=lambda _: ours,
-        stream=lambda _: None,
+        keeps=lambda _: None,
         eight_bits=lambda _: None,
         _size=1,
         _said=set(),
@@ -242,7 +242,7 @@ def engine(ours: bool) -> Any:
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
     impl.__dict__.update(_served=served, is_served=True)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
-    builder.__dict__.update(_served=served, _owned=ours)
+    builder.__dict__.update(_served=served, _owned=ours, _snaps=False, _told_prompts=False)
     served.counting = builder
     return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2)
 
@@ -327,7 +327,7 @@ def test_caches_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
 
 @pytest.mark.parametrize("stream", [Stream(4, 50), Stream(20, 64), Stream(0, 30), Stream(3, 1000)])
 def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: Stream) -> None:
-    engine.served.owns, engine.served.stream = lambda _: True, lambda _: stream
+    engine.served.owns, engine.served.keeps = lambda _: True, lambda _: stream
     engine.served.turns = lambda *_: None
     engine.builder._owned = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
@@ -591,22 +591,28 @@ def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str])
 
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
-    given = {"s": artifacts.SnapKV(budget=0.5), "c": artifacts.Streaming(), "f": artifacts.Full()}
+    given = {"s": artifacts.H2O(), "c": artifacts.Streaming(), "f": artifacts.Full()}
     heads = artifacts.load(files()[1]).model.num_kv_heads
     policies = artifacts.KVCache(policies=given, layers=("s", "c", ("f",) * (heads - 1) + ("c",), "f", "f", "f"))
     model, cfg = files(kv_cache=policies)
     assert main(["check", cfg, "--model", model]) == 3
     out = "leave the section out (python -m artifacts merge CFG --kv-cache none --out NEW)"
     assert capsys.readouterr().out == (
-        "no: kv_cache.policies.s is snapkv: it keeps other tokens in each head, and vLLM frees whole pages of all "
-        f"heads; streaming is served: {out}\n"
+        "no: kv_cache.policies.s is h2o: it drops other tokens in each head at every step, and vLLM frees whole pages "
+        f"of all heads; streaming and snapkv are served: {out}\n"
         "no: kv_cache.policies.c.positions is 'cache': vLLM rotates keys before they are kept, 'original' is served\n"
-        f"no: kv_cache.layers[2] differs by head, and vLLM's pages hold all heads of a layer: {out}\n"
+        "no: kv_cache.layers[2] differs by head, and vLLM's pages hold all heads of a layer; several snapkv policies "
+        f"are served: {out}\n"
     )
     stream = artifacts.Streaming(sinks=4, window=60, positions="original")
-    model, cfg = files(kv_cache=artifacts.KVCache(policies={"c": stream, "f": given["f"]}, layers=("c", "c", *"ffff")))
+    snaps = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
+    rows = ("c", "c", "s", ("s", *("t",) * (heads - 1)), "f", "f")
+    model, cfg = files(kv_cache=artifacts.KVCache(policies={"c": stream, "f": given["f"]} | snaps, layers=rows))
     assert main(["check", cfg, "--model", model]) == 0
-    assert "layers 0-1: keep 4 first and 60 last tokens\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "layers 0-1: keep 4 first and 60 last tokens\n" in told
+    assert "layers 2: keep 25% of each prompt, as its last queries choose\n" in told
+    assert "layers 3: keep 25% or 1024 tokens of each prompt, as its last queries choose\n" in told
     section = DECODE.model_copy(update={"selector": "uniform", "prefill_ratio": 2.0})
     model, cfg = files(kv_cache=None, decode=artifacts.Decode(omnikv=section))
     assert main(["check", cfg, "--model", model]) == 3

@@ -11,6 +11,7 @@ import artifacts
 from runtime.vllm import stats
 from tests.vllm.conftest import ROWS, prompt
 from tests.vllm.engines import Transformers, engine
+from tests.vllm.test_snapkv import kept
 
 PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3)]
 # Of layers 0 to 2: the first is dense, the second chooses, the third reads what it chose.
@@ -75,7 +76,10 @@ def drafted(model: str, path: str, prompts: list[list[int]]) -> tuple[list[list[
 
 
 def test_drafts_by_ngrams(model: str, artifact: Any, transformers: Transformers) -> None:
-    path, prompts = artifact(), [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
+    path, prompts = (
+        artifact(kv_cache=kept("snap", "full", "full")),
+        [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))],
+    )
     # In a process of its own: after its drafts vLLM starts no other engine in the same one.
     with get_context("spawn").Pool(1) as apart:
         made, steps, found = apart.apply(drafted, (model, path, prompts))

@@ -83,5 +83,5 @@ def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifa
     section = DECODE.model_copy(update={"filter_layers": (1,), "dense_layers": (0,), "selector": "uniform"})
     told = refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
     assert "decode.omnikv.selector is 'uniform'" in told
-    kept = artifacts.KVCache(policies={"s": artifacts.SnapKV(budget=0.5)}, layers=("s",) * 3)
-    assert "kv_cache.policies.s is snapkv" in refused(model, artifact(kv_cache=kept))
+    kept = artifacts.KVCache(policies={"s": artifacts.H2O()}, layers=("s",) * 3)
+    assert "kv_cache.policies.s is h2o" in refused(model, artifact(kv_cache=kept))

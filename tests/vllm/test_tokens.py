@@ -10,6 +10,7 @@ from runtime.vllm import stats
 from tests.vllm.conftest import prompt
 from tests.vllm.engines import Transformers, engine
 from tests.vllm.test_decode import decode
+from tests.vllm.test_snapkv import kept
 
 PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3), prompt(256, 4), prompt(255, 5)]
 DENSE = (("dense",) * 4,) * 3
@@ -84,8 +85,9 @@ def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) ->
 def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Transformers, decoding: bool) -> None:
     from vllm import LLM, SamplingParams
 
-    # By head: what KV heads of one process choose, those of the other read.
-    path = artifact(decode=decode("by head")) if decoding else artifact()
+    # By head: what KV heads of one process choose, those of the other read; they keep unlike numbers of tokens.
+    snaps = kept(("snap", "wide"), "full", "full")
+    path = artifact(decode=decode("by head"), kv_cache=snaps) if decoding else artifact()
     wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
     llm = LLM(
         model=model,

@@ -1,0 +1,152 @@
+"""Layers that keep of each prompt what its last queries attend to (SnapKV, section 4), and all that is generated.
+
+A page has slots for every KV head, so the first rows of a request may hold other tokens in each. What is kept goes
+there when the last chunk of the prompt is computed. What is generated stays in the rows that vLLM gives it, from the
+prompt's end on. Rows between are read no more, and vLLM gets their pages back (runtime.vllm.prompt_pages).
+
+Shapes: H query heads, G KV heads of this process, L tokens of a prompt, W queries that vote, D head dim, n requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import artifacts
+from kernels.decode import MAX_QUERIES
+from kernels.index import PAD
+from runtime.caches.snapkv import elect, left_of
+from runtime.vllm.batch import Batch, Few, Piece
+from runtime.vllm.dense import attend_few
+from runtime.vllm.pages import gathered
+
+
+class Snap(NamedTuple):
+    """A layer that keeps a part of each prompt, by KV head."""
+
+    policies: tuple[artifacts.SnapKV, ...]
+
+    def __str__(self) -> str:
+        budgets = sorted({policy.budget for policy in self.policies})
+        told = " or ".join(f"{b:.0%}" if isinstance(b, float) else f"{b} tokens" for b in budgets)
+        return f"{told} of each prompt, as its last queries choose"
+
+    @property
+    def window(self) -> int:
+        """The most queries that vote."""
+        return max(policy.window for policy in self.policies)
+
+
+class Windows:
+    """The last queries of prompts, where a chunk ends within them: they vote when the last chunk is there."""
+
+    def __init__(self, most: int) -> None:
+        """most: of so many prompts of a layer they are kept, the latest."""
+        self._most = most
+        self._begun: dict[str, dict[int, Tensor]] = {}
+
+    def of(self, layer: str, page: int, piece: Piece, q: Tensor, window: int) -> Tensor | None:
+        """The prompt's last queries (1, H, at most `window`, D), None before its last chunk.
+
+        layer, page: by name and by the request's first page, which no other request has.
+        q: (1, H, Q, D) of the chunk.
+        """
+        first, begin = max(piece.prompt - window, 0), piece.k_len - piece.q_len
+        if piece.k_len <= first:
+            return None
+        begun = self._begun.setdefault(layer, {})
+        earlier = begun.pop(page, None)
+        voting = q[:, :, max(first - begin, 0) :]
+        if begin > first and earlier is not None:
+            voting = torch.cat([earlier, voting], dim=2)
+        if piece.k_len == piece.prompt:
+            return voting
+        begun[page] = voting.clone()
+        if len(begun) > self._most:
+            # Of requests that were given up.
+            del begun[next(iter(begun))]
+        return None
+
+
+def keep(
+    snap: Snap,
+    windows: Windows,
+    layer: str,
+    query: Tensor,
+    cache: tuple[Tensor, Tensor],
+    output: Tensor,
+    batch: Batch,
+    **how: Any,
+) -> None:
+    """Keep a part of each prompt that ends in a step, and write the rows of output (T, H, D) of what is generated.
+
+    A generated token sees what is kept of its prompt and what was generated up to it.
+
+    Args:
+        snap, windows: what the layer keeps, and the queries of earlier steps.
+        layer: its name.
+        query: (T, H, D) of the step's T tokens.
+        cache: keys and values in pages (P, S, G, D), with those of the step.
+        output: see above; prompts' rows are written already.
+        batch: the step, with the lengths of prompts.
+        how: scale and softcap, and sinks, of which there are none.
+    """
+    size, generated = cache[0].shape[1], []
+    for piece in batch.every:
+        if piece.generated:
+            generated += _cut(piece)
+            continue
+        pages = batch.block_table[piece.request, : -(-piece.k_len // size)]
+        q = query[piece.rows].transpose(0, 1)[None]
+        voting = windows.of(layer, int(pages[0]), piece, q, snap.window)
+        if voting is not None:
+            _move(snap, voting, cache, pages, piece.prompt, scale=how["scale"], softcap=how["softcap"])
+    for some in batch.few(tuple(generated), size):
+        if snap not in some.kept:
+            some.kept[snap] = _rows(snap, some).to(query.device, non_blocking=True)
+        attend_few(query, cache, output, some, some.kept[snap], **how)
+
+
+def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, prompt: int, **how: Any) -> None:
+    """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages (N,), head by head."""
+    heads_of: dict[artifacts.SnapKV, list[int]] = {}
+    for head, policy in enumerate(snap.policies):
+        heads_of.setdefault(policy, []).append(head)
+    left = {policy: left_of(policy, prompt, prompt) for policy in heads_of}
+    if all(count == prompt for count in left.values()):
+        return
+    size, table = cache[0].shape[1], pages.long()
+    k, v = (gathered(held, pages, prompt) for held in cache)
+    queries = q.unflatten(1, (len(snap.policies), -1))
+    for policy, numbers in heads_of.items():
+        if (count := left[policy]) == prompt:
+            continue
+        heads = torch.tensor(numbers, device=q.device)
+        voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
+        rows = elect(policy, count, voting, k[:, heads], v[:, heads], **how)[0, :, :, None]
+        to = torch.arange(count, device=q.device)
+        for held, whole in zip(cache, (k, v), strict=True):
+            chosen = whole[0, heads].gather(1, rows.expand(-1, -1, whole.shape[3]))
+            held[table[to // size], to % size, heads[:, None]] = chosen
+
+
+def _cut(piece: Piece) -> list[Piece]:
+    """As many tokens at a time as one call takes; more than that are computed again after a preemption."""
+    start, found = piece.k_len - piece.q_len, []
+    for begin in range(0, piece.q_len, MAX_QUERIES):
+        end = min(begin + MAX_QUERIES, piece.q_len)
+        found.append(piece._replace(q_start=piece.q_start + begin, q_len=end - begin, k_len=start + end))
+    return found
+
+
+def _rows(snap: Snap, some: Few) -> Tensor:
+    """The rows (n, C) that are read, or (n, G, C) where heads keep different numbers: the kept, then the generated."""
+    policies = snap.policies if len(set(snap.policies)) > 1 else snap.policies[:1]
+    left = torch.tensor([[left_of(policy, n, n) for policy in policies] for n in some.prompts.tolist()])[..., None]
+    prompts, ends = (x.long()[:, None, None] for x in (some.prompts, some.ends))
+    at = torch.arange(int((left + ends - prompts).max()))
+    rows = torch.where(at < left, at, prompts - left + at)
+    rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
+    return rows if len(policies) > 1 else rows[:, 0].contiguous()
