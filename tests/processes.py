@@ -25,10 +25,10 @@ _servers.set_forkserver_preload(["tests.heavy"])
 class Process:
     """A command that runs. Its process is the first of a group, which the ranks of torchrun belong to."""
 
-    def __init__(self, module: str, *words: str, ranks: int = 0) -> None:
-        """Start `python -m module words`; with `ranks`, under torchrun."""
+    def __init__(self, module: str, *words: str, ranks: int = 0, cwd: Path = ROOT) -> None:
+        """Start `python -m module words` in the folder `cwd`; with `ranks`, under torchrun."""
         self._folder = tempfile.TemporaryDirectory()
-        self._process = _servers.Process(target=_run, args=(module, words, ranks, self._folder.name))
+        self._process = _servers.Process(target=_run, args=(module, words, ranks, cwd, self._folder.name))
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -51,14 +51,14 @@ class Process:
         self._process.join(SECONDS)
 
 
-def run(module: str, *words: str, ranks: int = 0) -> tuple[int, str, str]:
+def run(module: str, *words: str, ranks: int = 0, cwd: Path = ROOT) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
-    return Process(module, *words, ranks=ranks).finish()
+    return Process(module, *words, ranks=ranks, cwd=cwd).finish()
 
 
-def _run(module: str, words: tuple[str, ...], ranks: int, folder: str) -> None:
+def _run(module: str, words: tuple[str, ...], ranks: int, cwd: Path, folder: str) -> None:
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(cwd)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import run
 from tests.search.conftest import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -38,18 +36,12 @@ def commands(block: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def run(words: list[str], model: Path, folder: Path) -> None:
+def run_small(words: list[str], model: Path, folder: Path) -> None:
     """Run `headwise VERB ...` in the folder, MODEL being the model."""
     assert words[0] == "headwise" and words[1] in SMALL, f"how is {shlex.join(words)} run small?"
     words = [str(model) if word == "MODEL" else word for word in words[1:]]
-    done = subprocess.run(
-        [sys.executable, "-m", "search", *words, *SMALL[words[0]].split()],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr[-3000:]}"
+    code, _, complained = run("search", *words, *SMALL[words[0]].split(), cwd=folder)
+    assert code == 0, f"{shlex.join(words)}\n{complained[-3000:]}"
 
 
 def test_make_targets_are_there() -> None:
@@ -76,6 +68,6 @@ def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         elif not kind:
             for words in commands(block):
                 if words[0] not in LEFT_OUT:
-                    run(words, tiny, tmp_path)
+                    run_small(words, tiny, tmp_path)
                     ran += 1
     assert ran >= 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from artifacts import HeadwiseError, seen_windows
@@ -37,7 +37,7 @@ class Seen:
     """Windows of 64 tokens by which prompts are known again."""
 
     def __init__(self, prompts: Iterable[Prompt] = (), *, digests: Iterable[str] = ()) -> None:
-        self._known = set(digests)
+        self._known = set(map(bytes.fromhex, digests))
         self.add(*prompts)
 
     @classmethod
@@ -48,23 +48,23 @@ class Seen:
     @property
     def digests(self) -> list[str]:
         """64 hex digits each, in order."""
-        return sorted(self._known)
+        return sorted(digest.hex() for digest in self._known)
 
     def add(self, *prompts: Prompt) -> None:
         for prompt in prompts:
-            ids = prompt.input_ids
-            self._known |= {_digest(ids[start : start + _ALIKE]) for start in range(0, len(ids) - _ALIKE + 1, _ALIKE)}
+            self._known.update(_windows(prompt, _ALIKE))
 
     def overlaps(self, prompt: Prompt) -> bool:
         """Whether a prompt has tokens in a row with one of them in common."""
-        ids = prompt.input_ids
-        return bool(self._known) and any(
-            _digest(ids[start : start + _ALIKE]) in self._known for start in range(len(ids) - _ALIKE + 1)
-        )
+        return bool(self._known) and any(digest in self._known for digest in _windows(prompt, 1))
 
 
-def _digest(ids: Sequence[int]) -> str:
-    return hashlib.sha256(array("i", ids).tobytes()).hexdigest()
+def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
+    """The digests of a prompt's windows, one in every `step` tokens."""
+    ids = array("i", prompt.input_ids)
+    data, size = ids.tobytes(), ids.itemsize
+    ends = range(_ALIKE * size, len(data) + 1, step * size)
+    return (hashlib.sha256(data[end - _ALIKE * size : end]).digest() for end in ends)
 
 
 def told_overlap(task: str, length: int, overlapping: int, samples: int) -> str:

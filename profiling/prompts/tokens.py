@@ -17,6 +17,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._backend = _backend(tokenizer)
 
     def __call__(self, text: str) -> Ids:
         """The ids of a text, without special tokens; a text longer than the model's positions is no mistake."""
@@ -31,6 +32,8 @@ class Encoder:
 
     def each(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text."""
+        if self._backend is not None:
+            return [tuple(one.ids) for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [tuple(ids) for ids in found]
 
@@ -43,6 +46,18 @@ class Encoder:
             if whole[start : start + len(bare)] == bare:
                 return whole[:start]
         return ()
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The compiled tokenizer inside, which gives the same ids in half the time; None where there may be more to it."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    of, plain = type(tokenizer), PreTrainedTokenizerFast
+    if (of.__call__, getattr(of, "_encode_plus", None)) != (PreTrainedTokenizerBase.__call__, plain._encode_plus):
+        return None
+    # It keeps the truncation and padding of the last call: here none.
+    tokenizer("a", verbose=False)
+    return tokenizer.backend_tokenizer
 
 
 def flat(parts: Iterable[Ids]) -> Ids:

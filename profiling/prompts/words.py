@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ _NOUNS = (
 
 def words(rng: random.Random) -> Iterator[str]:
     """Words such as `tame-pearl` without end; after some ten thousand they carry a number."""
-    pairs = [f"{adjective}-{noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split()]
+    pairs = list(_pairs())
     rng.shuffle(pairs)
     yield from pairs
     for turn in itertools.count(2):
@@ -34,12 +35,22 @@ def words(rng: random.Random) -> Iterator[str]:
 
 def compounds(rng: random.Random) -> Iterator[str]:
     """Words such as `pearlmisty` without end, none twice: short for a tokenizer, and as many as a list may need."""
-    parts = [*_ADJECTIVES.split(), *_NOUNS.split()]
-    pairs = list(dict.fromkeys(one + other for one in parts for other in parts if one != other))
+    pairs = list(_compounds())
     rng.shuffle(pairs)
     yield from pairs
     for turn in itertools.count(2):
         yield from (f"{pair}{turn}" for pair in pairs)
+
+
+@functools.cache
+def _pairs() -> tuple[str, ...]:
+    return tuple(f"{adjective}-{noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split())
+
+
+@functools.cache
+def _compounds() -> tuple[str, ...]:
+    parts = plain_words()
+    return tuple(dict.fromkeys(one + other for one in parts for other in parts if one != other))
 
 
 def plain_words() -> list[str]:

@@ -19,13 +19,16 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        # What exists, and what has gone since it was last looked at.
+        self._at_most = 0
         self.peak = self.largest = 0
 
     @property
     def now(self) -> int:
         """Bytes that exist now."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        return sum(size for _, size in self._made.values())
+        self._at_most = sum(size for _, size in self._made.values())
+        return self._at_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
@@ -34,9 +37,10 @@ class LiveBytes(TorchDispatchMode):
         for storage in made:
             if storage._cdata not in given:
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._at_most += storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
-        # Only what is made can make it more.
-        if any(storage._cdata not in given for storage in made):
+        # Looking at everything takes long: it is done where there may be more than ever.
+        if self._at_most > self.peak:
             self.peak = max(self.peak, self.now)
         return result
 

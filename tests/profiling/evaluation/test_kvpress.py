@@ -119,7 +119,10 @@ def test_a_folder_for_each_dataset_length_method_and_way_of_asking(tmp_path: Pat
 
 
 def test_what_has_no_answer_after_its_prompt_is_left_out(tmp_path: Path) -> None:
-    prompts = {task: make_prompts(task, TOKENIZER, length=800, samples=1, seed=0) for task in ("line_asked", "prose")}
+    text = tmp_path / "text.txt"
+    text.write_text("It was a long way to the sea, and nobody had been there. " * 100)
+    tasks = ("line_asked", f"text:{text}")
+    prompts = {task: make_prompts(task, TOKENIZER, length=800, samples=1, seed=0) for task in tasks}
     outcomes = [outcome(task, "dense", made, ("", 0.5)) for task, made in prompts.items()]
     assert write_results(tmp_path / "out", RECORD, outcomes, TOKENIZER, model="toy") == []
     assert not (tmp_path / "out").exists()

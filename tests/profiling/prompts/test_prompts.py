@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.prompts.tokens import Encoder
 from tests.profiling.tokenizers import byte_level
 
 
@@ -34,6 +36,19 @@ def test_every_length_from_the_smallest_on() -> None:
             prompt = make_prompts(task, tokenizer, length=length, samples=1, seed=length)[0]
             text = tokenizer.decode(prompt.input_ids)
             assert all(find.expected.strip() in text for find in prompt.finds) and prompt.finds
+
+
+def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer: Any) -> None:
+    texts = [" a river", "", "<s> naïve\n\n  x", "The pass key is 1234567. " * 40]
+    plain = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    # The compiled tokenizer keeps what the last call set.
+    tokenizer(texts, truncation=True, max_length=5)
+    assert Encoder(tokenizer).each(texts) == plain
+    # One that does more than the compiled one is asked itself.
+    own = type("Own", (type(tokenizer),), {"__call__": lambda *_, **__: {"input_ids": [[7]]}})
+    changed = copy.copy(tokenizer)
+    changed.__class__ = own
+    assert Encoder(changed).each(["a"]) == [(7,)]
 
 
 def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer: Any) -> None:

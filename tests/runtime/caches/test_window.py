@@ -138,7 +138,7 @@ def test_memory_is_that_of_the_window_however_long_the_stream(build, keeping, id
         assert [(layer.seen, layer.kept) for layer in report.layers] == [(364, 32)] * 2
 
 
-def test_ten_thousand_steps_need_no_more_memory_than_one(build) -> None:
+def test_three_thousand_steps_need_no_more_memory_than_one(build) -> None:
     model = build(num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=1, hidden_size=64)
     policy = Window(4, 28, Rotation(model, model.model.layers[0].self_attn))
 
@@ -152,13 +152,13 @@ def test_ten_thousand_steps_need_no_more_memory_than_one(build) -> None:
     tracemalloc.start()
     steps(200)
     before = tracemalloc.get_traced_memory()[0]
-    steps(9700)
+    steps(2700)
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert {name: (tensor.data_ptr(), tensor.shape) for name, tensor in policy.tensors().items()} == lie
     # Python's smallest object has 16 bytes; other threads of the process allocate some thousand.
-    assert set(lie) == {"keys", "values", "first"} and grown < 16 * 9700
-    assert (policy.seen, policy.kept) == (10_000, 32)
+    assert set(lie) == {"keys", "values", "first"} and grown < 16 * 2700
+    assert (policy.seen, policy.kept) == (3000, 32)
 
 
 def test_a_softcap_goes_into_both_parts(build, keeping, ids):

@@ -32,6 +32,7 @@ from search.model.prompts import judged_prompts
 from search.model.task_losses import Limits, by_task
 from search.model.timing import ANCHOR, SDPA
 from tests.processes import run
+from tests.sampling import sampled
 from tests.search.conftest import save_tiny
 from tests.search.model.made import heads_of
 
@@ -233,7 +234,7 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", sampled([1, 2, 3], 3))
 def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "cfg.yaml"
     code, _, said = run("search.heads", *options(tiny_model, out), ranks=ranks)
