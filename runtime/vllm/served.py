@@ -29,6 +29,8 @@ from runtime.vllm.snapkv import Snap, Windows
 
 # By vLLM's names; scales for each token or head are other caches.
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# Ways to make drafts: without a model, or with one whose layers are the parent's.
+_DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
 # Below vLLM's own logger, whose level and format it has.
 _log = logging.getLogger("vllm.headwise")
 
@@ -230,10 +232,9 @@ class Served:
     def _check(self, config: Any) -> None:
         model = config.model_config
         speculative = config.speculative_config
-        if speculative is not None and speculative.method not in ("ngram", "suffix"):
-            raise HeadwiseError(
-                f"speculative decoding by {speculative.method} is not served: use ngram, suffix or none"
-            )
+        if speculative is not None and speculative.method not in _DRAFTS:
+            known = ", ".join(_DRAFTS)
+            raise HeadwiseError(f"speculative decoding by {speculative.method} is not served: use {known} or none")
         parallel = config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
@@ -245,6 +246,11 @@ class Served:
         keeps = keeps_of(self.artifact)
         if any(isinstance(each, Snap) for each in keeps.values()) and model.rswa_window is not None:
             raise HeadwiseError("kv_cache with snapkv is not served for a model that has a window over its replies")
+        if keeps and speculative is not None and speculative.method == "draft_model":
+            # vLLM wants the layers of a draft model in one group of its cache, and may spread them over several there.
+            raise HeadwiseError(
+                "speculative decoding by draft_model is not served where kv_cache drops tokens: use eagle"
+            )
         if keeps and config.kv_transfer_config is not None:
             raise HeadwiseError(
                 "--kv-transfer-config is not served where kv_cache drops tokens: the first ones would miss"

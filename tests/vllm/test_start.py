@@ -58,9 +58,10 @@ def test_stats_go_to_a_file(model: str, artifact: Any, tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["headwise-0.json"]
 
 
-def refused(model: str, given: Any) -> str:
+def refused(model: str, given: Any, **settings: Any) -> str:
     """The line that an engine's start ends with."""
-    with pytest.raises(artifacts.HeadwiseError) as error, engine(model, additional_config={"headwise": given}):
+    settings["additional_config"] = {"headwise": given}
+    with pytest.raises(artifacts.HeadwiseError) as error, engine(model, **settings):
         pass
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -85,3 +86,7 @@ def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifa
     assert "decode.omnikv.selector is 'uniform'" in told
     kept = artifacts.KVCache(policies={"s": artifacts.H2O()}, layers=("s",) * 3)
     assert "kv_cache.policies.s is h2o" in refused(model, artifact(kv_cache=kept))
+    kept = artifacts.KVCache(policies={"s": artifacts.SnapKV()}, layers=("s",) * 3)
+    drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+    told = refused(model, artifact(kv_cache=kept), speculative_config=drafts)
+    assert "speculative decoding by draft_model is not served where kv_cache drops tokens" in told
