@@ -131,7 +131,8 @@ def test_far_copies_are_those_that_were_not_said_lately() -> None:
 
 def test_statements_come_in_the_order_of_the_whole_tree() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    match = "match x:\n case 1:\n  def f(): pass\n case _:\n  class A: pass\nif x:\n def g(): pass\nelse:\n def h(): pass"
+    match = "match x:\n case 1:\n  def f(): pass\n case _:\n  class A: pass\n"
+    match += "if x:\n def g(): pass\nelse:\n def h(): pass"
     for code in (match, *(Path(module.__file__).read_text() for module in (ast, base_events, tarfile))):
         tree = ast.parse(code)
         found, expected = (
