@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from kernels.breaker import building
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
     """One launch: the kernel and the module that has it, its grid, its arguments, those of them that are compiled in,
-    and Triton's own options."""
+    Triton's own options, and whether it makes descriptors, which takes memory of the device's while it runs."""
 
     module: str
     kernel: str
@@ -24,6 +25,7 @@ class KernelCall:
     arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, Any]
+    descriptors: bool = False
 
     @property
     def function(self) -> Any:
@@ -36,4 +38,20 @@ def run_calls(calls: Sequence[KernelCall], device: torch.device, *build: object)
     on_its_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with on_its_device, building(*build):
         for call in calls:
-            call.function[call.grid](**call.arguments, **call.constants, **call.options)
+            if call.descriptors:
+                # Whoever else sets an allocator in this process keeps it.
+                contextvars.copy_context().run(_with_memory, call, device)
+            else:
+                _run(call)
+
+
+def _run(call: KernelCall) -> None:
+    call.function[call.grid](**call.arguments, **call.constants, **call.options)
+
+
+def _with_memory(call: KernelCall, device: torch.device) -> None:
+    """Launch it with memory for its descriptors, which the stream that it runs on gives out again only after it."""
+    import triton
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    _run(call)

@@ -21,7 +21,7 @@ from typing import Any
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from profiling.gpu import builds, sources
-from profiling.gpu.compiled import SPILLED, TARGETS
+from profiling.gpu.compiled import TARGETS
 from profiling.gpu.page import markdown
 from profiling.gpu.time_model import DEVICES, short_queries
 from profiling.progress import phase
@@ -32,7 +32,7 @@ def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     for piece, kernels in rows.items():
         limit = TARGETS[piece.split()[0]][1]
         for name, facts in kernels.items():
-            if facts["spilled"] > SPILLED:
+            if facts["spilled"]:
                 yield f"{piece} {name}: {facts['spilled']} bytes spilled at {facts['registers']} registers"
             if (facts.get("loop") or {}).get("local"):
                 yield f"{piece} {name}: its hot loop reads or writes local memory"

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from kernels.attention import triton_parts
-from kernels.attention.triton_launch import How, Launch, architecture, choose, serves, split, unavailable, unread
+from kernels.attention.triton_launch import (
+    How,
+    Launch,
+    architecture,
+    choose,
+    describable,
+    serves,
+    split,
+    unavailable,
+    unread,
+)
 from kernels.attention.triton_tuned import best
 from kernels.breaker import failure
 from kernels.copies import on_device
@@ -102,6 +112,8 @@ def prepare(
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
+    # Pages may lie anywhere, and descriptors widen nothing.
+    bulk = block_table is None and k.dtype == v.dtype == q.dtype and describable(k, v)
     few = triton_parts.few(index.batch * num_heads * index.num_rows, q.device) if splits is None else splits > 1
 
     def build(has_tiles: bool, has_columns: bool) -> Launch:
@@ -111,9 +123,10 @@ def prepare(
         # of few queries half a program would often be empty.
         alone = has_tiles or skip is not None or few
         sizes: dict[str, Any] = {"dim": max(dim, v_dim), "itemsize": q.element_size(), "has_tiles": alone}
-        found = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes)
-        # What is looked up for each key takes the registers of half a step.
+        found = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes, bulk=bulk)
+        # What is looked up for each key takes the registers of half a step, and so does a tail beside pointers.
         crowded = window is not None or block_table is not None or skip is not None
+        crowded |= any(index.dense_tail) and not found.descriptors
         return replace(found, keys=min(found.keys, 32 if has_tiles and has_columns else TILE if crowded else 128))
 
     # Heads with lists of tiles have a launch of their own, and the others are served two query tiles a program.
@@ -160,9 +173,10 @@ def prepare(
             f"{name}_{axis}": tensor.stride(i) for axis, i in zip(("batch", "head", "row"), axes, strict=True)
         }
     arguments |= {
-        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "splits": splits, "q_len": q_len, "k_len": index.k_len,
-        "first_row": index.first_row, "num_rows": index.num_rows, "window": window or 0,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "group": group, "splits": splits, "q_len": q_len,
+        "k_len": index.k_len, "first_row": index.first_row, "num_rows": index.num_rows, "window": window or 0,
         "walk_width": first.arguments["walk_width"], "table_width": first.arguments["n"] + 1,
+        "table_size": made.shape[-1],
         "columns_width": columns.shape[-1],
         "pages_width": 0 if block_table is None else block_table.shape[-1],
         "search_steps": min(max(width for _, width, _ in widths), num_tiles(index.k_len)).bit_length(),
@@ -172,6 +186,7 @@ def prepare(
         # A product of fp32 without the matrix units holds whole operands in registers.
         widest = 128 if q.dtype == torch.float32 and each.precision == "ieee" else 256
         subset, chunks = len(part) < num_heads, -(-len(part) // group)
+        per_chunk = group * -(-index.num_rows // each.rows) * splits
         (d0, d1), (e0, e1) = split(dim, widest), split(v_dim, widest)
         compiled = How(
             d=dim, d0=d0, d1=d1, e=v_dim, e0=e0, e1=e1,
@@ -179,16 +194,15 @@ def prepare(
             page=0 if block_table is None else k.shape[1],
             walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=any(index.dense_tail),
             window=window is not None, ragged=ragged is not None, softcap=softcap is not None, sinks=sinks is not None,
-            skip=skip is not None, subset=subset, split=splits > 1,
+            skip=skip is not None, subset=subset, split=splits > 1, bulk=bulk and each.descriptors and not d1 + e1,
         )  # fmt: skip
         more = {
             "heads": on_device(tuple(part), q.device, torch.int32) if subset else made,
-            "head_count": len(part), "chunks": chunks,
+            "head_count": len(part), "chunks": chunks, "per_chunk": per_chunk,
         }  # fmt: skip
-        programs = index.batch * chunks * group * -(-index.num_rows // each.rows) * splits
-        calls.append(_call(
-            "triton_kernel", "sparse_attention_kernel", programs, arguments | more, {"H": compiled}, build_options(each)
-        ))  # fmt: skip
+        programs, options = index.batch * chunks * per_chunk, build_options(each)
+        call = _call("triton_kernel", "sparse_attention_kernel", programs, arguments | more, {"H": compiled}, options)
+        calls.append(replace(call, descriptors=compiled.bulk))
     if splits > 1:
         calls.append(triton_parts.combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes))
     return calls

@@ -33,54 +33,92 @@ def _sums(top, total, exists, scale, sinks, head, H: tl.constexpr):
 
 
 @triton.jit
-def _program(
-    pid,
-    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
-    tops, totals, partial, scale, softcap,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, head_count, chunks, splits, q_len, k_len, first_row, num_rows, window,
-    walk_width, table_width, columns_width, pages_width, search_steps,
+def _results(
+    zero, places, heads, out, partial,
+    num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+    out_batch, out_head, out_row,
     H: tl.constexpr,
 ):  # fmt: skip
-    """One program of sparse_attention_kernel; 1 if its output holds NaN, which H.safe then replaces."""
-    tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
-    # The query heads of one KV head run side by side and read its keys while the L2 cache has them, then the next part
-    # of those; long rows start first, so that the last programs to finish are short ones.
-    group = num_heads // num_kv_heads
+    """Where a program's results go: base and offsets of its rows, which of its queries exist, its head, and the places
+    of its log-sum-exps, or of the maxima and sums of a part.
+
+    All of it is worked out anew, from a number that the compiler cannot know: held since the beginning it would take
+    the registers of the loops. `zero` is where a 0 lies: the last number of a head's tables, for no tile is as far away
+    as there are tiles.
+    """
+    pid = tl.program_id(0) + tl.load(zero, volatile=True)
+    _, batch, head, part, first_query, q_len, k_len, _, at = _queries(
+        pid, places, heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows, H
+    )
+    query = at * TILE + tl.arange(0, H.rows * TILE) - (k_len - q_len)
+    exists = (query >= 0) & (query < q_len)
+    if H.split:
+        before = ((batch * num_kv_heads + head // group) * splits + part) * group + head % group
+        lse_at = before * all_queries + first_query + query
+        to = partial
+        rows = lse_at * H.e
+    else:
+        lse_at = (batch * num_heads + head) * all_queries + first_query + query
+        to = out + batch * out_batch + head * out_head
+        rows = (first_query + query) * out_row
+    return to, rows, exists, head, lse_at
+
+
+@triton.jit
+def _queries(
+    pid, places, heads, group, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows, H: tl.constexpr
+):  # fmt: skip
+    """Whose queries a program serves: (sequence, batch, head, part, first_query, q_len, k_len, row, at).
+
+    The query heads of one KV head run side by side and read its keys while the L2 cache has them, then the next part of
+    those; long rows start first, so that the last programs to finish are short ones.
+    """
     blocks = (num_rows + H.rows - 1) // H.rows
-    chunk = pid // (blocks * splits * group)
-    rest = pid % (blocks * splits * group)
+    chunk = pid // per_chunk
+    rest = pid % per_chunk
     sequence = (chunk // chunks).to(tl.int64)
     head = (chunk % chunks * group + rest % group).to(tl.int64)
     if H.subset:
         head = tl.load(heads + head).to(tl.int64)
-    kv_head = head // group
-    part = rest // group % splits
-
     batch = sequence
-    lse_len = q_len
     first_query = tl.full([], 0, tl.int64)
     if H.ragged:
         places += sequence * 5
         batch = tl.load(places).to(tl.int64)
         first_query = tl.load(places + 1).to(tl.int64)
-        q += first_query * q_row
         q_len = tl.load(places + 2)
-        if H.page == 0:
-            k_start = tl.load(places + 3).to(tl.int64)
-            k += k_start * k_row
-            v += k_start * v_row
         k_len = tl.load(places + 4)
         first_row = (k_len - q_len) // TILE
         blocks = ((k_len + TILE - 1) // TILE - first_row + H.rows - 1) // H.rows
     row = (blocks - 1 - rest // (group * splits)) * H.rows
-    at = first_row + row
+    return sequence, batch, head, rest // group % splits, first_query, q_len, k_len, row, first_row + row
 
-    # Where the program's part of its query 0 goes; one number, which is held to the end.
-    to_part = ((batch * num_kv_heads + kv_head) * splits + part) * group + head % group
-    to_part = to_part * lse_len + first_query
+
+@triton.jit
+def _program(
+    pid,
+    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
+    tops, totals, partial, scale, softcap,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+    window, walk_width, table_width, table_size, columns_width, pages_width, search_steps,
+    H: tl.constexpr,
+):  # fmt: skip
+    """One program of sparse_attention_kernel; 1 if its output holds NaN, which H.safe then replaces."""
+    tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
+    sequence, batch, head, part, first_query, q_len, k_len, row, at = _queries(
+        pid, places, heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows, H
+    )
+    kv_head = head // group
+    if H.ragged:
+        q += first_query * q_row
+        if H.page == 0:
+            k_start = tl.load(places + sequence * 5 + 3).to(tl.int64)
+            k += k_start * k_row
+            v += k_start * v_row
+
     heads_before = sequence * num_heads + head
-    walk = tables + heads_before * (4 * walk_width + 7 * table_width)
+    walk = tables + heads_before * table_size
     counts = walk + 4 * walk_width
     held = counts + 6 * table_width
     q += batch * q_batch + head * q_head
@@ -147,22 +185,10 @@ def _program(
             cut = tl.where(dense != 0, 0, cut)
 
     inner = 0
-    firsts = 0
-    seconds = 0
-    edges = 0
     if H.walk:
         inner = tl.load(counts + at)
-        if H.rows == 2:
-            firsts = tl.load(counts + table_width + at)
-            seconds = tl.load(counts + 2 * table_width + at)
-        edges = firsts + seconds
-        if H.window:
-            edges += tl.load(counts + 3 * table_width + at)
     if H.tail:
         inner = tl.where(dense != 0, tl.maximum(tl.minimum(reach, uncut), 0), tl.where(dense_last != 0, 0, inner))
-        edges = tl.where(dense_last != 0, reach - inner, edges)
-        firsts = tl.where(dense_last != 0, 0, firsts)
-        seconds = tl.where(dense_last != 0, 0, seconds)
     first_column = 0
     column_count = 0
     if H.columns:
@@ -173,9 +199,14 @@ def _program(
         if H.tail:
             column_count = tl.where(dense != 0, 0, column_count)
 
-    kv = (k, v, pages, k_batch, k_row, v_batch, v_row)
+    k_tiles = k
+    v_tiles = v
+    if H.bulk:
+        k_tiles = tl.make_tensor_descriptor(k, [k_len, H.d], [k_row, 1], [H.few, H.d0])
+        v_tiles = tl.make_tensor_descriptor(v, [k_len, H.e], [v_row, 1], [H.few, H.e0])
+    kv = (k, v, pages, k_batch, k_row, v_batch, v_row, k_tiles, v_tiles)
     place = (held, at, half, floor, position, exists, k_len, dense, dense_last, part, splits)
-    named = (walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed)
+    named = (walk, walk_width, table_width, reach, inner, cut, tiles, listed)
     columned = (columns, first_column, column_count, search_steps)
     bound = 0.0
     if H.skip:
@@ -186,43 +217,39 @@ def _program(
         for e_first in range(0, H.e, 16):
             state, _ = every_step((q0, q1, scale, softcap, e_first), kv, place, named, columned, bound, H)
             acc, _, top, total = state
+            to, rows, exists, head, lse_at = _results(
+                walk + table_size - 1, places, heads, out, partial,
+                num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+                out_batch, out_head, out_row, H,
+            )  # fmt: skip
+            if not H.split:
+                _, left = _sums(top, total, exists, scale, sinks, head, H)
+                acc = acc * left[:, None]
             e = e_first + tl.arange(0, 16)
             there = exists[:, None] & (e < H.e)[None, :]
-            if H.split:
-                tl.store(partial + (to_part + query)[:, None] * H.e + e[None, :], acc, mask=there)
-            else:
-                to = out + batch * out_batch + head * out_head + (first_query + query)[:, None] * out_row
-                _, left = _sums(top, total, exists, scale, sinks, head, H)
-                tl.store(to + e[None, :], (acc * left[:, None]).to(out.dtype.element_ty), mask=there)
+            tl.store(to + rows[:, None] + e[None, :], acc.to(to.dtype.element_ty), mask=there)
     else:
         state, left_out = every_step((q0, q1, scale, softcap, 0), kv, place, named, columned, bound, H)
         acc0, acc1, top, total = state
         if H.skip:
             tl.atomic_add(skipped + heads_before, left_out)
-        if H.ragged and not H.split:
-            # Read again: what a load has given takes registers for as long as it is kept.
-            batch = tl.load(places, volatile=True).to(tl.int64)
-            first_query = tl.load(places + 1, volatile=True).to(tl.int64)
-            q_len = tl.load(places + 2, volatile=True)
-            query = position - (tl.load(places + 4, volatile=True) - q_len)
-            exists = (query >= 0) & (query < q_len)
+        to, rows, exists, head, lse_at = _results(
+            walk + table_size - 1, places, heads, out, partial,
+            num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+            out_batch, out_head, out_row, H,
+        )  # fmt: skip
         if H.split:
-            to = to_part + query
-            tl.store(tops + to, scaled(top, scale, H), mask=exists)
-            tl.store(totals + to, total, mask=exists)
-            out = partial
-            out_rows = to * H.e
+            tl.store(tops + lse_at, scaled(top, scale, H), mask=exists)
+            tl.store(totals + lse_at, total, mask=exists)
         else:
             log_sum, left = _sums(top, total, exists, scale, sinks, head, H)
             acc0 = acc0 * left[:, None]
             if H.e1 > 0:
                 acc1 = acc1 * left[:, None]
-            tl.store(lse + (batch * num_heads + head) * lse_len + first_query + query, log_sum * LN2, mask=exists)
-            out += batch * out_batch + head * out_head
-            out_rows = (first_query + query) * out_row
-        store_rows(out, out_rows, exists, acc0, 0, H.e0, H.e)
+            tl.store(lse + lse_at, log_sum * LN2, mask=exists)
+        store_rows(to, rows, exists, acc0, 0, H.e0, H.e)
         if H.e1 > 0:
-            store_rows(out, out_rows, exists, acc1, H.e0, H.e1, H.e)
+            store_rows(to, rows, exists, acc1, H.e0, H.e1, H.e)
         spoilt = tl.max(tl.max((acc0 != acc0).to(tl.int32), 1), 0)
         if H.e1 > 0:
             spoilt = tl.maximum(spoilt, tl.max(tl.max((acc1 != acc1).to(tl.int32), 1), 0))
@@ -231,22 +258,24 @@ def _program(
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "num_kv_heads", "head_count", "chunks", "splits", "q_len", "k_len", "first_row", "num_rows",
-        "window", "walk_width", "table_width", "columns_width", "pages_width", "search_steps",
+        "num_heads", "num_kv_heads", "group", "head_count", "chunks", "per_chunk", "splits", "q_len", "k_len",
+        "first_row", "num_rows", "window", "walk_width", "table_width", "table_size", "columns_width", "pages_width",
+        "search_steps",
     ]
 )  # fmt: skip
 def sparse_attention_kernel(
     q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
     tops, totals, partial, scale, softcap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, head_count, chunks, splits, q_len, k_len, first_row, num_rows, window,
-    walk_width, table_width, columns_width, pages_width, search_steps,
+    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows, window,
+    walk_width, table_width, table_size, columns_width, pages_width, search_steps,
     H: tl.constexpr,
 ):  # fmt: skip
     """Sparse attention of one program: H.rows query tiles of a head (MInference 1.0, Algorithm 5, for every pattern).
 
     e is a distance in key tiles from a program's first query tile.
-    tables (B, H, 4 * walk_width + 7 * table_width) int32, table_width = N + 1, by the tables kernel; of each head:
+    tables (B, H, table_size) int32 by the tables kernel, table_width = N + 1 and table_size = 4 * walk_width +
+    7 * table_width; of each head:
     walk (4, walk_width): distances in key tiles from a program's first query tile, ascending, of tiles that both of
     its query tiles want, only the first, only the second, or whoever does but the window cuts.
     counts (6, table_width), by the first query tile: how many entries of each of these it has; by the last: columns
@@ -265,35 +294,34 @@ def sparse_attention_kernel(
     P = splits parts maximum (as a power of two), sum and unnormalised output.
     """
     pid = tl.program_id(0)
-    group = num_heads // num_kv_heads
-    rows = (num_rows + H.rows - 1) // H.rows * splits * group
     if H.subset:  # noqa: SIM102 (known at compile time; the next is not)
-        if pid // rows % chunks * group + pid % rows % group >= head_count:
+        if pid // per_chunk % chunks * group + pid % per_chunk % group >= head_count:
             return
     if H.ragged:
-        mine = places + (pid // rows // chunks).to(tl.int64) * 5
+        mine = places + (pid // per_chunk // chunks).to(tl.int64) * 5
         seen = tl.load(mine + 4)
         have = (seen + TILE - 1) // TILE - (seen - tl.load(mine + 2)) // TILE
-        if pid % rows // (group * splits) >= (have + H.rows - 1) // H.rows:
+        if pid % per_chunk // (group * splits) >= (have + H.rows - 1) // H.rows:
             return
     spoilt = _program(
         pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
         tops, totals, partial, scale, softcap,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-        num_heads, num_kv_heads, head_count, chunks, splits, q_len, k_len, first_row, num_rows, window,
-        walk_width, table_width, columns_width, pages_width, search_steps, H,
+        num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows,
+        window, walk_width, table_width, table_size, columns_width, pages_width, search_steps, H,
     )  # fmt: skip
     # A zero weight times a value that is NaN or infinite is NaN. Such values are rare, so nobody looks for them until
     # they show; then everything is done again with care.
     if spoilt != 0:
         # In truth the same number: whatever follows from it is worked out anew, and held in no register until then.
         pid += spoilt - 1
+        CAREFUL: tl.constexpr = H.careful
         _program(
             pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped,
             heads, tops, totals, partial, scale, softcap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-            num_heads, num_kv_heads, head_count, chunks, splits, q_len, k_len, first_row, num_rows, window,
-            walk_width, table_width, columns_width, pages_width, search_steps, H.careful,
+            num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows,
+            window, walk_width, table_width, table_size, columns_width, pages_width, search_steps, CAREFUL,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class Launch:
     the next one's are asked for.
 
     `registers` is a thread's limit; without one the compiler spills a few to fit another program on a multiprocessor.
+    `descriptors`: tiles of keys and values come by descriptors, which the device's copy engine reads (TMA); calls that
+    have not what those ask for (`describable`) are served by another build.
     """
 
     rows: int
@@ -37,6 +40,7 @@ class Launch:
     stages: int
     precision: str = "ieee"
     registers: int | None = None
+    descriptors: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -45,7 +49,8 @@ class How:
 
     d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns: which sorts of entries
     some head of the launch has beside diagonal 0. page: tokens of a page, 0 for none. split: a program takes a part of
-    its keys. safe: see `careful`. The others are a Launch's, or say that a call has that argument.
+    its keys. bulk: tiles come by descriptors. safe: see `careful`. The others are a Launch's, or say that a call has
+    that argument.
     """
 
     d: int
@@ -70,6 +75,7 @@ class How:
     skip: bool
     subset: bool
     split: bool
+    bulk: bool = False
     safe: bool = False
 
     def __repr__(self) -> str:
@@ -85,21 +91,22 @@ class How:
     def careful(self) -> How:
         """The same a few keys and columns at a time, keeping bad values from queries that do not see them.
 
-        A part of a row is so many steps: done again, it must have the keys that it had.
+        A part of a row is so many tiles, or pairs of them: done again, it must have the keys that it had.
         """
-        return replace(self, e0=16, e1=0, keys=self.keys if self.split else 16, stages=1, safe=True)
+        keys = self.keys if self.split and self.keys > 64 else 16
+        return replace(self, e0=16, e1=0, keys=keys, stages=1, bulk=False, safe=True)
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be faster, with two.
 _Builds = dict[int, tuple[Launch, ...]]
 
 
-def _one(keys: int, warps: int, stages: int, precision: str = "ieee") -> Launch:
-    return Launch(rows=1, keys=keys, warps=warps, stages=stages, precision=precision)
+def _one(keys: int, warps: int, stages: int, precision: str = "ieee", **more: Any) -> Launch:
+    return Launch(rows=1, keys=keys, warps=warps, stages=stages, precision=precision, **more)
 
 
-def _two(keys: int, warps: int, stages: int) -> Launch:
-    return Launch(rows=2, keys=keys, warps=warps, stages=stages, registers=255)
+def _two(keys: int, warps: int, stages: int, **more: Any) -> Launch:
+    return Launch(rows=2, keys=keys, warps=warps, stages=stages, registers=255, **more)
 
 
 # Compute capability 9. Two tiles a program take eight warps, and one such program fills a multiprocessor; at
@@ -111,8 +118,18 @@ _HOPPER_16: _Builds = {
     512: (_one(16, 8, 2),),
 }
 # Compute capability 10 and 11: as before, but shared memory does not suffice for 128 keys a step at 128, nor registers
-# for two query tiles at 256.
-_BLACKWELL_16: _Builds = {**_HOPPER_16, 128: (_one(64, 4, 3), _two(64, 8, 3)), 256: (_one(32, 8, 3),)}
+# for two query tiles at 256, nor for one with 64 keys a step at 128.
+_BLACKWELL_16: _Builds = {
+    **_HOPPER_16,
+    128: (_one(32, 4, 3, registers=255), _two(64, 8, 3)),
+    256: (_one(32, 8, 3),),
+}
+# Where tiles come by descriptors, which takes fewer registers: for a sweep on the device to choose (triton_tuned). The
+# time model has them as fast as the others (profiling.gpu_build).
+_HOPPER_DESCRIBED: _Builds = {
+    128: (_one(64, 4, 3, descriptors=True), _two(128, 8, 3, descriptors=True)),
+    256: (_one(64, 8, 2, descriptors=True), _two(64, 8, 2, descriptors=True)),
+}
 # Compute capability 8 and 12, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
 _AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
 # float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
@@ -165,14 +182,19 @@ def unread(k: Tensor) -> str | None:
     return None
 
 
-def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
-    """The build for an architecture and the larger head dim; lists of tiles are served one query tile a program."""
+def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool, descriptors: bool = False) -> Launch:
+    """The build for an architecture and the larger head dim; lists of tiles are served one query tile a program.
+
+    descriptors: one that reads by them, for head dims up to 256 from compute capability 9 on.
+    """
     if target == "interpreter":
         builds = _INTERPRETER
     elif target == "hip":
         builds = _CDNA_16 if itemsize == 2 else _CDNA_32
     elif itemsize == 4:
         builds = _CUDA_32
+    elif descriptors:
+        builds = _HOPPER_DESCRIBED
     elif target.startswith("sm_9"):
         builds = _HOPPER_16
     else:
@@ -196,3 +218,15 @@ def split(dim: int, widest: int = 256) -> tuple[int, int]:
     first = whole // 2
     second = max(16, 1 << (dim - first - 1).bit_length())
     return (first, second) if whole > widest or first + second < whole else (whole, 0)
+
+
+def describable(k: Tensor, v: Tensor) -> bool:
+    """Whether descriptors can be made of keys and values (..., K, dim).
+
+    Head dims are powers of two, of one part, and rows begin at multiples of 16 bytes.
+    """
+    for x in (k, v):
+        dim, size = x.shape[-1], x.element_size()
+        if dim & (dim - 1) or not 16 <= dim <= 256 or x.data_ptr() % 16 or any(n * size % 16 for n in x.stride()[:-1]):
+            return False
+    return True

@@ -1,19 +1,20 @@
-"""The loops of the attention kernel, on the device: over columns, inner tiles, edges, own tiles. Imports triton.
+"""The loops of the attention kernel, on the device: over own tiles, columns, inner tiles, edges. Imports triton.
 
 Shapes: M queries of a program, S keys of a step.
 
 Tiles that every query of the program sees come in a loop without mask code (inner tiles); those that one of the two
-query tiles wants, or that the window cuts, in a loop with it (edges). A softmax step takes H.keys keys; 128 are two
-tiles, wherever they lie. A loop looks its tiles up itself, in the step that copies them, so that Triton copies ahead:
-an address that comes from the step before makes every copy wait. What is looked up for an address may not be looked at
-for anything else.
+query tiles wants, or that the window cuts, in a loop with it (edges). A softmax step takes H.keys keys, at most 64
+where there is a mask; 128 are two tiles, wherever they lie. A loop looks its tiles up itself, in the step that copies
+them, so that Triton copies ahead: an address that comes from the step before makes every copy wait. What is looked up
+for an address may not be looked at for anything else.
 
 `place` is (held, at, half, floor, position, exists, k_len, dense, dense_last, part, parts): which diagonals the head
 has, the first query tile, of each query its tile of the two, the last key that it no longer sees, its position and
 whether it is asked, whether the first and the last tile see every key, and which part of so many the program takes.
-`named` is (walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed): the entries of tables and lists, how
-many are inner tiles, wanted by the first alone, by the second alone, edges in all, and lists that are edges; `columned`
-is (columns, first, count, search_steps). The others are triton_step's.
+`named` is (walk, walk_width, table_width, reach, inner, cut, tiles, listed): the entries of tables and lists, how many
+tiles before its own the first query tile can see, how many are inner tiles, and lists that are edges; `edged` is
+(firsts, seconds, edges), tiles wanted by the first alone, by the second alone, and edges in all; `columned` is
+(columns, first, count, search_steps). The others are triton_step's.
 """
 
 from __future__ import annotations
@@ -21,13 +22,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_step import LOG2E, TILE, attend, key_rows, logits_of, no_state, scaled, step_rows, weigh
+from kernels.attention.triton_step import (
+    LOG2E,
+    TILE,
+    attend,
+    attend_pair,
+    key_rows,
+    logits_of,
+    no_state,
+    scaled,
+    step_rows,
+    weigh,
+)  # fmt: skip
 from kernels.attention.triton_tables_kernel import is_listed
 
 
 @triton.jit
 def _part(count, place, H: tl.constexpr):
-    """Which of `count` steps are this program's: all of them, or one of several parts."""
+    """Which of `count` tiles, pairs of tiles or runs of 64 columns are this program's: all, or one of several parts."""
     begin = 0
     end = count
     if H.split:
@@ -49,13 +61,13 @@ def _spread(flags, KEYS: tl.constexpr):
 def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: tl.constexpr):
     """Gathers the columns first ... count, some a step (PIT's gather); SEARCH seeks them in the row's listed tiles."""
     held, at, half, floor, _, _, _, _, dense_last, _, _ = place
-    _, _, _, _, _, _, _, tiles, listed = named
+    _, _, _, _, _, _, tiles, listed = named
     columns, first, count, search_steps = columned
     lane = tl.arange(0, H.few)
     if H.split:
-        begin, end = _part((tl.maximum(count - first, 0) + H.few - 1) // H.few, place, H)
-        count = tl.minimum(count, first + end * H.few)
-        first += begin * H.few
+        begin, end = _part((tl.maximum(count - first, 0) + 63) // 64, place, H)
+        count = tl.minimum(count, first + end * 64)
+        first += begin * 64
     # As for tiles (_tiles): the column is looked up, and the page of its key.
     LEVELS: tl.constexpr = (0 if H.window else 1) + (1 if H.page > 0 else 0)
     for start in tl.range(first, count, H.few, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
@@ -74,21 +86,45 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
             live = live & (column[None, :] > floor[:, None])
         # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
         k_rows, v_rows = key_rows(column, lane < H.few, kv, H)
-        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True)
+        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True, False)
     return state
 
 
 @triton.jit
-def _entry(i, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
+def _edges(place, named, H: tl.constexpr):
+    """`edged` of the module's docstring: looked up where it is needed, since it would be held over the loops before."""
+    _, at, _, _, _, _, _, _, dense_last, _, _ = place
+    walk, walk_width, table_width, reach, inner, _, _, _ = named
+    counts = walk + 4 * walk_width + at
+    firsts = 0
+    seconds = 0
+    edges = 0
+    if H.walk:
+        if H.rows == 2:
+            firsts = tl.load(counts + table_width)
+            seconds = tl.load(counts + 2 * table_width)
+        edges = firsts + seconds
+        if H.window:
+            edges += tl.load(counts + 3 * table_width)
+    if H.tail:
+        edges = tl.where(dense_last != 0, reach - inner, edges)
+        firsts = tl.where(dense_last != 0, 0, firsts)
+        seconds = tl.where(dense_last != 0, 0, seconds)
+    return firsts, seconds, edges
+
+
+@triton.jit
+def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
     """Key tile of entry i of the inner tiles or of the edges, and a bit for each query tile that wants it.
 
     left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants` depends on no load
     that the tile depends on: Triton copies ahead only what is looked up for one purpose.
     """
     held, at, _, _, _, _, _, dense, dense_last, _, _ = place
-    walk, walk_width, inner, firsts, seconds, edges, cut, tiles, listed = named
+    walk, walk_width, _, _, inner, cut, tiles, listed = named
     wants = 3
     if EDGE:
+        firsts, seconds, edges = edged
         i -= (left >= 0).to(tl.int32)
         there = (i >= 0) & (i < edges)
         wants = tl.where(there, 3, 0)
@@ -132,16 +168,23 @@ def _entry(i, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
-    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by the window."""
+    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by the window.
+
+    Edges come in steps of at most a tile: what 128 keys and a mask take of registers is more than there are.
+    """
     _, _, half, floor, _, _, _, _, _, _, _ = place
-    _, _, inner, _, _, edges, cut, _, listed = named
+    _, _, _, _, inner, cut, _, listed = named
+    KEYS: tl.constexpr = H.few if EDGE else H.keys
     # Tiles of a step, or steps of a tile.
-    PAIR: tl.constexpr = 2 if H.keys > 64 else 1
-    PARTS: tl.constexpr = 1 if H.keys > 64 else 64 // H.keys
-    lane = tl.arange(0, H.keys)
+    PAIR: tl.constexpr = 2 if KEYS > 64 else 1
+    PARTS: tl.constexpr = 1 if KEYS > 64 else 64 // KEYS
+    lane = tl.arange(0, KEYS)
     count = (inner + listed - cut) // PAIR
+    edged = (0, 0, 0)
     if EDGE:
-        count = ((left >= 0).to(tl.int32) + edges + cut + PAIR - 1) // PAIR
+        edged = _edges(place, named, H)
+        _, _, edges = edged
+        count = (left >= 0).to(tl.int32) + edges + cut
     begin, end = _part(count, place, H)
     # Each look-up that an address waits for takes as many stages as a copy to be as far ahead. What the window is
     # compared with is not copied ahead.
@@ -149,20 +192,18 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
     LEVELS: tl.constexpr = NAMED + (1 if H.page > 0 else 0)
     for step in tl.range(begin * PARTS, end * PARTS, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
         part = step % PARTS
-        one, wants = _entry(step // PARTS * PAIR, left, place, named, H, EDGE)
-        two, others = one, wants
+        one, wants = _entry(step // PARTS * PAIR, left, place, named, edged, H, EDGE)
+        two = one
         if PAIR == 2:
-            two, others = _entry(2 * step + 1, left, place, named, H, EDGE)
-        seen = (((wants >> half) & 1) == 1)[:, None]
-        if PAIR == 2:
-            seen = tl.where((lane < TILE)[None, :], seen, (((others >> half) & 1) == 1)[:, None])
-        if H.window and EDGE:
-            key = one * TILE + part * H.keys + lane
-            if PAIR == 2:
-                key = tl.where(lane < TILE, one, two) * TILE + lane % TILE
-            seen = seen & (key[None, :] > floor[:, None])
-        k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H)
-        state = attend(asked, state, k_run, v_run, k_rows, v_rows, lane < H.keys, seen, H, False, EDGE)
+            two, wants = _entry(2 * step + 1, left, place, named, edged, H, EDGE)
+        if PAIR == 2 and H.bulk:
+            state = attend_pair(asked, state, kv, one, two, H)
+        else:
+            seen = (((wants >> half) & 1) == 1)[:, None]
+            if H.window and EDGE:
+                seen = seen & ((one * TILE + part * KEYS + lane)[None, :] > floor[:, None])
+            k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H, KEYS)
+            state = attend(asked, state, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, H, False, EDGE, H.bulk)
     return state
 
 
@@ -170,8 +211,9 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
 def _own(asked, state, kv, place, H: tl.constexpr):
     """The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in."""
     held, at, half, floor, position, _, k_len, _, dense_last, _, _ = place
-    begin, end = _part(H.rows * 64 // H.few, place, H)
-    for part in tl.range(begin, end, num_stages=1):
+    PARTS: tl.constexpr = 64 // H.few
+    begin, end = _part(H.rows, place, H)
+    for part in tl.range(begin * PARTS, end * PARTS, num_stages=1):
         key = at * TILE + part * H.few + tl.arange(0, H.few)
         present = key < k_len
         live = key[None, :] <= position[:, None]
@@ -180,9 +222,13 @@ def _own(asked, state, kv, place, H: tl.constexpr):
         if H.rows == 2:
             # Does the second query tile want the first one's own?
             wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
-            live = live & ((half == 0) | (part >= 64 // H.few) | wanted)[:, None]
-        k_rows, v_rows = key_rows(key, present, kv, H)
-        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, True, True)
+            live = live & ((half == 0) | (part >= PARTS) | wanted)[:, None]
+        if H.bulk:
+            k_run, v_run, k_rows, v_rows = step_rows(kv, at, at, part, H, H.few)
+            state = attend(asked, state, k_run, v_run, k_rows, v_rows, present, live, H, False, True, True)
+        else:
+            k_rows, v_rows = key_rows(key, present, kv, H)
+            state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, True, True, False)
     return state
 
 
@@ -199,8 +245,8 @@ def _tile_again(asked, state, kv, tile, place, H: tl.constexpr):
     _, _, _, floor, _, exists, _, _, _, _, _ = place
     for part in tl.range(0, 64 // H.keys, num_stages=1):
         seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
-        k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H)
-        state = attend(asked, state, k_run, v_run, k_rows, v_rows, exists, seen, H, False, H.window)
+        k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H, H.keys)
+        state = attend(asked, state, k_run, v_run, k_rows, v_rows, exists, seen, H, False, H.window, H.bulk)
     return state
 
 
@@ -213,7 +259,9 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
     """
     PARTS: tl.constexpr = 64 // H.keys
     held, at, _, floor, _, exists, _, dense, _, _, _ = place
-    _, _, inner, _, _, edges, cut, tiles, listed = named
+    _, _, _, _, inner, cut, tiles, listed = named
+    edged = _edges(place, named, H)
+    _, _, edges = edged
     whole = inner + listed - cut
     left = -1
     anchored = 0
@@ -233,23 +281,23 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
     # Keys are loaded for every tile, so that they are copied ahead; values only where it counts.
     LEVELS: tl.constexpr = (1 if (H.walk or H.tiles) and not H.window else 0) + (1 if H.page > 0 else 0)
     for i in tl.range(0, whole + edges + cut, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
-        tile, wants = _entry(i, left, place, named, H, False)
+        tile, wants = _entry(i, left, place, named, edged, H, False)
         if H.window or (H.walk and H.tiles):
-            edge, wanted = _entry(i - whole, left, place, named, H, True)
+            edge, wanted = _entry(i - whole, left, place, named, edged, H, True)
             tile = tl.where(i < whole, tile, edge)
             wants = tl.where(i < whole, wants, wanted)
         counts = 0
         for part in tl.static_range(PARTS):
             seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
-            k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H)
-            logits = logits_of(asked, k_run, k_rows, exists, seen, H, False, H.window)
+            k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H, H.keys)
+            logits = logits_of(asked, k_run, k_rows, exists, seen, H, False, H.window, H.bulk)
             counts = tl.maximum(counts, _counts(logits, limit, exists))
         candidate = tl.where((wants != 0) & ((tile > 0) | (anchored == 0)), 1, 0)
         counts *= candidate
         skipped += candidate - counts
         if counts != 0:
             if PARTS == 1:
-                state = weigh(asked, state, logits, v_run, v_rows, exists, seen, H, False, H.window)
+                state = weigh(asked, state, logits, v_run, v_rows, exists, seen, H, False, H.window, H.bulk)
             else:
                 state = _tile_again(asked, state, kv, tile, place, H)
     return state, skipped
@@ -257,11 +305,12 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
 
 @triton.jit
 def every_step(asked, kv, place, named, columned, bound, H: tl.constexpr):
-    """The state of one program: columns, then inner tiles, then edges, then its own; and 0.
+    """The state of one program: its own tiles, then columns, then inner tiles, then edges; and 0.
 
-    If H.skip, its own tile comes after the columns, then those that may be skipped, whose number is returned last.
+    What own tiles and columns take of registers is free again in the loops that take the most. If H.skip, the last are
+    those that may be skipped, and how many were is returned.
     """
-    _, _, inner, _, _, _, cut, _, listed = named
+    _, _, _, _, inner, cut, _, listed = named
     columns, first, count, search_steps = columned
     state = no_state(H)
     skipped = 0
@@ -275,15 +324,15 @@ def every_step(asked, kv, place, named, columned, bound, H: tl.constexpr):
     if H.skip:
         state = _own(asked, state, kv, place, H)
         state, skipped = _or_skip(asked, state, kv, place, named, bound, H)
-    else:
-        if H.walk or H.tiles or H.tail:
-            left = -1
-            if H.keys > 64:
-                whole = inner + listed - cut
-                last, _ = _entry(tl.maximum(whole - 1, 0), 0, place, named, H, False)
-                left = tl.where(whole % 2 == 1, last, -1)
-            state = _tiles(asked, state, kv, left, place, named, H, False)
-            if H.rows == 2 or H.keys > 64 or H.window or (H.walk and H.tiles):
-                state = _tiles(asked, state, kv, left, place, named, H, True)
+    elif H.walk or H.tiles or H.tail:
+        left = -1
+        if H.keys > 64:
+            whole = inner + listed - cut
+            last, _ = _entry(tl.maximum(whole - 1, 0), 0, place, named, (0, 0, 0), H, False)
+            left = tl.where(whole % 2 == 1, last, -1)
+        state = _tiles(asked, state, kv, left, place, named, H, False)
+        if H.rows == 2 or H.keys > 64 or H.window or (H.walk and H.tiles):
+            state = _tiles(asked, state, kv, left, place, named, H, True)
+    if not H.skip:
         state = _own(asked, state, kv, place, H)
     return state, skipped

@@ -20,18 +20,25 @@ from kernels.attention.triton_launch import Launch, choose
 from kernels.dispatch import say_once
 from kernels.native.build import cache_folder
 
-# "paired" or "lists" and a head dim -> the fastest build.
-Builds = Mapping[tuple[str, int], Launch]
+# "paired" or "lists", a head dim, and whether it reads by descriptors -> the fastest build.
+Builds = Mapping[tuple[str, int, bool], Launch]
 
 
-def best(device: torch.device, target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
-    """The build that was the fastest on this device, for the next head dim that was timed; else the table's."""
+def best(device: torch.device, target: str, *, dim: int, itemsize: int, has_tiles: bool, bulk: bool) -> Launch:
+    """The build that was the fastest on this device, for the next head dim that was timed; else the table's.
+
+    bulk: whether descriptors can be made of keys and values. A build with them is kept only where it is the faster.
+    """
     if device.type == "cuda" and itemsize == 2:
         sort = "lists" if has_tiles else "paired"
         timed = _timed(torch.cuda.get_device_name(device))
-        fitting = [(at, build) for (kind, at), build in timed.items() if kind == sort and dim <= at < 2 * dim]
+        fitting = [
+            (at, not described, build)
+            for (kind, at, described), build in timed.items()
+            if kind == sort and dim <= at < 2 * dim and bulk >= described
+        ]
         if fitting:
-            return min(fitting, key=lambda each: each[0])[1]
+            return min(fitting, key=lambda each: each[:2])[2]
     return choose(target, dim=dim, itemsize=itemsize, has_tiles=has_tiles)
 
 
@@ -42,7 +49,7 @@ def path(device_name: str) -> Path:
 
 def text(builds: Builds) -> str:
     """The file's content."""
-    entries = [{"heads": sort, "dim": dim, **asdict(build)} for (sort, dim), build in sorted(builds.items())]
+    entries = [{"heads": sort, "dim": dim, **asdict(build)} for (sort, dim, _), build in sorted(builds.items())]
     return json.dumps({**_made_with(), "builds": entries}, indent=1) + "\n"
 
 
@@ -69,7 +76,7 @@ def read(file: Path) -> Builds:
         fits = build.keys in (16, 32, 64, 128) and build.warps in (4, 8) and 1 <= build.stages <= 8
         if not fits or build.rows not in ((1,) if sort == "lists" else (1, 2)):
             raise ValueError(f"it holds {entry}, which is no build for {sort}")
-        builds[sort, int(dim)] = build
+        builds[sort, int(dim), build.descriptors] = build
     return builds
 
 

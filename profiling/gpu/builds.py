@@ -11,7 +11,7 @@ import torch
 
 from kernels.attention.triton_launch import Launch
 from kernels.index import TILE
-from profiling.gpu.compiled import TARGETS, Build
+from profiling.gpu.compiled import DESCRIBED, TARGETS, Build
 from profiling.gpu.machine_code import hot_loops, whole
 from profiling.gpu.steps import Rows, Setting
 from profiling.gpu.time_model import DEVICES, predict, programs
@@ -30,7 +30,8 @@ from profiling.gpu.variants import (
 GOAL = 450e12 / 989e12
 # Of the sorts of calls those that differ most.
 ATTENTION = (
-    "diagonals, columns", "lists", "diagonals, lists, columns", "diagonals, columns, parts", "a serving engine"
+    "diagonals, columns", "lists", "diagonals, lists, columns", "diagonals, columns, parts", "a serving engine",
+    "diagonals, columns, descriptors", "lists, descriptors",
 )  # fmt: skip
 DECODE = ("all keys", "tokens, scores")
 
@@ -39,7 +40,11 @@ def names(targets: Sequence[str], dims: Sequence[int], *, every: bool = False) -
     """The builds of a table, such as "sm_90 128 attention: lists"; `every` sort of call, or those that differ most."""
     attention, decode = (tuple(VARIANTS), tuple(DECODE_VARIANTS)) if every else (ATTENTION, DECODE)
     kinds = [f"attention: {name}" for name in attention] + [f"decode: {name}" for name in decode] + ["builders:"]
-    return [f"{target} {dim} {kind}" for target, dim, kind in itertools.product(targets, dims, kinds)]
+    return [
+        f"{target} {dim} {kind}"
+        for target, dim, kind in itertools.product(targets, dims, kinds)
+        if "descriptors" not in kind or (target in DESCRIBED and dim <= 256 and not dim & (dim - 1))
+    ]
 
 
 def pieces(step: str, setting: Setting) -> list[str]:

@@ -28,7 +28,7 @@ def keep(rows: Rows, facts: Mapping[str, Any], out: Path, setting: Setting) -> d
             lines.append(f"# {row['sort']}, head dim {row['dim']}: the table's build stays")
             continue
         build = Launch(**row["build"])
-        builds[row["sort"], row["dim"]] = build
+        builds[row["sort"], row["dim"], build.descriptors] = build
         lines.append(
             f"# {row['target']}, {row['sort']}, head dim {row['dim']}: {gain:.2f} times as fast as the table's"
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "QGMMA")
 # A wait for asynchronous copies, and how many groups of them may still be under way after it.
@@ -77,7 +77,7 @@ def _work(code: Sequence[tuple[str, str]]) -> int:
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     for line in text.splitlines():
         if found := _INSTRUCTION.match(line):
-            yield found[1], found[2]
+            yield found[2], found[3]
 
 
 def _innermost(text: str) -> Iterator[tuple[list[tuple[str, str]], bool]]:
@@ -85,13 +85,18 @@ def _innermost(text: str) -> Iterator[tuple[list[tuple[str, str]], bool]]:
     code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     loops: dict[int, int] = {}
+    # Where the code that comes in turn is over, and what lies out of line begins.
+    over = 0
     for line in text.splitlines():
         if found := _LABEL.match(line):
             labels[found[1]] = len(code)
         elif found := _INSTRUCTION.match(line):
-            code.append((found[1], found[2]))
-            back = _TARGET.search(found[2])
-            if found[1].startswith("BRA") and back and back[1] in labels:
+            code.append((found[2], found[3]))
+            if found[2] == "EXIT" and not found[1]:
+                over = len(code)
+            back = _TARGET.search(found[3])
+            # From behind the end it is the way back from where a loop waits for a barrier.
+            if found[2].startswith("BRA") and back and labels.get(back[1], -1) >= over:
                 loops[labels[back[1]]] = len(code)
     for start, end in loops.items():
         others = [loop for loop in loops.items() if loop != (start, end)]

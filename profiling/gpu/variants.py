@@ -31,6 +31,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diagonals, columns, window": {"columns": True, "window": 100},
     "diagonals, columns, ragged": {"columns": True, "ragged": True},
     "diagonals, columns, parts": {"columns": True, "splits": 4},
+    "diagonals, columns, descriptors": {"columns": True, "descriptors": True},
+    "lists, descriptors": {"diagonals": False, "tiles": True, "descriptors": True},
+    "diagonals, columns, tail, descriptors": {"columns": True, "tail": True, "descriptors": True},
     "skipping": {"skip": True},
     "skipping, a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16, "skip": True},
     "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
@@ -77,12 +80,13 @@ def compile_for(
     ragged: bool = False,
     skip: bool = False,
     splits: int = 1,
+    descriptors: bool = False,
 ) -> tuple[Launch, Build]:
-    """Compile the launch that a call of this sort would make on the target."""
+    """Compile the launch that a call of this sort would make on the target, or would by descriptors."""
     architecture = "hip" if target.startswith("gfx") else target
     v_dim = v_dim or head_dim
-    alone = tiles or skip or splits > 1
-    launch = choose(architecture, dim=max(head_dim, v_dim), itemsize=dtype.itemsize, has_tiles=alone)
+    sizes: dict[str, Any] = {"dim": max(head_dim, v_dim), "itemsize": dtype.itemsize}
+    launch = choose(architecture, **sizes, has_tiles=tiles or skip or splits > 1, descriptors=descriptors)
     heads, kv_heads, length = 4, 2, 256
     entries = torch.arange(2, dtype=torch.int32)
     index = SparseIndex(
@@ -103,7 +107,8 @@ def compile_for(
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
         table = torch.zeros(1, length // page, dtype=torch.int32)
     how: dict[str, Any] = {"scale": 1.0, "softcap": softcap, "block_table": table}
-    call = backend.prepare(q, k, v, index, **how, target=architecture, splits=splits)[1]
+    how |= {"splits": splits, "launch": launch if descriptors else None}
+    call = backend.prepare(q, k, v, index, **how, target=architecture)[1]
     launch = replace(launch, keys=call.constants["H"].keys)
     return launch, _compile(call, target)
 

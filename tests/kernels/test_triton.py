@@ -34,6 +34,8 @@ KEPT = (
     "window 65, 2,2,120",
     "padded, q of k",
     "float8_e4m3fn, pages",
+    "descriptors, pairs of tiles, tails",
+    "descriptors, packed, lists",
     "skip",
     "skip, lists, columns, 100 of 450, tail",
     "packed, pages of 16, layer",

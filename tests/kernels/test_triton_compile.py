@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from profiling.gpu.compiled import TARGETS
+from profiling.gpu.machine_code import hot_loops
 from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_fill, compile_for, compile_tables
 from tests.sampling import sampled
 
@@ -29,8 +30,11 @@ BUILDS = [
     *[(target, 128, MIXED, torch.float16) for target in ("sm_80", "sm_100", "gfx942")],
     ("sm_89", 256, PAIRED, torch.bfloat16),
 ]
-# An NVIDIA and an AMD GPU, the build with the most in it.
-KEPT = [(target, 128, SERVING, torch.bfloat16) for target in ("sm_90", "gfx942")]
+# An NVIDIA and an AMD GPU, the build with the most in it, and one whose tiles come by descriptors.
+KEPT = [
+    *[(target, 128, SERVING, torch.bfloat16) for target in ("sm_90", "gfx942")],
+    ("sm_90", 128, "diagonals, columns, descriptors", torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize(("target", "head_dim", "variant", "dtype"), sampled(BUILDS, *KEPT))
@@ -38,6 +42,10 @@ def test_kernel_compiles_without_spills(target: str, head_dim: int, variant: str
     pytest.importorskip("triton", reason="triton is not installed")
     _, built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[variant])
     assert built.fault(target, dtype) is None
+    if "descriptors" in variant:
+        assert all(word in built.assembly for word in ("cp.async.bulk.tensor", "mbarrier.try_wait"))
+        loop = hot_loops(built.machine)[0]
+        assert loop.bulk_copies >= 2 and loop.async_copies <= 2 and not loop.local and built.registers < 255
 
 
 @pytest.mark.exhaustive

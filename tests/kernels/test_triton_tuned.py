@@ -18,7 +18,11 @@ DEVICE = torch.device("cuda", 0)
 NAME = "NVIDIA H100 80GB HBM3"
 FAST = Launch(rows=2, keys=32, warps=8, stages=4, registers=255)
 SHORT = Launch(rows=1, keys=32, warps=4, stages=4)
-BUILDS = {("paired", 64): SHORT, ("paired", 128): FAST, ("lists", 128): SHORT}
+BULK = Launch(rows=2, keys=128, warps=8, stages=3, registers=255, descriptors=True)
+BUILDS = {
+    ("paired", 64, False): SHORT, ("paired", 128, False): FAST, ("paired", 128, True): BULK,
+    ("lists", 128, False): SHORT,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -39,8 +43,10 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     dispatch.say_once.cache_clear()
 
 
-def best(dim: int, *, has_tiles: bool = False, itemsize: int = 2, device: torch.device = DEVICE) -> Launch:
-    return triton_tuned.best(device, "sm_90", dim=dim, itemsize=itemsize, has_tiles=has_tiles)
+def best(
+    dim: int, *, has_tiles: bool = False, itemsize: int = 2, device: torch.device = DEVICE, bulk: bool = False
+) -> Launch:
+    return triton_tuned.best(device, "sm_90", dim=dim, itemsize=itemsize, has_tiles=has_tiles, bulk=bulk)
 
 
 def table(dim: int, *, has_tiles: bool = False, itemsize: int = 2) -> Launch:
@@ -52,6 +58,8 @@ def test_a_timed_build_serves_its_head_dim_and_those_padded_to_it(write: Callabl
     write(triton_tuned.text(BUILDS))
     assert [best(dim) for dim in (33, 64, 65, 80, 128)] == [SHORT, SHORT, FAST, FAST, FAST]
     assert best(128, has_tiles=True) == SHORT
+    # Not every call has what descriptors are made of.
+    assert best(128, bulk=True) == best(80, bulk=True) == BULK and best(64, bulk=True) == SHORT
     # Nothing was timed for these.
     assert best(256) == table(256) and best(32) == table(32) and best(64, has_tiles=True) == table(64, has_tiles=True)
     assert best(128, itemsize=4) == table(128, itemsize=4)

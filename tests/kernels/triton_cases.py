@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 
@@ -22,8 +23,12 @@ OUT_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LSE_ERROR = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 2e-4}
 
 
-def _launch(rows: int, keys: int) -> Launch:
-    return Launch(rows=rows, keys=keys, warps=4, stages=2)
+def _launch(rows: int, keys: int, **more: Any) -> Launch:
+    return Launch(rows=rows, keys=keys, warps=4, stages=2, **more)
+
+
+def _described(rows: int, keys: int) -> Launch:
+    return _launch(rows, keys, descriptors=True)
 
 
 PLAIN = {
@@ -172,7 +177,28 @@ PARTS = {
     ),
     "2 parts, padded": padded(300, 30, 129, queries=140, heads=2, splits=2),
 }  # fmt: skip
-SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS
+# Tiles come by descriptors, columns by pointers.
+DESCRIBED = {
+    "descriptors, pairs of tiles, tails": Case(
+        q_len=150, k_len=300, heads=2, index="random:5,0,90", dense_tail=(0, 100), launch=_described(2, 128)
+    ),
+    "descriptors, packed, lists": packed(
+        (1, 100), (70, 70), (30, 130), heads=2, index="random:2,2,60", launch=_described(1, 64), sinks=True
+    ),
+    "descriptors, padded, pairs, float16": padded(
+        200, 30, 129, heads=2, index="random:4,0,60", launch=_described(2, 128), dtype=torch.float16, given=True
+    ),
+    "descriptors, window": square(280, heads=2, index="random:5,2,60", window=100, launch=_described(1, 64)),
+    "descriptors, window, pairs": square(280, heads=2, index="random:5,0,60", window=200, launch=_described(2, 128)),
+    "descriptors, skip": square(400, heads=2, index="random:6,0,0", skip=-3.0, launch=_described(1, 64)),
+    "descriptors, parts, D 128, E 32": Case(
+        q_len=70, k_len=450, heads=2, head_dim=128, v_dim=32, index="random:4,0,60", launch=_described(2, 128), splits=3
+    ),
+    "descriptors, transposed, soft-cap": square(
+        130, layout="transposed", kv_heads=3, softcap=20.0, index="random:2,0,20", launch=_described(2, 32)
+    ),
+}
+SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | DESCRIBED
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:

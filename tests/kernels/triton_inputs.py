@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.attention import triton as backend
-from kernels.attention.triton_launch import Launch
+from kernels.attention.triton_launch import Launch, describable
 from kernels.index import PAD, TILE, SparseIndex, ascending, empty_entries, lists, num_rows, num_tiles
 from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, make
@@ -112,6 +112,8 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
         how["out"] = buffer[..., 1:-2]
     if case.page is not None:
         index, k, v, how["block_table"] = _paged_call(index, k, v, case.page)
+    if case.launch is not None and case.launch.descriptors:
+        assert describable(k, v)
     if case.launch is None and case.splits is None:
         out, lse = sparse_attention(q, k, v, index, **how, return_lse=True, backend="triton")
     else:

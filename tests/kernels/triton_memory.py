@@ -101,9 +101,9 @@ def memory_checked() -> Iterator[list[str]]:
     current: list[_Launch] = []
     names: list[str] = []
 
-    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         current[-1].record(ptrs, mask, current[-1].loads)
-        return load(self, ptrs, mask, *rest)
+        return load(self, ptrs, mask, *rest, **more)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         current[-1].record(ptrs, mask, current[-1].stores)

@@ -43,6 +43,10 @@ MACHINE = """
         /*00f3*/               @P1 BRA `(.L_x_6) ;
         /*00f4*/               @P1 BRA `(.L_x_5) ;
         /*0100*/                   EXIT ;
+.L_x_7:
+        /*0101*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR6+0x30000], R219 ;
+        /*0102*/              @!P1 BRA `(.L_x_7) ;
+        /*0103*/                   BRA `(.L_x_2) ;
 .L_x_4:
         /*0110*/                   BRA `(.L_x_4);
 """
@@ -54,7 +58,7 @@ def test_the_hot_loop_is_the_leanest_of_those_that_multiply_most() -> None:
     assert loop == Code(instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0, under_way=0)
     assert (second.instructions, second.local, second.under_way) == (6, 1, 2)
     everything = whole(MACHINE)
-    assert (everything.tensor, everything.local, everything.instructions) == (6, 2, 21)
+    assert (everything.tensor, everything.local, everything.instructions) == (6, 2, 24)
     assert hot_loops("") == hot_loops(MACHINE.replace("HGMMA", "FFMA")) == []
 
 
@@ -108,7 +112,7 @@ def facts(**changes: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"spilled": 72}, "72 bytes spilled at 200 registers"),
+        ({"spilled": 8}, "8 bytes spilled at 200 registers"),
         ({"loop": {"local": 1}}, "its hot loop reads or writes local memory"),
         (
             {"loop": {"async_copies": 8, "under_way": 0}, "launch": {"stages": 3}},

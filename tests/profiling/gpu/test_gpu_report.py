@@ -98,7 +98,10 @@ def test_every_candidate_is_a_build_of_its_sort() -> None:
 
 
 def row(sort: str, seconds: float, table: float, *, own: bool = False, **build: Any) -> dict[str, Any]:
-    fields = {"rows": 1, "keys": 64, "warps": 4, "stages": 3, "precision": "ieee", "registers": None, **build}
+    fields = {
+        "rows": 1, "keys": 64, "warps": 4, "stages": 3, "precision": "ieee", "registers": None, "descriptors": False,
+        **build,
+    }  # fmt: skip
     return {
         "sort": sort, "dim": 128, "build": fields, "target": "sm_90", "own": own, "seconds": seconds,
         "table_seconds": table, "flops": 1e9,
@@ -123,5 +126,10 @@ def test_the_fastest_builds_are_kept_where_they_are_clearly_faster(
     file = triton_tuned.path("NVIDIA H100 80GB HBM3")
     assert str(file) == kept["file"] and file.read_text() == (tmp_path / "launch.json").read_text()
     ((place, build),) = triton_tuned.read(file).items()
-    assert place == ("paired", 128) and (build.rows, build.warps) == (2, 8)
+    assert place == ("paired", 128, False) and (build.rows, build.warps) == (2, 8)
     assert builds_kept.keep({}, {"device": "x"}, tmp_path, Setting()) is None
+    # One that reads by descriptors is kept beside the fastest of those that every call can take, if it is the faster.
+    for seconds, kept_too in ((0.7, True), (0.95, False)):
+        more = rows | {"d": row("paired", seconds, 1.0, rows=2, warps=8, descriptors=True)}
+        builds_kept.keep(more, {"device": "NVIDIA H100 80GB HBM3"}, tmp_path, Setting())
+        assert set(triton_tuned.read(file)) == {("paired", 128, False), *[("paired", 128, True)] * kept_too}
