@@ -16,7 +16,7 @@ from typing import Any
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.memory_use.sizes import bytes_of
-from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
+from profiling.prompts.prompt import CALIBRATED_TASKS, TASKS
 from search.common.limits import add_limits, limits_of
 from search.common.report import report
 from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, SHORT, TAILS, ModelSearch
@@ -52,8 +52,8 @@ def parser() -> ArgumentParser:
     )
     arguments.add_task(
         p,
-        f"what prompts are made of (default {' '.join(DEFAULT_TASKS)}; with --allocation heads passkey, with --preset "
-        f"paper kv_retrieval); add text:FILE for text like yours; known: {TASKS}",
+        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}; with --allocation heads passkey, with "
+        f"--preset paper kv_retrieval); add text:FILE for text like yours; known: {TASKS}",
         dest="calibration",
         old="--calibration",
     )
@@ -166,7 +166,7 @@ def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
     return ModelSearch(
         **options,
         max_memory=None if memory is None else bytes_of(memory, "--max-memory"),
-        tasks=tuple(tasks or DEFAULT_TASKS),
+        tasks=tuple(tasks or CALIBRATED_TASKS),
         lengths=None if lengths is None else tuple(lengths),
         budget=share,
         limits=limits,

@@ -42,17 +42,19 @@ from profiling.prompts import (
 from profiling.prompts.kind import Find, Kind, Prompt, Wanted
 from profiling.prompts.tokens import Encoder
 
-__all__ = ["DEFAULT_TASKS", "JUDGED_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
+__all__ = ["CALIBRATED_TASKS", "DEFAULT_TASKS", "JUDGED_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
 __all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
 
 _FILES: tuple[ModuleType, ...] = (retrieval, lines, hops, turns, recalls, needles, variables, frequencies, documents)
 _FILES += (graphs, countdown, routes, minds, stories, repeated_asks, babi, long_answers)
 _FILES += (texts, suites, infinitebench, longbench, ruler_files)
 KINDS: dict[str, Kind] = {kind.name: kind for file in _FILES for kind in file.KINDS}
-# What is calibrated and evaluated on by default: docs/results.md has the table that they were chosen by. Questions of a
-# later turn share a context: 16 of them cost little more than one.
+# What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions of a later turn
+# share a context: 16 of them cost little more than one.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
-# What a search is judged on by default: the same kinds of answers in a third of the prefills.
+# What a search calibrates on by default: what it finds by these loses no more of a later turn's answers.
+CALIBRATED_TASKS = ("line_asked", "chain", "prose")
+# What a search is judged on by default: all kinds of answers in one prefill.
 JUDGED_TASKS = ("facts", "prose")
 TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"
 

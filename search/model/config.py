@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import DEFAULT_TASKS, JUDGED_TASKS
+from profiling.prompts.prompt import CALIBRATED_TASKS, JUDGED_TASKS
 from search.model.costs import Unit
 from search.model.task_losses import Limits
 
 DEFAULT_BUDGET = 0.25
-DEFAULT_TRIALS = 2
+DEFAULT_TRIALS = 1
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask elsewhere than at the end
 # of a prompt, so that they see no worth in a tail, and users' prompts end with a question more often than not.
 TAILS = (64, 256)
@@ -34,7 +34,7 @@ class ModelSearch:
 
     model: str
     out: Path
-    tasks: tuple[str, ...] = DEFAULT_TASKS
+    tasks: tuple[str, ...] = CALIBRATED_TASKS
     lengths: tuple[int, ...] | None = None
     samples: int = 1
     budget: float | None = None
@@ -72,7 +72,7 @@ class ModelSearch:
     @property
     def judged(self) -> tuple[str, ...]:
         """The tasks of the prompts that judge: those that are calibrated on, by default in fewer prefills."""
-        return JUDGED_TASKS if self.tasks == DEFAULT_TASKS else self.tasks
+        return JUDGED_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
 
     @property
     def share(self) -> float:

@@ -101,6 +101,11 @@ def given_costs(unit: Unit, model: ModelInfo, *, length: int, dtype: str, table:
         return None if table is None else costs_by(load(table), model, length=length, dtype=dtype)
     if table is not None:
         raise HeadwiseError(f"--cost-table {table} says seconds, and --cost is flops: leave one of them out")
+    return flops(model, length=length, dtype=dtype)
+
+
+def flops(model: ModelInfo, *, length: int, dtype: str) -> Costs:
+    """FLOPs of the tiles that are computed."""
     return Costs(unit="flops", length=length, head_dim=model.head_dim, dtype=dtype)
 
 

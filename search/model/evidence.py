@@ -6,34 +6,42 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from artifacts import Evidence, Measurement, PromptSet, TaskFigures
+from kernels.index import TILE
 from profiling.environment import environment
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
-from search.model.crossover import dense_below
 from search.model.outcome import Outcome
 from search.model.task_losses import TaskLoss
-from search.model.timing import ANCHOR, MOVED, SDPA, Timings, time_layers
+from search.model.timing import ANCHOR, MOVED, SDPA, Timed, Timings, time_layers
 
 _CHOSEN = "chosen"
+# Shares of the prompt that are timed, too, on so many layers, down to so many tokens.
+_SHARES, _LAYERS, _SHORTEST = (1 / 2, 1 / 4, 1 / 8), 6, 256
 
 
 def timed(outcome: Outcome) -> tuple[Timings, int]:
-    """Seconds of what was chosen and of dense attention on a held-out prompt, and from which length on it is faster."""
-    one, chosen = outcome.gated.reported_on[0], outcome.gated.chosen.allocation
-    setup, ids = outcome.setup, one.ids[: one.context]
-    plans = setup.plans(chosen)
-    with phase("timing", 2, "steps") as shown:
-        timings = time_layers(setup.loaded, ids, {_CHOSEN: plans}, setup.searched, sdpa=True, backend=setup.backend)
+    """Seconds of what was chosen and of dense attention on a held-out prompt, and from which length on it is faster.
+
+    That is the shortest of the prompt's length, a half, a quarter and an eighth of it that gains, going down; where the
+    whole length does not, it is one token more.
+    """
+    one, setup = outcome.gated.reported_on[0], outcome.setup
+    ids, plans = one.ids[: one.context], {_CHOSEN: setup.plans(outcome.gated.chosen.allocation)}
+    shorter = [round(one.context * share) // TILE * TILE for share in _SHARES]
+    asked = [Timed(tokens=one.context, plans=plans, sdpa=True)]
+    asked += [Timed(tokens=tokens, plans=plans, layers=_LAYERS, sdpa=True) for tokens in shorter if tokens >= _SHORTEST]
+    with phase("timing", 1, "passes") as shown:
+        found = time_layers(setup.loaded, ids, asked, setup.searched, backend=setup.backend)
         shown.update()
-        below = dense_below(setup.loaded, ids, plans, faster=timings.ratio(_CHOSEN) > 1, backend=setup.backend)
-        shown.update()
-    return timings, below
+    faster = takewhile(lambda pair: pair[1].ratio(_CHOSEN) > 1, zip(asked, found, strict=True))
+    return found[0], min((each.tokens for each, _ in faster), default=one.context + 1)
 
 
 def evidence(outcome: Outcome, timings: Timings | None) -> Evidence:

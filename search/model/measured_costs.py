@@ -15,13 +15,13 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
 from profiling.speed.cost_table import Cost, CostTable
-from search.model.allocation import Heads
-from search.model.costs import Costs, costs_by
+from search.model.allocation import Allocation, Heads
+from search.model.costs import Costs, costs_by, flops
 from search.model.setup import Setup
-from search.model.timing import ANCHOR, spread, time_layers
+from search.model.timing import ANCHOR, Timed, Timings, spread, time_layers
 
-# Layers on which candidates are timed, and allocations.
-_LAYERS, _MIXED_LAYERS = 4, 6
+# Layers on which candidates and allocations are timed.
+_LAYERS = 5
 # Of each kind so many candidates are timed, from the smallest to the largest: a line through them gives the others.
 _OF_A_KIND = 4
 # Budgets of the allocations that are timed, as shares of the one that was asked for.
@@ -36,13 +36,32 @@ def measured(setup: Setup, ids: Sequence[int], heads_by: Callable[[Costs], Heads
         ids: of a real prompt of about its length.
         heads_by: the curves with costs.
     """
-    with phase("timing candidates", 2, "passes") as shown:
-        table = _table(setup, ids)
+    mixed = _mixed(setup, heads_by(flops(setup.model, length=setup.length, dtype=setup.config.dtype)))
+    kinds = {repr(pattern): pattern for pattern in _some_of_each_kind(setup.patterns)}
+    one_kind = {
+        key: dict.fromkeys(setup.searched, LayerPlan([pattern] * setup.model.num_heads, setup.model.num_kv_heads))
+        for key, pattern in kinds.items()
+    }
+    tiles: dict[str, list[float]] = {key: [] for key in kinds}
+
+    def count(inputs: LayerInputs) -> None:
+        for key, by_layer in one_kind.items():
+            index = by_layer[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
+            tiles[key].append(float(worked_tiles(inputs, index, backend=setup.backend).sum()))
+
+    plans = {str(at): setup.plans(one) for at, one in enumerate(mixed)} | one_kind
+    asked = Timed(tokens=len(ids), plans=plans, layers=_LAYERS)
+    with phase("timing candidates", 1, "passes") as shown:
+        (timings,) = time_layers(setup.loaded, ids, [asked], setup.searched, look=count, backend=setup.backend)
         shown.update()
-        costs = costs_by(table, setup.model, length=setup.length, dtype=setup.config.dtype)
-        fit = _fit(setup, ids, heads_by(costs))
-        shown.update()
-    return {**vars(table), "costs": [vars(cost) for cost in table.costs], "fit": list(fit)}
+    table = _table(setup, len(ids), timings, kinds, tiles)
+    heads = heads_by(costs_by(table, setup.model, length=setup.length, dtype=setup.config.dtype))
+    # Of the layers that are timed: an allocation gives each layer another share.
+    each, layers = len(setup.searched) / len(timings.layers), list(timings.layers)
+    predicted = [each * float(one.pick(heads.costs[one.tail])[layers].sum()) for one in mixed]
+    scale, overhead = line_through(predicted, [timings.seconds[str(at)] for at in range(len(mixed))])
+    fit = [scale, overhead / (len(setup.searched) * setup.model.num_heads)]
+    return {**vars(table), "costs": [vars(cost) for cost in table.costs], "fit": fit}
 
 
 def costs_of(found: Mapping[str, Any], model: ModelInfo, *, length: int, dtype: str) -> Costs:
@@ -53,54 +72,37 @@ def costs_of(found: Mapping[str, Any], model: ModelInfo, *, length: int, dtype: 
     return costs_by(table, model, length=length, dtype=dtype).brought_to(scale=scale, overhead=overhead)
 
 
-def _fit(setup: Setup, ids: Sequence[int], heads: Heads) -> tuple[float, float]:
-    """(factor, seconds of each head) between what the table predicts and what mixed layers take."""
+def _mixed(setup: Setup, heads: Heads) -> list[Allocation]:
+    """Allocations of some budgets, whatever they are counted in: kinds as a layer mixes them."""
     tail = min(heads.curves)
     least = heads.least(tail) * (1 + 1e-9)
-    made = [heads.by_model(max(heads.total(setup.config.share * share), least), tail) for share in _SHARES]
-    plans = {str(i): setup.plans(one) for i, one in enumerate(made)}
-    timings = time_layers(setup.loaded, ids, plans, setup.searched, layers=_MIXED_LAYERS, backend=setup.backend)
-    # Of the layers that are timed: an allocation gives each layer another share.
-    each = len(setup.searched) / len(timings.layers)
-    predicted = [each * float(one.pick(heads.costs[tail])[list(timings.layers)].sum()) for one in made]
-    scale, overhead = line_through(predicted, [timings.seconds[name] for name in plans])
-    return scale, overhead / (len(setup.searched) * setup.model.num_heads)
+    return [heads.by_model(max(heads.total(setup.config.share * share), least), tail) for share in _SHARES]
 
 
-def _table(setup: Setup, ids: Sequence[int]) -> CostTable:
-    """What kinds of patterns cost by the tiles that they compute, on some layers of the prompt."""
-    heads, groups, layers = setup.model.num_heads, setup.model.num_kv_heads, len(setup.searched)
-    timed = {repr(pattern): pattern for pattern in _some_of_each_kind(setup.patterns)}
-    plans = {key: dict.fromkeys(setup.searched, LayerPlan([pattern] * heads, groups)) for key, pattern in timed.items()}
-    tiles: dict[str, list[float]] = {key: [] for key in timed}
-
-    def count(inputs: LayerInputs) -> None:
-        for key, by_layer in plans.items():
-            index = by_layer[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
-            tiles[key].append(float(worked_tiles(inputs, index, backend=setup.backend).sum()))
-
-    found = time_layers(
-        setup.loaded, ids, plans, setup.searched, layers=_LAYERS, look=count, backend=setup.backend
-    ).seconds
+def _table(
+    setup: Setup, length: int, timings: Timings, kinds: Mapping[str, Pattern], tiles: Mapping[str, Sequence[float]]
+) -> CostTable:
+    """What kinds of patterns cost by the tiles that they compute."""
     where = environment(str(setup.loaded.model.device))
-    name, causal = where.pop("device"), num_tiles(len(ids)) * (num_tiles(len(ids)) + 1) / 2
+    name, causal = where.pop("device"), num_tiles(length) * (num_tiles(length) + 1) / 2
+    layers, heads = len(setup.searched), setup.model.num_heads
     costs = [
         Cost(
             pattern=pattern.kind,
             dtype=setup.config.dtype,
-            length=len(ids),
+            length=length,
             head_dim=setup.model.head_dim,
             heads=heads,
-            kv_heads=groups,
+            kv_heads=setup.model.num_kv_heads,
             # Layers differ in what the same sizes compute, and one's times jump about: their means are a point.
             density=float(np.mean(tiles[key])) / heads / causal,
             tiles=round(np.mean(tiles[key])),
             # An index build is part of what serving takes, and is timed with it.
-            sparse_seconds=found[key] / layers,
+            sparse_seconds=timings.seconds[key] / layers,
             build_seconds=0.0,
-            dense_seconds=found[ANCHOR] / layers,
+            dense_seconds=timings.seconds[ANCHOR] / layers,
         )
-        for key, pattern in timed.items()
+        for key, pattern in kinds.items()
     ]
     command = setup.config.command or "search.heads"
     return CostTable(device=name, backend=setup.backend, versions=where, command=command, costs=tuple(costs))
@@ -126,7 +128,7 @@ def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple
 
 
 def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
-    """Some candidates of each kind, small and large, dense first."""
+    """Some candidates of each kind, small and large."""
     kinds: dict[str, list[Pattern]] = {}
     for pattern in candidates:
         if getattr(pattern, "coverage", None) is None:
@@ -136,4 +138,4 @@ def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
     for like in kinds.values():
         ordered = sorted(like, key=lambda p: sum(v for v in vars(p).values() if type(v) in (int, float)))
         found += spread(ordered, _OF_A_KIND)
-    return found[::-1]
+    return found

@@ -1,8 +1,9 @@
 """Refinement: how one budget is spent, by what it does to the whole model's predictions on the calibration prompts.
 
 Curves take heads one at a time on dense inputs. A first run with the patterns tells how far each kind of prompt's loss
-is from what the curves add up to, and so, in closed form, how the kinds weigh against each other. Optuna then tries
-weights of groups of layers, dense tails and estimates around that, all at the budget that was asked for.
+is from what the curves add up to, and so, in closed form, how the kinds weigh against each other. That may be run as
+well, and Optuna then tries weights of groups of layers, dense tails and estimates around it, all at the budget that was
+asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Measure = Callable[[Sequence[Allocation]], list[list[TaskLoss]]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trial:
-    """One way of spending the budget, and what it loses on the calibration prompts."""
+    """One way of spending the budget, and what it loses on the calibration prompts, or, where not run, is to lose."""
 
     name: str
     allocation: Allocation
@@ -81,8 +82,11 @@ def refine(asked: Refinement, measure: Measure, done: Callable[[int], object] = 
 
     first = tried("curves", by_tail[0])
     balance = balanced(heads, first)
-    if asked.trials > 1 and balance is not None:
-        tried("balanced", heads.by_model(total, first.allocation.tail, kinds=balance))
+    if balance is not None:
+        weighed = heads.by_model(total, first.allocation.tail, kinds=balance)
+        if asked.trials == 1:
+            return [Trial(name="balanced", allocation=weighed, tasks=foreseen(heads, first, weighed))]
+        tried("balanced", weighed)
     if asked.trials > len(found):
         _study(asked, tried, found, tails)
     return sorted(found, key=lambda trial: trial.loss)
@@ -117,6 +121,13 @@ def balanced(heads: Heads, trial: Trial) -> dict[str, float] | None:
     factors = {kind: float(np.mean(measured[kind])) / max(loss, 1e-12) for kind, loss in predicted.items()}
     middle = float(np.exp(np.mean([np.log(max(factor, 1e-12)) for factor in factors.values()])))
     return {kind: float(np.clip(factor / middle, 1 / _MOST, _MOST)) for kind, factor in factors.items()}
+
+
+def foreseen(heads: Heads, trial: Trial, other: Allocation) -> tuple[TaskLoss, ...]:
+    """What another allocation is to lose: what the trial measured, times what the curves say of its kind of prompts."""
+    here, there = heads.predicted_by_kind(trial.allocation), heads.predicted_by_kind(other)
+    times = {kind: there[kind] / max(here[kind], 1e-12) for kind in here}
+    return tuple(task.times(times["answer" if task.answers else "text"]) for task in trial.tasks)
 
 
 def _study(asked: Refinement, tried: Callable[[str, Allocation], Trial], found: list[Trial], tails: list[int]) -> None:

@@ -6,8 +6,9 @@ Shapes: A answers of a task.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
+from typing import Any
 
 import numpy as np
 
@@ -122,6 +123,13 @@ class TaskLoss:
     def loss(self) -> float:
         """In nats a token: the KL, and the rise of the answers' loss where there is one."""
         return self.kl + max(0.0, self.nll or 0.0)
+
+    def times(self, factor: float) -> TaskLoss:
+        """With so many times the KL and the rises; answers are not foretold."""
+        rises = {name: getattr(self, name) for name in ("kl", "nll", "nll_low", "nll_high")}
+        more: dict[str, Any] = {name: None if rise is None else factor * rise for name, rise in rises.items()}
+        perplexity = None if self.perplexity is None else 1 + factor * (self.perplexity - 1)
+        return replace(self, **more, perplexity=perplexity)
 
     def line(self) -> str:
         """For people."""

@@ -8,11 +8,10 @@ became slower or faster in between is known.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ T = TypeVar("T")
 ANCHOR, SDPA = "dense by our kernel", "sdpa"
 # Layers on which dense attention, which is alike in all, is timed: ours, and sdpa, which may take many times as long.
 _ANCHORS, _SDPAS = 3, 2
-# Of each, in turn; their medians count.
+# Of each, in turn; their means count.
 _TURNS = 2
 # The anchor may have moved so much before predictions are said to be of another speed of the machine.
 MOVED = 0.15
@@ -55,68 +54,99 @@ class Timings:
         return min(self.seconds[name] for name in (ANCHOR, SDPA) if name in self.seconds)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timed:
+    """What is timed of a prompt's first `tokens`: plans by name on so many layers, spread evenly; None: on all.
+
+    Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can serve the layer.
+    """
+
+    tokens: int
+    plans: Mapping[str, Mapping[int, LayerPlan]]
+    layers: int | None = None
+    sdpa: bool = False
+
+
 def time_layers(
     loaded: LoadedModel,
     ids: Sequence[int],
-    plans: Mapping[str, Mapping[int, LayerPlan]],
+    asked: Sequence[Timed],
     searched: Sequence[int],
     *,
-    layers: int | None = None,
-    sdpa: bool = False,
     look: Callable[[LayerInputs], object] = lambda inputs: None,
     backend: str = "auto",
-) -> Timings:
-    """Time plans by name, and dense attention as ANCHOR and, if asked for, SDPA.
+) -> list[Timings]:
+    """Time attention on the inputs of one prefill, whose attention is by the first plans of the first that is asked.
+
+    What causal layers attend with in a prompt's first tokens is what they would in a prompt of these alone, but for
+    what the patterns change before.
 
     Args:
         loaded: the model.
         ids: of a real prompt.
-        plans: of each searched layer, some at least; the first ones' output is what the pass goes on with.
-        searched: the layers that count.
-        layers: how many of them are timed, spread evenly; the sum is then scaled to all. All if None.
-        sdpa: whether torch's dense attention is timed, too, where it can serve the layer. Both dense ones are timed on
-            a few layers.
-        look: is shown each layer that is timed.
+        asked: what is timed, each by itself.
+        searched: the layers that count; all plans have them.
+        look: is shown each layer on which the first plans are timed.
         backend: as for kernels.attention.sparse_attention.
     """
-    chosen = spread(searched, layers)
-    timed = {name: set(chosen) for name in plans} | {ANCHOR: set(spread(chosen, _ANCHORS))}
-    if sdpa:
-        timed[SDPA] = set(spread(chosen, _SDPAS))
-    sums: dict[str, float] = {}
+    clocks = [_Clock(each, searched, backend) for each in asked]
+    serving = next(iter(asked[0].plans.values()))
 
     def visit(inputs: LayerInputs) -> Tensor | None:
-        layer = inputs.layer
-        if layer not in searched:
+        if inputs.layer not in searched:
             return None
-        runs = {name: by_plan(inputs, by_layer[layer], backend) for name, by_layer in plans.items()}
-        serve = next(iter(runs.values()))
-        runs[ANCHOR] = lambda: dense_attention(inputs, backend=backend)[0]
-        if inputs.softcap is None:
-            runs[SDPA] = by_sdpa(inputs)
-        for name, seconds in in_turn({name: runs[name] for name in runs if layer in timed.get(name, ())}).items():
-            sums[name] = sums.get(name, 0.0) + seconds * len(searched) / len(timed[name])
-        if layer in chosen:
+        # Beforehand, so that what is timed first finds its inputs where the others do.
+        out = by_plan(inputs, serving[inputs.layer], backend)()
+        for clock in clocks:
+            clock.time(inputs)
+        if inputs.layer in clocks[0].layers:
             look(inputs)
-        return serve()
+        return out
 
     with all_threads():
         capture(loaded.model, torch.tensor([list(ids)], device=loaded.model.device), visit)
-    return Timings(seconds=sums, layers=tuple(chosen))
+    return [Timings(seconds=clock.seconds, layers=tuple(clock.layers)) for clock in clocks]
 
 
-def in_turn(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds of each, all taking turns after one that is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(_TURNS + 1):
+class _Clock:
+    """Adds up the seconds of one Timed, layer by layer."""
+
+    def __init__(self, asked: Timed, searched: Sequence[int], backend: str) -> None:
+        self.layers = spread(searched, asked.layers)
+        self.seconds: dict[str, float] = {}
+        self._asked = asked
+        self._backend = backend
+        self._all = len(searched)
+        self._timed = dict.fromkeys(asked.plans, self.layers) | {ANCHOR: spread(self.layers, _ANCHORS)}
+        if asked.sdpa:
+            self._timed[SDPA] = spread(self.layers, _SDPAS)
+
+    def time(self, inputs: LayerInputs) -> None:
+        """One layer, where it is among those that are timed."""
+        layer, before = inputs.layer, slice(0, self._asked.tokens)
+        some = replace(inputs, q=inputs.q[:, :, before], k=inputs.k[:, :, before], v=inputs.v[:, :, before])
+        runs = {name: by_plan(some, plans[layer], self._backend) for name, plans in self._asked.plans.items()}
+        runs[ANCHOR] = lambda: dense_attention(some, backend=self._backend)[0]
+        if inputs.softcap is None:
+            runs[SDPA] = by_sdpa(some)
+        runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
+        for name, seconds in in_turn(runs, first=not self.seconds).items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds * self._all / len(self._timed[name])
+
+
+def in_turn(runs: Mapping[str, Callable[[], object]], *, first: bool) -> dict[str, float]:
+    """Mean seconds of each, all taking turns; `first`: after one turn that is not counted."""
+    taken = dict.fromkeys(runs, 0.0)
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    for turn in range(-1 if first else 0, _TURNS):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn:
-                taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+            wait()
+            if turn >= 0:
+                taken[name] += (time.perf_counter() - start) / _TURNS
+    return taken
 
 
 @contextmanager

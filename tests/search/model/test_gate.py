@@ -89,7 +89,7 @@ def test_a_set_that_fails_says_how_much_more_and_another_reports() -> None:
     assert gated.chosen_on == [One("prose")] and len(gated.reported_on) == 5
     assert gated.chosen.allocation.cost == judged[-1][1] > best.cost and gated.chosen_on is not None
     # One step comes to what is aimed at: little less than the limit.
-    assert 0.3 < 1.5 * heads.predicted(gated.chosen.allocation) / limit <= 0.71
+    assert 0.5 < 1.5 * heads.predicted(gated.chosen.allocation) / limit <= 0.91
 
 
 def test_calibration_prompts_raise_it_first_and_no_held_out_set_is_spent_on_that(

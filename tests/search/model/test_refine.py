@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,8 +63,6 @@ def test_kinds_are_balanced_by_what_a_run_shows_over_what_curves_say() -> None:
 
 
 def test_one_kind_has_nothing_to_balance() -> None:
-    from dataclasses import replace
-
     asked = refinement()
     heads = replace(asked.heads, curves={t: replace(c, asked=0) for t, c in asked.heads.curves.items()})
     trial = Trial(name="", allocation=heads.by_model(3.0, 64), tasks=(task("prose", 1.0),))
@@ -77,12 +77,26 @@ def test_closed_form_trials_come_first_and_the_best_is_first() -> None:
     assert {"curves", "balanced"} <= {trial.name for trial in trials}
     assert [t.loss for t in trials] == sorted(t.loss for t in trials)
     assert all(trial.allocation.cost <= asked.total * (1 + 1e-9) for trial in trials)
-    alone = refine(refinement(trials=1), formula(asked))  # type: ignore[arg-type]
-    assert [trial.name for trial in alone] == ["curves"]
     # Of the dense tails the one that loses least by the curves.
     heads = asked.heads
     lost = {t: np.nansum(heads.by_model(3.0, t).pick(heads.curves[t].loss())) for t in TAILS}
-    assert alone[0].allocation.tail == min(lost, key=lambda tail: lost[tail])
+    first = next(trial for trial in trials if trial.name == "curves")
+    assert first.allocation.tail == min(lost, key=lambda tail: lost[tail])
+
+
+def test_one_run_balances_and_says_what_is_to_be_expected_of_that() -> None:
+    heads, counts = heads_of(5, tails=TAILS, heads=6, candidates=8), list[int]()
+    how: dict[str, Any] = {"heads": heads, "total": heads.total(0.15)}
+    asked = refinement(trials=1, **how)
+    (alone,) = refine(asked, formula(asked), counts.append)  # type: ignore[arg-type]
+    two = refine(refinement(trials=2, **how), formula(asked))  # type: ignore[arg-type]
+    run = next(trial for trial in two if trial.name == "balanced")
+    assert counts == [1] and alone.name == "balanced" and alone.allocation.digest == run.allocation.digest
+    assert next(trial for trial in two if trial.name == "curves").allocation.digest != run.allocation.digest
+    # Losses of the formula are proportional to those of the curves.
+    assert [task.kl for task in alone.tasks] == pytest.approx([task.kl for task in run.tasks])
+    text = replace(task("prose", 0.1), perplexity=1.02).times(3)
+    assert (text.kl, text.perplexity, text.nll) == pytest.approx((0.3, 1.06, None))
 
 
 def test_the_same_seed_gives_the_same_trials_and_another_gives_others() -> None:
