@@ -19,7 +19,7 @@ from profiling.speed.attention_speed import Size, Speed, inputs, measure, paper_
 from profiling.speed.latency import in_turn, medians
 
 _LENGTHS = {"attention": (32_768, 8192, 131_072), "long": (262_144, 524_288, 2**20), "others": (8192, 32_768)}
-_SMALL_LENGTH = 200
+_SMALL_LENGTH = 130
 _FLASHINFER_ERROR = 2e-2
 
 

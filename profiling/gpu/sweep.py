@@ -23,7 +23,7 @@ from profiling.speed.latency import in_turn, medians
 
 # What heads of a layer hold -> the patterns that stand for it. Lists are served one query tile a program.
 SORTS = {"paired": ("vertical_slash", "a_shape"), "lists": ("block_sparse",)}
-_LENGTH, _SMALL_LENGTH = 32_768, 200
+_LENGTH, _SMALL_LENGTH = 32_768, 130
 
 
 def pieces(step: str, setting: Setting) -> list[str]:

@@ -30,7 +30,7 @@ LAYERS = {
         make("dense"),
     ],
 }
-LENGTHS = (256, 512)
+LENGTHS = (128, 256)
 
 
 def prefill(name: str, length: int) -> Counts:
