@@ -31,7 +31,7 @@ _LISTS: _Kinds = (*_PAIRED, ("block_sparse", {"blocks": 2}), ("dense", {}))
 
 
 def pieces(step: str, setting: Setting) -> list[str]:
-    """See profiling.gpu.steps. A rehearsal has what shows that the checks work; its kernels' cases are the tests' own."""
+    """See profiling.gpu.steps. A rehearsal has a few: the kernels' cases are the conformance suite's."""
     return list(_REHEARSED) if setting.small else list(_CHECKS)
 
 
