@@ -34,6 +34,7 @@ HEAVY_ROOMS = {
     "kernels/patterns/triton_kernels.py": {"triton"},
     "runtime/caches/growing.py": {"transformers"},
     "runtime/caches/layer.py": {"transformers"},
+    "runtime/vllm/prompt_pages.py": {"vllm"},
     "runtime/vllm/streaming.py": {"vllm"},
 }
 

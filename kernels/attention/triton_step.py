@@ -137,7 +137,7 @@ def finite_values(v):
 
 
 @triton.jit
-def bad_values(p, v, live, H: tl.constexpr, MASK: tl.constexpr):
+def bad_values(p, v, live, MASK: tl.constexpr):
     """NaN or infinity for each query of p (M, S) and column of v (S, E) that sees such a value, else 0."""
     seen = tl.full(p.shape, 1.0, p.dtype)
     if MASK:
@@ -145,8 +145,8 @@ def bad_values(p, v, live, H: tl.constexpr, MASK: tl.constexpr):
     positive = (v == float("inf")).to(tl.float32)
     negative = (v == float("-inf")).to(tl.float32)
     # One infinity, or several alike, are that infinity; with its opposite or a NaN they are NaN.
-    count = tl.dot(seen, ((v != v).to(tl.float32) + positive + negative).to(p.dtype), input_precision=H.precision)
-    balance = tl.dot(seen, (positive - negative).to(p.dtype), input_precision=H.precision)
+    count = tl.dot(seen, ((v != v).to(tl.float32) + positive + negative).to(p.dtype), input_precision="ieee")
+    balance = tl.dot(seen, (positive - negative).to(p.dtype), input_precision="ieee")
     infinite = tl.where(balance == count, float("inf"), tl.where(balance == -count, float("-inf"), float("nan")))
     return tl.where(count == 0, 0.0, infinite)
 
@@ -209,7 +209,7 @@ def weigh(
     if H.safe:
         v0 = widened(load_some(v, v_rows, present, e_first, H.e0, H.e, TAIL))
         p = p.to(v0.dtype)
-        acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, H, MASK)
+        acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, MASK)
         acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=H.precision)
     else:
         if BULK:  # noqa: SIM108

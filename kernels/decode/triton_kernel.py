@@ -89,7 +89,7 @@ def _keys(
         p = p.to(values.dtype)
         acc = acc * rescale[:, None]
         if SAFE:
-            acc += bad_values(p, values, live, PRECISION, True)
+            acc += bad_values(p, values, live, True)
             values = finite_values(values)
         acc = tl.dot(p, values, acc, input_precision=PRECISION)
     return acc, top, total

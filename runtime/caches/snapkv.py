@@ -22,9 +22,8 @@ def left_of(record: artifacts.SnapKV, held: int, seen: int) -> int:
     return min(held, max(tokens(record.budget, seen), record.window))
 
 
-def elect(
+def votes_of(
     record: artifacts.SnapKV,
-    kept: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -33,18 +32,21 @@ def elect(
     softcap: float | None,
     backend: str = "auto",
 ) -> Tensor:
-    """(B, G, kept) ascending rows of keys (B, G, n, D): the window's own, and those with most votes of its queries.
+    """(B, G, n - W): attention of queries (B, H, W, D) to keys (B, G, n, D), averaged over neighbours.
 
-    A vote is the attention of queries (B, H, W, D) to a key, averaged over neighbours (zero beyond the ends). Values
-    are (B, G, n, E).
+    Beyond the ends are zeros; the window's own keys are no neighbours. Values are (B, G, n, E).
     """
-    earlier = k.shape[2] - record.window
     done = scored_attention(q, k, v, scale=scale, softcap=softcap, backend=backend)
     assert done.scores is not None
-    # Those of the window are no neighbours.
-    votes = torch.nn.functional.avg_pool1d(done.scores[:, :, :earlier], record.pool, stride=1, padding=record.pool // 2)
-    places = votes.topk(kept - record.window, dim=2).indices.sort(dim=2).values
-    own = torch.arange(earlier, k.shape[2], device=places.device).expand(*places.shape[:2], -1)
+    scores = done.scores[:, :, : k.shape[2] - record.window]
+    return torch.nn.functional.avg_pool1d(scores, record.pool, stride=1, padding=record.pool // 2)
+
+
+def elect(votes: Tensor, kept: int, window: int) -> Tensor:
+    """(B, G, kept) ascending rows: those with most of the votes (B, G, n - W), and the window's own."""
+    earlier = votes.shape[2]
+    places = votes.topk(kept - window, dim=2).indices.sort(dim=2).values
+    own = torch.arange(earlier, earlier + window, device=places.device).expand(*places.shape[:2], -1)
     return torch.cat([places, own], dim=2)
 
 
@@ -102,17 +104,19 @@ class SnapKV(Policy):
     def _compress(self, call: Step) -> None:
         """Keep what the votes elect and the window."""
         assert self.keys is not None and self.values is not None
-        n = self._held
-        kept = left_of(self.record, n, self.seen)
-        if kept == n:
+        kept = left_of(self.record, self._held, self.seen)
+        if kept == self._held:
             return
-        k, v = self.keys[:, :, :n], self.values[:, :, :n]
-        q = call.q[:, :, -self.record.window :]
-        rows = elect(self.record, kept, q, k, v, scale=call.scale, softcap=call.softcap, backend=call.backend)[
-            ..., None
-        ]
+        rows = elect(self._votes(call), kept, self.record.window)[..., None]
         # New memory: that of the prompt is freed.
         keys, values = (x.gather(2, rows.expand(-1, -1, -1, x.shape[3])) for x in (self.keys, self.values))
         self.keys, self.values = with_room(None, keys, 0, kept), with_room(None, values, 0, kept)
         self.keys[:, :, :kept], self.values[:, :, :kept] = keys, values
         self._held, self._settled = kept, self.seen
+
+    def _votes(self, call: Step) -> Tensor:
+        """(B, G, n - W), of the window's queries."""
+        assert self.keys is not None and self.values is not None
+        k, v = self.keys[:, :, : self._held], self.values[:, :, : self._held]
+        q = call.q[:, :, -self.record.window :]
+        return votes_of(self.record, q, k, v, scale=call.scale, softcap=call.softcap, backend=call.backend)

@@ -17,7 +17,7 @@ from torch import Tensor
 import artifacts
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
-from runtime.caches.snapkv import elect, left_of
+from runtime.caches.snapkv import elect, left_of, votes_of
 from runtime.vllm.batch import Batch, Few, Piece
 from runtime.vllm.dense import attend_few
 from runtime.vllm.pages import gathered
@@ -125,7 +125,8 @@ def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, pr
             continue
         heads = torch.tensor(numbers, device=q.device)
         voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
-        rows = elect(policy, count, voting, k[:, heads], v[:, heads], **how)[0, :, :, None]
+        votes = votes_of(policy, voting, k[:, heads], v[:, heads], **how)
+        rows = elect(votes, count, policy.window)[0, :, :, None]
         to = torch.arange(count, device=q.device)
         for held, whole in zip(cache, (k, v), strict=True):
             chosen = whole[0, heads].gather(1, rows.expand(-1, -1, whole.shape[3]))
