@@ -46,7 +46,7 @@ def add_model(p: ArgumentParser, help: str = MODEL, *, required: bool = True, de
 def add_beside(p: ArgumentParser) -> None:
     """--beside, further artifacts; a list."""
     help = "more artifacts to compare, each a row by its name"
-    p.add_argument("--beside", metavar="ARTIFACT", type=Path, nargs="+", default=[], help=help)
+    p.add_argument("--beside", metavar="ARTIFACT", type=Path, nargs="+", action="extend", default=[], help=help)
 
 
 def add_length(

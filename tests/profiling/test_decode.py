@@ -106,7 +106,7 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
         assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5) and other["tokens"] == row["tokens"]
     assert shared[1]["change"]["low"] == shared[1]["change"]["high"] and "% (" not in capsys.readouterr().out
     with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"):
-        decode.main([*options, "--beside", str(second), str(second)])
+        decode.main([*options, "--beside", str(second), "--beside", str(second)])
 
 
 def test_one_prefill_serves_what_chooses_by_the_last_query_alone(
