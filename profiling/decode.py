@@ -162,10 +162,8 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             if texts and method.name == MODEL:
                 known[method.name] = dense_losses(loaded.model, texts, config.forced)
             elif texts:
-                own = begin(loaded.model, method.cache, texts, config.forced)
-                known[method.name] = forced_losses(
-                    loaded.model, shared if shared and method.sparse else own, config.forced
-                )
+                begun = shared if shared and method.sparse else begin(loaded.model, method.cache, texts, config.forced)
+                known[method.name] = forced_losses(loaded.model, begun, config.forced)
             tokens = applied.stats().get("tokens") if method.sparse else None
         rows.append(_row(config, method.name, seconds, held, prompts, given, known, tokens))
     figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": seconds}

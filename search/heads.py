@@ -78,7 +78,7 @@ def parser() -> ArgumentParser:
         default=DEFAULT_TRIALS,
         help=f"ways of spending the budget that are tried on the whole model (default {DEFAULT_TRIALS})",
     )
-    p.add_argument("--storage", metavar="URL", help="where Optuna keeps the study of the trials (default: in memory)")
+    p.add_argument("--storage", metavar="URL", help="where Optuna keeps the study of its draws, from --n-trials 3 on")
     p.add_argument(
         "--tensor-parallel",
         type=int,

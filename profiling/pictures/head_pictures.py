@@ -183,9 +183,7 @@ def totals_figure(shares: Mapping[int, np.ndarray], caption: str) -> Any:
     axes.set_ylim(bottom=max(1e-9, min(float(share[share > 0].min()) for share in shares.values()) / 2))
     axes.set_xlabel("keys, the most attended first")
     axes.set_ylabel("share of all attention")
-    axes.grid(color="#E0E0E0", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False, loc="lower left")
+    _with_legend(axes, "lower left")
     return figure
 
 
@@ -204,7 +202,12 @@ def kept_figure(shares: Sequence[float], kept: np.ndarray, layers: Sequence[int]
     axes.set_xticks(shares, [f"{share:.3g}" for share in shares])
     axes.set_xlabel("budget as a share of the tokens: half heavy hitters, half the latest")
     axes.set_ylabel("attention kept of later queries")
+    _with_legend(axes, "lower right")
+    return figure
+
+
+def _with_legend(axes: Any, at: str) -> None:
+    """A faint grid, no frame, and the legend of lines in a corner."""
     axes.grid(color="#E0E0E0", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
-    return figure
+    axes.legend(fontsize=7, frameon=False, loc=at)

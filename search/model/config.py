@@ -12,6 +12,8 @@ from search.model.task_losses import Limits
 
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 1
+# Trials that are told in closed form, before any is drawn.
+CLOSED = 2
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask elsewhere than at the end
 # of a prompt, so that they see no worth in a tail, and users' prompts end with a question more often than not.
 TAILS = (64, 256)
@@ -68,6 +70,11 @@ class ModelSearch:
             raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
         if not 0 < self.share <= 1:
             raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.share:g}")
+        if self.storage is not None and self.n_trials < CLOSED + 1:
+            raise HeadwiseError(
+                "--storage keeps the study of Optuna's draws, which begin at "
+                f"--n-trials {CLOSED + 1}; got {self.n_trials}"
+            )
 
     @property
     def judged(self) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def run(config: ModelSearch) -> Artifact | None:
         HeadwiseError: anything the user has to put right, or the gate, that nothing passes; no file is written then.
     """
     # What is not installed is said before any work.
-    if config.n_trials > 1 or config.storage:
+    if config.n_trials > 1:
         import_module("optuna")
     if config.picture:
         import_module("matplotlib")

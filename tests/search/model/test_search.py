@@ -342,6 +342,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
         ({"cost_table": "missing.safetensors"}, "--cost is flops"),
         ({"cost_table": "missing.safetensors", "cost": "seconds"}, "missing.safetensors does not exist"),
         ({"storage": "study"}, "cannot use the storage 'study'"),
+        ({"storage": "sqlite:///study.db", "n_trials": "2"}, "draws, which begin at --n-trials 3; got 2"),
         ({"calibration": "text:a/x.txt text:b/x.txt"}, "two tasks text:x.txt: give their files different names"),
         ({"preset": "paper", "allocation": "model"}, "--preset paper is a budget for each head"),
         ({"allocation": "heads"}, "goes with one budget for the model"),
