@@ -12,7 +12,8 @@ from torch import Tensor
 from kernels.attention import sparse_attention
 from kernels.attention.checks import check_dense
 from kernels.decode import MAX_QUERIES, decode_attention
-from kernels.index import check_window, dense_index
+from kernels.index import check_window
+from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 
 __all__ = ["dense_attention"]

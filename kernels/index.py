@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -104,9 +103,8 @@ class SparseIndex:
 
     def widths(self) -> tuple[tuple[int, ...], ...]:
         """For each head how many diagonals, tiles of a row and columns it has at most, without reading any."""
-        return (
-            self._widths or (tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns)),) * self.num_heads
-        )
+        most = tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns))
+        return self._widths or (most,) * self.num_heads
 
     def listed(self, rows: slice = slice(None)) -> Tensor:
         """The lists of some rows, padded to the longest that there may be: (B, H, rows, any width) int32."""
@@ -254,17 +252,12 @@ class SparseIndex:
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
         check_window(self.window)
-        if self.dense_tail and (
-            len(self.dense_tail) != self.num_heads or not all(is_count(n, 0) for n in self.dense_tail)
-        ):
-            raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {self.dense_tail}")
-        if (skip := self.skip) is not None and (
-            skip.dtype != torch.float32
-            or skip.shape != self.diagonals.shape[:2]
-            or skip.device != self.diagonals.device
-        ):
-            expected = f"float32 {tuple(self.diagonals.shape[:2])} on {self.diagonals.device}"
-            raise ValueError(f"skip must be {expected}, got {skip.dtype} {tuple(skip.shape)} on {skip.device}")
+        tail, skip, heads, device = self.dense_tail, self.skip, tuple(self.diagonals.shape[:2]), self.diagonals.device
+        if tail and (len(tail) != self.num_heads or not all(is_count(n, 0) for n in tail)):
+            raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {tail}")
+        if skip is not None and (skip.dtype, tuple(skip.shape), skip.device) != (torch.float32, heads, device):
+            found = f"{skip.dtype} {tuple(skip.shape)} on {skip.device}"
+            raise ValueError(f"skip must be float32 {heads} on {device}, got {found}")
         if self.ragged is not None:
             longest = (max(self.ragged.q_lens), max(self.ragged.k_lens))
             if len(self.ragged) != self.batch or (self.q_len, self.k_len) != longest:
@@ -272,7 +265,7 @@ class SparseIndex:
                     f"index is for {self.batch} sequences of up to {(self.q_len, self.k_len)} queries and keys, "
                     f"its ragged batch has {len(self.ragged)} of up to {longest}"
                 )
-        heads, some = tuple(self.diagonals.shape[:2]), "any width"
+        some = "any width"
         shapes: dict[str, tuple[object, ...]] = {
             "diagonals": (*heads, some), "columns": (*heads, some),
             "tiles": (some,), "offsets": (*heads, self.num_rows + 1),
@@ -282,13 +275,11 @@ class SparseIndex:
             entries = getattr(self, name)
             if entries.dtype != dtype:
                 raise ValueError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {entries.dtype}")
-            if entries.device != self.diagonals.device:
-                raise ValueError(f"{name} must be on {self.diagonals.device}, got {entries.device}")
-            if len(shape) != entries.dim() or any(
-                a not in (b, some) for a, b in zip(shape, entries.shape, strict=True)
-            ):
-                expected = ", ".join(map(str, shape))
-                raise ValueError(f"{name} must be ({expected}), got {tuple(entries.shape)}")
+            if entries.device != device:
+                raise ValueError(f"{name} must be on {device}, got {entries.device}")
+            given = tuple(entries.shape)
+            if len(given) != len(shape) or any(a not in (b, some) for a, b in zip(shape, given, strict=True)):
+                raise ValueError(f"{name} must be ({', '.join(map(str, shape))}), got {given}")
 
     def validate(self) -> None:
         """Raise ValueError where an invariant is broken.
@@ -381,41 +372,6 @@ def no_lists(batch: int, heads: int, rows: int, *, device: torch.device) -> dict
         "tiles": empty_entries(0, device=device),
         "offsets": on_device((0,), device).expand(batch, heads, rows + 1),
     }
-
-
-@lru_cache(maxsize=64)
-def dense_index(
-    batch: int,
-    num_heads: int,
-    q_len: int,
-    k_len: int,
-    device: torch.device,
-    *,
-    window: int | None = None,
-    ragged: Ragged | None = None,
-) -> SparseIndex:
-    """The index of dense causal attention for `num_heads` heads, made once for each shape; not to be written to.
-
-    With `ragged` the batch is its sequences, and the lengths are the largest of them.
-    """
-    rows = max(num_rows(*each) for each in (((q_len, k_len),) if ragged is None else ragged.lengths))
-    with torch.inference_mode(False):
-        diagonals = torch.arange(num_tiles(k_len), dtype=torch.int32, device=device)
-        return SparseIndex.built(
-            q_len=q_len,
-            k_len=k_len,
-            diagonals=diagonals.expand(batch, num_heads, -1).contiguous(),
-            **no_lists(batch, num_heads, rows, device=device),
-            columns=empty_entries(batch, num_heads, 0, device=device),
-            window=window,
-            ragged=ragged,
-        )
-
-
-def ascending(mask: Tensor, width: int) -> Tensor:
-    """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest count), int32."""
-    at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
-    return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()
 
 
 def check_window(window: object) -> None:

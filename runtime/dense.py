@@ -73,7 +73,7 @@ def dense_attention(
         return every_key(q, k, v, scale=scale, softcap=softcap, window=window)
     if softcap is not None:
         raise ValueError("sdpa has no soft-cap: use by='kernel'")
-    return _sdpa(q, k, v, scale, window)
+    return sdpa(q, k, v, scale, window)
 
 
 def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -156,7 +156,7 @@ def _measure(q: Tensor, k: Tensor, v: Tensor) -> Measured:
     if reason := dispatch.why_slow(q, k, v):
         raise RuntimeError(reason)
     agrees = all(_agrees(q[:, :, -300:], k[:, :, -320:], v[:, :, -320:], window) for window in (None, 70))
-    runs = {"kernel": lambda: every_key(q, k, v), "sdpa": lambda: _sdpa(q, k, v, None, None)}
+    runs = {"kernel": lambda: every_key(q, k, v), "sdpa": lambda: sdpa(q, k, v, None)}
     seconds = dict.fromkeys(runs, float("inf"))
     # The first turn warms both up.
     for turn in range(_REPEATS + 1):
@@ -178,17 +178,29 @@ def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
     return bool(torch.allclose(found, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
+    """dense_attention by torch's scaled_dot_product_attention: on a GPU its cuDNN or flash, whichever it prefers."""
     q_len, k_len, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if q_len == k_len and window is None:
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1
         )
+    if window is None and _takes_flash(q, v):
+        # Flash has no masks, but this one, of queries that are the last of the keys.
+        from torch.nn.attention.bias import causal_lower_right
+
+        last = causal_lower_right(q_len, k_len)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, last, scale=scale, enable_gqa=group > 1)
     at = torch.arange(k_len, device=q.device)
     distance = at[k_len - q_len :, None] - at
     mask = (distance >= 0) & (distance < (k_len if window is None else window))
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _takes_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether torch's flash attention serves these on their device."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] == v.shape[3] <= 256
 
 
 def _read(file: Path) -> Measured | None:

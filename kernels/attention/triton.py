@@ -66,13 +66,14 @@ def sparse_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
+    heads: Sequence[int] | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.sparse_attention; `launch` takes another build than the table's, `splits` so many parts."""
+    """See kernels.attention.launch; `launch` takes another build than the table's, `splits` so many parts."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
-    calls = prepare(q, k, v, index, **how, out=out, skipped=skipped, launch=launch, splits=splits)
+    calls = prepare(q, k, v, index, **how, out=out, skipped=skipped, heads=heads, launch=launch, splits=splits)
     run_calls(calls, q.device, *_build(q, v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
@@ -94,13 +95,14 @@ def prepare(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
+    heads: Sequence[int] | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
     target: str | None = None,
 ) -> list[KernelCall]:
     """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
 
-    With a block table k and v are caches (pages, page size, G, dim).
+    With a block table k and v are caches (pages, page size, G, dim). `heads` are the query heads wanted, None for all.
     `target` compiles for another architecture than that of q's device.
     """
     if not scale > 0:
@@ -131,9 +133,10 @@ def prepare(
 
     # Heads with lists of tiles have a launch of their own, and the others are served two query tiles a program.
     widths = index.widths()
-    parts = [[head for head in range(num_heads) if bool(widths[head][1]) is listed] for listed in (False, True)]
+    wanted = range(num_heads) if heads is None else heads
+    parts = [[head for head in wanted if bool(widths[head][1]) is listed] for listed in (False, True)]
     if launch is not None or skip is not None or not all(parts):
-        parts = [list(range(num_heads))]
+        parts = [list(wanted)]
     has = [[max(widths[head][sort] for head in part) for sort in range(3)] for part in parts]
     launches = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
     out, lse = _results(q, v_dim, ragged, out)

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from kernels.copies import on_device
-from kernels.index import TILE, SparseIndex, dense_index, num_tiles, with_dense_tail
+from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
 from kernels.patterns import on_gpu
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
-from kernels.patterns.dense import Dense
+from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.dilated import Dilated
 from kernels.patterns.growth import Growth
 from kernels.patterns.memory_units import MemoryUnits
@@ -115,6 +115,7 @@ class LayerPlan:
         self._place = sorted(range(len(grouped)), key=grouped.__getitem__)
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
         self._lengths: dict[int, LayerPlan] = {}
+        self._whole: dict[int, tuple[int, ...]] = {}
         if growth is not None:
             self.at(growth.length)
 
@@ -142,6 +143,17 @@ class LayerPlan:
                     del self._lengths[next(iter(self._lengths))]
             self._lengths[tiles] = plan
         return plan
+
+    def whole(self, k_len: int) -> tuple[int, ...]:
+        """The query heads that are sure to see all of `k_len` keys, known without a look at the prompt."""
+        if (found := self._whole.get(k_len)) is None:
+            patterns = self.at(k_len).patterns
+            dense = {pattern: pattern.whole(k_len) for pattern in dict.fromkeys(patterns)}
+            found = tuple(head for head, pattern in enumerate(patterns) if dense[pattern])
+            if len(self._whole) >= _LENGTHS:
+                self._whole.clear()
+            self._whole[k_len] = found
+        return found
 
     def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:
         """The query heads that read these KV heads, KV head by KV head."""

@@ -78,3 +78,9 @@ def _best_first(scores: Tensor, width: int) -> Tensor:
 def _each_head(values: Sequence[float], scores: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """One number a head, to go with (B, h, ..., W)."""
     return on_device(tuple(values), scores.device, dtype).view(-1, *[1] * (scores.dim() - 2))
+
+
+def ascending(mask: Tensor, width: int) -> Tensor:
+    """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest count), int32."""
+    at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
+    return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor
 
-from kernels.index import SparseIndex, dense_index
+from kernels.index import SparseIndex, empty_entries, no_lists, num_rows, num_tiles
 from kernels.patterns.base import Pattern
-
-__all__ = ["Dense", "dense_index"]
+from kernels.ragged import Ragged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,10 @@ class Dense(Pattern):
     """All keys up to the query."""
 
     kind: ClassVar[str] = "dense"
+
+    def whole(self, k_len: int) -> bool:
+        """See Pattern.whole."""
+        return True
 
     @classmethod
     def prepare(
@@ -34,3 +39,32 @@ class Dense(Pattern):
         """See Pattern.prepare."""
         index = dense_index(q.shape[0], len(heads), q.shape[2], k.shape[2], q.device)
         return lambda patterns: index
+
+
+@lru_cache(maxsize=64)
+def dense_index(
+    batch: int,
+    num_heads: int,
+    q_len: int,
+    k_len: int,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    ragged: Ragged | None = None,
+) -> SparseIndex:
+    """The index of dense causal attention for `num_heads` heads, made once for each shape; not to be written to.
+
+    With `ragged` the batch is its sequences, and the lengths are the largest of them.
+    """
+    rows = max(num_rows(*each) for each in (((q_len, k_len),) if ragged is None else ragged.lengths))
+    with torch.inference_mode(False):
+        diagonals = torch.arange(num_tiles(k_len), dtype=torch.int32, device=device)
+        return SparseIndex.built(
+            q_len=q_len,
+            k_len=k_len,
+            diagonals=diagonals.expand(batch, num_heads, -1).contiguous(),
+            **no_lists(batch, num_heads, rows, device=device),
+            columns=empty_entries(batch, num_heads, 0, device=device),
+            window=window,
+            ragged=ragged,
+        )

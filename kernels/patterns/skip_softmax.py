@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.copies import on_device
-from kernels.index import SparseIndex, dense_index
+from kernels.index import SparseIndex
 from kernels.patterns.base import Pattern
+from kernels.patterns.dense import dense_index
 
 
 def _no_factor(value: object) -> str | None:

@@ -14,9 +14,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.index import TILE, SparseIndex, ascending, no_lists, num_rows, num_tiles
+from kernels.index import TILE, SparseIndex, no_lists, num_rows, num_tiles
 from kernels.patterns.base import SHARE, Pattern
-from kernels.patterns.choose import best_places
+from kernels.patterns.choose import ascending, best_places
 from kernels.patterns.last_queries import estimate
 
 
@@ -35,6 +35,10 @@ class VerticalSlash(Pattern):
     slash: int
     last_q: int = 64
     coverage: float | None = field(default=None, metadata=SHARE)
+
+    def whole(self, k_len: int) -> bool:
+        """See Pattern.whole."""
+        return self.slash >= k_len and self.coverage is None
 
     @classmethod
     def prepare(

@@ -16,6 +16,7 @@ from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call, special
+from runtime.attention.dense_heads import attend_densely_to, by_torch
 from runtime.attention.layout import Together
 from runtime.attention.masks import starts_of
 from runtime.attention.state import Layer
@@ -53,6 +54,7 @@ def attend_layer(
 
     plan: the layer's, or None for every key. sinks: (H,). kv_heads: those of the layer's that k and v hold, with the
     query heads that read them in q; None for all. With low_memory an index, and what a kernel packs, is of one KV head.
+    Heads that see every key go to sdpa where that is the faster.
     """
     settings = layer.settings
     if settings.low_memory and k.shape[1] > 1:
@@ -80,7 +82,16 @@ def attend_layer(
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
     some = plan if kv_heads is None else plan.of(kv_heads)
-    return launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)[0]
+    dense = [] if softcap is not None or sinks is not None else by_torch(settings, some, q, k, v, ragged)
+    others = [head for head in range(q.shape[1]) if head not in dense]
+    if others:
+        index = some.build(q, k, scale=scale, ragged=ragged)
+        out = launch(q, k, v, index, heads=others if dense else None, **how)[0]
+    else:
+        out = q.new_zeros(*q.shape[:1], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    if dense:
+        attend_densely_to(out, dense, q, k, v, scale=scale, ragged=ragged)
+    return out
 
 
 def attend_step(call: Call, layer: Layer) -> Tensor | None:

@@ -13,7 +13,7 @@ from kernels.attention import cpu, sparse_attention
 from kernels.breaker import CannotBuildError, building, failure
 from kernels.decode import cpu as decode
 from kernels.decode import decode_attention
-from kernels.index import dense_index
+from kernels.patterns.dense import dense_index
 
 
 @pytest.fixture(autouse=True)

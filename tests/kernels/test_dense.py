@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.dense import dense_attention
-from kernels.index import dense_index
 from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from tests.kernels.triton_inputs import paged
 

@@ -40,6 +40,7 @@ KEPT = (
     "skip, lists, columns, 100 of 450, tail",
     "packed, pages of 16, layer",
     "3 parts, 37 of 500, layer",
+    "heads 0, 2 and 5 of 6",
     "3 parts, packed, pages, tails",
     "packed, window, tails, soft-cap, 2,2,60, pages",
 )

@@ -177,6 +177,12 @@ PARTS = {
     ),
     "2 parts, padded": padded(300, 30, 129, queries=140, heads=2, splits=2),
 }  # fmt: skip
+# Other heads are served elsewhere.
+SOME_HEADS = {
+    "heads 0, 2 and 5 of 6": padded(200, 30, 129, heads=6, kv_heads=2, wanted=(0, 2, 5)),
+    "heads 1 and 4 of 6, without lists": square(130, heads=6, kv_heads=2, wanted=(1, 4)),
+    "head 3 of 4, 3 parts": Case(q_len=70, k_len=400, heads=4, kv_heads=2, wanted=(3,), splits=3),
+}
 # Tiles come by descriptors, columns by pointers.
 DESCRIBED = {
     "descriptors, pairs of tiles, tails": Case(
@@ -198,7 +204,7 @@ DESCRIBED = {
         130, layout="transposed", kv_heads=3, softcap=20.0, index="random:2,0,20", launch=_described(2, 32)
     ),
 }
-SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | DESCRIBED
+SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | SOME_HEADS | DESCRIBED
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:

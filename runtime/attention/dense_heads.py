@@ -1,0 +1,91 @@
+"""A layer of unlike heads in two: heads that see every key by torch's dense attention, the others by our kernel.
+
+Which heads those are the plan says, by sizes and lengths alone: nothing is read from a device.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kernels.copies import on_device
+from kernels.patterns import LayerPlan
+from kernels.ragged import Ragged
+from runtime.attention.state import Settings
+from runtime.dense import LEAST, faster, sdpa
+
+
+def by_torch(settings: Settings, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> list[int]:
+    """The query heads of a call that see every key and that sdpa is the faster for, as was measured once; maybe none.
+
+    Arguments as for attend_layer, whose call has neither a soft-cap nor sinks, which sdpa has not.
+    """
+    # Who names a backend, or what serves densely, gets that; copies of heads are no saving of memory.
+    free = (settings.backend, settings.dense_by, settings.dense, settings.low_memory) == ("auto", "auto", "sdpa", False)
+    if not free or k.shape[2] < LEAST:
+        return []
+    lengths = {k.shape[2]} if ragged is None else set(ragged.k_lens)
+    heads = set.intersection(*(set(plan.whole(length)) for length in lengths))
+    return sorted(heads) if heads and faster(q, k, v) == "sdpa" else []
+
+
+def attend_densely_to(
+    out: Tensor, heads: list[int], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, ragged: Ragged | None
+) -> None:
+    """Write causal attention over every key into `out` (B, H, Q, E) for these query heads, by sdpa.
+
+    Args:
+        out: rows of no sequence, and other heads, stay as they are.
+        q, k, v, scale, ragged: as for attend_layer.
+    """
+    parts = [(slice(None), slice(None), slice(None))] if ragged is None else _slices(ragged)
+    for mine, its in _groups(heads, q.shape[1] // k.shape[1]):
+        for rows, queries, keys in parts:
+            asked = _take(q[rows, :, queries], mine)
+            read, values = (_take(x[rows, :, keys], its) for x in (k, v))
+            _put(out[rows, :, queries], mine, sdpa(asked, read, values, scale))
+
+
+def _slices(ragged: Ragged) -> list[tuple[slice, slice, slice]]:
+    """Batch element, queries and keys of each sequence."""
+    places = zip(ragged.rows, ragged.q_starts, ragged.q_lens, ragged.k_starts, ragged.k_lens, strict=True)
+    return [
+        (slice(row, row + 1), slice(q_start, q_start + q_len), slice(k_start, k_start + k_len))
+        for row, q_start, q_len, k_start, k_len in places
+    ]
+
+
+def _groups(heads: list[int], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Query heads, and the KV heads that they read, such that all of these are read by equally many: sdpa wants that.
+
+    Keys and values are copied at most once, and not where neighbouring KV heads have equally many such heads.
+    """
+    readers: dict[int, list[int]] = {}
+    for head in heads:
+        readers.setdefault(head // group, []).append(head)
+    for count in sorted({len(mine) for mine in readers.values()}):
+        its = tuple(kv_head for kv_head, mine in readers.items() if len(mine) == count)
+        yield tuple(head for kv_head in its for head in readers[kv_head]), its
+
+
+def _run(heads: tuple[int, ...]) -> slice | None:
+    """Heads as a slice, None where they are no neighbours."""
+    run = slice(heads[0], heads[-1] + 1)
+    return run if heads == tuple(range(run.start, run.stop)) else None
+
+
+def _take(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Some heads of (B, heads, length, dim): a view where they are neighbours."""
+    run = _run(heads)
+    return x.index_select(1, on_device(heads, x.device)) if run is None else x[:, run]
+
+
+def _put(out: Tensor, heads: tuple[int, ...], done: Tensor) -> None:
+    run = _run(heads)
+    if run is None:
+        out.index_copy_(1, on_device(heads, out.device), done)
+    else:
+        out[:, run] = done
