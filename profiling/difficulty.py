@@ -23,7 +23,7 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
 from profiling.environment import environment
 from profiling.evaluation.intervals import mean_interval, paired_difference, prompts_needed
-from profiling.evaluation.methods import Method, of_policy
+from profiling.evaluation.method import Method, of_policy
 from profiling.evaluation.record import as_json
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model

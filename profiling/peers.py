@@ -27,8 +27,8 @@ from artifacts.errors import shorten
 from artifacts.files import atomic_write
 from profiling.environment import environment
 from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
+from profiling.evaluation.method import Method, of_policy
 from profiling.evaluation.method_table import CACHES, RANDOM
-from profiling.evaluation.methods import Method, of_policy
 from profiling.evaluation.record import as_json
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model, local_folder

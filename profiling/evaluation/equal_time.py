@@ -8,8 +8,9 @@ from html import escape
 from typing import Any
 
 from profiling.environment import environment
+from profiling.evaluation.method import Method
 from profiling.evaluation.method_table import METHODS
-from profiling.evaluation.methods import Method, Methods
+from profiling.evaluation.methods import Methods
 from profiling.evaluation.side_by_side import compared, timed
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel

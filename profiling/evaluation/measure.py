@@ -14,7 +14,8 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.hashing import canonical_json
-from profiling.evaluation.methods import Method, Methods
+from profiling.evaluation.method import Method
+from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase

@@ -1,7 +1,4 @@
-"""Makes the methods of method_table for a model and a length; all run on the same kernels and runtime.
-
-A method is an artifact in memory, or None for the model's own attention, and the cache that it decodes with.
-"""
+"""Makes the methods of method_table for a model and a length; all run on the same kernels and runtime."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +29,10 @@ from artifacts import (
 )
 from artifacts.density import density
 from artifacts.errors import shorten
-from artifacts.hashing import canonical_json
 from artifacts.kv_cache import Policy
-from profiling.caches.policies import with_policy
 from profiling.caches.random_eviction import drawing
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
+from profiling.evaluation.method import Method, digest
 from profiling.evaluation.method_table import (
     CACHES,
     METHODS,
@@ -55,90 +51,15 @@ from profiling.inside.oracle import choosing, oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from runtime import Headwise
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import attention_layers, sliding_layers
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 # Raised where the way sizes are fitted or indices are frozen changes: what was measured before is of another method.
 _VERSION = 2
-
-
-@dataclass(eq=False, kw_only=True)
-class Method:
-    """A method for one model at one length.
-
-    dense: which dense attention it is where it has no artifact.
-    density: share of the causal area that prefill computes, mean over heads, on the calibration prompt.
-    kept: share of the prompt's keys and values that decode attends to. Both are None where nobody counted.
-    identity: a hash of all that its results depend on but model, prompt and number format.
-    evicts: its cache is no plain one, so that what it does shows in decode only.
-    sizes: in words.
-    applied: puts it on a model where it is no artifact and none of the dense attentions; never timed.
-    changed: makes another cache of the artifact's new one.
-    """
-
-    name: str
-    make: Callable[[], Headwise | None]
-    density: float | None
-    kept: float | None
-    identity: str
-    evicts: bool
-    sizes: str
-    dense: str = MODEL
-    applied: Callable[[Any], AbstractContextManager[object]] | None = None
-    changed: Callable[[Any], Any] | None = None
-
-    @cached_property
-    def headwise(self) -> Headwise | None:
-        """The artifact in memory that does it; None is dense attention."""
-        return self.make()
-
-    def apply(self, model: Any) -> AbstractContextManager[object]:
-        """The method at work on the model, until it is left."""
-        if self.applied is not None:
-            return self.applied(model)
-        return dense(model, self.dense) if self.headwise is None else self.headwise.apply(model, check_weights=False)
-
-    def asked(self, model: Any) -> AbstractContextManager[object]:
-        """The same where prompts are answered: what sdpa prefills Headwise's kernel decodes, many times as fast."""
-        plain = self.applied is None and self.headwise is None and self.dense == MODEL
-        own = str(text_config(model)._attn_implementation)
-        return choosing(model, None) if plain and own == "sdpa" else self.apply(model)
-
-    def cache(self, model: Any) -> Any:
-        """An empty cache to prefill and decode with."""
-        from transformers import DynamicCache
-
-        if self.headwise is None:
-            return DynamicCache(config=text_config(model))
-        made = self.headwise.new_cache(model)
-        return self.changed(made) if self.changed else made
-
-
-def of_policy(loaded: LoadedModel, name: str, policy: Policy | None, *, draws: bool = False) -> Method:
-    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None keeps everything.
-
-    draws: the policy is SnapKV's, and what it keeps is drawn (profiling.caches.random_eviction).
-    """
-    made = None if policy is None else with_policy(loaded, policy)
-    changed = None
-    if draws:
-        assert isinstance(policy, SnapKV)
-        changed = partial(drawing, record=policy)
-    return Method(
-        name=name,
-        make=lambda: made,
-        density=None,
-        kept=None,
-        identity=_digest(name, None if policy is None else policy.model_dump(), draws),
-        evicts=policy is not None,
-        sizes="",
-        dense=KERNEL,
-        changed=changed,
-    )
 
 
 class Methods:
@@ -174,7 +95,7 @@ class Methods:
             for name in pattern.arrays
         }
         weights, dtype = artifact.model.weights_sha256, str(loaded.model.dtype)
-        self._of = _digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
+        self._of = digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
         tail = prefill.dense_tail or TAIL
         self._beside = {
             name: Methods(loaded, _with_tail(other.artifact, tail), other.arrays, ledger=ledger)
@@ -241,7 +162,7 @@ class Methods:
             make, sizes = partial(self._frozen, length, tail), "frozen"
             density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
             # The entries follow from these; looking at them would take a pass over a prompt.
-            identity = _digest(_identity(self._patterns_of()), self._key(name, length))
+            identity = digest(_identity(self._patterns_of()), self._key(name, length))
         else:
             artifact, density = self._uniform(kind, length, (tail or TAIL) if tailed else 0)
             make, sizes, identity = partial(Headwise, artifact), ", ".join(artifact.patterns), _identity(artifact)
@@ -290,7 +211,7 @@ class Methods:
             make=lambda: None,
             density=None if how == "top_p" else density,
             kept=1.0,
-            identity=_digest("chosen", 1, kind, tail, None if how == "top_p" else density),
+            identity=digest("chosen", 1, kind, tail, None if how == "top_p" else density),
             evicts=False,
             sizes=f"mass {TOP_P:g}" if how == "top_p" else f"density {density:.3f}",
             applied=applied,
@@ -345,7 +266,7 @@ class Methods:
             make=partial(Headwise, artifact, self.arrays),
             density=density,
             kept=kept,
-            identity=_digest(identity, RANDOM) if changed else identity,
+            identity=digest(identity, RANDOM) if changed else identity,
             evicts=True,
             sizes=sizes,
             changed=changed,
@@ -406,7 +327,7 @@ def _counted(headwise: Headwise, length: int) -> float:
 
 
 def _identity(artifact: Artifact) -> str:
-    return _digest(
+    return digest(
         {name: pattern.model_dump() for name, pattern in artifact.patterns.items()},
         # What never grows keeps the name it had before sizes could.
         artifact.prefill.model_dump(
@@ -418,7 +339,3 @@ def _identity(artifact: Artifact) -> str:
         else artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}}),
         None if artifact.kv_cache is None else artifact.kv_cache.model_dump(mode="json", exclude={"imported"}),
     )
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(canonical_json(list(parts))).hexdigest()[:16]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from artifacts import HeadwiseError
-from profiling.evaluation.methods import Method, Methods
+from profiling.evaluation.method import Method
+from profiling.evaluation.methods import Methods
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts

@@ -9,7 +9,8 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from profiling.environment import environment
-from profiling.evaluation.methods import Method, Methods
+from profiling.evaluation.method import Method
+from profiling.evaluation.methods import Methods
 from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
 from profiling.ledger import Ledger, Unit
 from profiling.memory_use.peak_memory import peak_of

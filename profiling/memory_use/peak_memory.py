@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from artifacts import Artifact, HeadwiseError, arguments, save
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.evaluation.methods import Method
+from profiling.evaluation.method import Method
 from profiling.models.loading import LoadedModel, load_model
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.evaluation.methods import Method
+from profiling.evaluation.method import Method
 from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt

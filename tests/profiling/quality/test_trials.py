@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import artifacts
-from profiling.evaluation.methods import Method, Methods
+from profiling.evaluation.method import Method
+from profiling.evaluation.methods import Methods
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answer, negative_log_likelihood
