@@ -38,8 +38,8 @@ def run(piece: str, setting: Setting) -> dict[str, Any]:
     size = size_of(int(length), setting)
     if what == ["flashinfer"]:
         return {"size": asdict(size), "flashinfer": _flashinfer(size, setting)}
-    few = setting.small or size.length > 131_072
-    speeds = measure(size, patterns(size, setting), repeats=1 if few else 3, flex=what == ["flex"])
+    repeats = 0 if setting.small else 1 if size.length > 131_072 else 3
+    speeds = measure(size, patterns(size, setting), repeats=repeats, flex=what == ["flex"])
     return {"size": asdict(size), "speeds": [asdict(speed) for speed in speeds]}
 
 

@@ -44,7 +44,7 @@ _LENGTHS = {"prefill": (32_768, 131_072, 8192), "decode": (131_072,)}
 def pieces(step: str, setting: Setting) -> list[str]:
     """See profiling.gpu.steps."""
     if setting.small:
-        return ["prefill 200", "decode 200"]
+        return ["prefill 70", "decode 130"]
     return [f"{what} {length}" for what, lengths in _LENGTHS.items() for length in lengths]
 
 
@@ -105,7 +105,7 @@ def _prefill(loaded: LoadedModel, headwise: Headwise, length: int, setting: Sett
         KERNEL: lambda: dense(model, KERNEL),
         "headwise": lambda: headwise.apply(model, check_weights=False, strict=True),
     }
-    repeats = 1 if setting.small or length > 65_536 else 3
+    repeats = 0 if setting.small else 1 if length > 65_536 else 3
     return interleaved(contexts, lambda: prefill(model, ids), repeats=repeats, device=setting.device)
 
 
@@ -113,7 +113,7 @@ def _decode(loaded: LoadedModel, headwise: Headwise, length: int, setting: Setti
     """Seconds a token: dense, and with chosen tokens that lie on the device or in the CPU's memory."""
     config = Comparison(
         model=loaded.name, config=Path(), context=length, steps=1 if setting.small else 16,
-        repeats=1 if setting.small else 3, dtype=setting.dtype, device=setting.device,
+        repeats=0 if setting.small else 3, dtype=setting.dtype, device=setting.device,
     )  # fmt: skip
     offloads = ("never",) if setting.device == "cpu" else ("never", "packed", "brutal")
     seconds, _ = step_seconds(config, loaded, methods(loaded, {"headwise": headwise}, offloads))

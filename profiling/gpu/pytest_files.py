@@ -21,12 +21,13 @@ FILES = {
     "tests/runtime/test_gpu_offload.py": 2,
     "tests/runtime/caches/test_gpu_policies.py": 1,
     "tests/runtime/test_gpu_watch.py": 1,
+    "tests/runtime/test_traffic.py": 1,
     "tests/runtime/test_gpu_low_memory.py": 1,
 }
 # Has parts of minutes, which are a step of their own.
 _LONG = "tests/runtime/test_gpu_low_memory.py"
-# What shows on the CPU that the pieces run: a few tests of one file.
-_REHEARSED = "tests/kernels/test_index.py"
+# What shows on the CPU that the pieces run: two tests of one file.
+_REHEARSED = "tests/kernels/test_growth.py"
 
 
 def pieces(step: str, setting: Setting) -> list[str]:
@@ -34,7 +35,7 @@ def pieces(step: str, setting: Setting) -> list[str]:
     if not (_ROOT / _LONG).is_file():
         return []
     if setting.small:
-        return [f"{_REHEARSED} 0/40"] if step == "tests" else []
+        return [f"{_REHEARSED} 0/20"] if step == "tests" else []
     if step == "slow tests":
         return [f"{_LONG} {at}/2 slow" for at in range(2)]
     return [f"{file} {at}/{count}" for file, count in FILES.items() for at in range(count)]
@@ -73,7 +74,7 @@ def run(piece: str, setting: Setting) -> dict[str, Any]:
 
     file, share, *which = piece.split()
     at, count = (int(part) for part in share.split("/"))
-    mark = "slow" if which else "not slow" if file == _LONG else ""
+    mark = "gpu and slow" if which else "gpu and not slow" if file == _LONG else "" if setting.small else "gpu"
     part = _Slice(at, count)
     os.chdir(_ROOT)
     status = pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", mark, file], plugins=[part])

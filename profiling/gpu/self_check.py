@@ -5,14 +5,18 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from kernels import triton_calls
 from kernels.attention import sparse_attention, triton
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
@@ -20,6 +24,9 @@ from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
 from profiling.gpu.steps import Rows, Setting
+from runtime.attention import dense_heads
+from runtime.attention.kernel import attend_layer
+from runtime.attention.state import Layer, Settings
 
 # Largest error of standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
 _ERROR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
@@ -36,23 +43,52 @@ def pieces(step: str, setting: Setting) -> list[str]:
 
 
 def run(piece: str, setting: Setting) -> dict[str, Any]:
-    """The largest error, and what rounding explains.
+    """The largest error, what rounding explains, and the names of the kernels that ran.
 
     Raises:
         RuntimeError: the error is larger.
     """
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    error, allowed = _CHECKS[piece](setting)
+    with _launched() as ran:
+        error, allowed = _CHECKS[piece](setting)
     if not error <= allowed:
         raise RuntimeError(f"wrong: largest error {error:.3g}, rounding explains {allowed:.3g}")
-    return {"error": error, "allowed": allowed}
+    return {"error": error, "allowed": allowed, "kernels": sorted(ran)}
 
 
 def lines(rows: Rows) -> list[Sequence[str]]:
     """See profiling.gpu.steps."""
-    head = ("kernel", "largest error", "allowed")
-    return [head, *((name, f"{row['error']:.2g}", f"{row['allowed']:.2g}") for name, row in rows.items())]
+    never = kernel_names().difference(*(row["kernels"] for row in rows.values()))
+    return [
+        ("kernel", "largest error", "allowed"),
+        *((name, f"{row['error']:.2g}", f"{row['allowed']:.2g}") for name, row in rows.items()),
+        (f"never ran: {', '.join(sorted(never))}" if never else f"all {len(kernel_names())} kernels ran", "", ""),
+    ]
+
+
+def kernel_names() -> set[str]:
+    """All Triton kernels of ours. Imports triton."""
+    found = set()
+    folder = Path(triton_calls.__file__).parent
+    for file in folder.rglob("triton*_kernel*.py"):
+        module = importlib.import_module(f"kernels.{file.parent.name}.{file.stem}")
+        found |= {name for name in vars(module) if name.endswith("_kernel")}
+    return found
+
+
+@contextmanager
+def _launched() -> Iterator[set[str]]:
+    """The names of the kernels that are launched meanwhile."""
+    names: set[str] = set()
+    launch = triton_calls._run
+
+    def noted(call: triton_calls.KernelCall) -> None:
+        names.add(call.kernel)
+        launch(call)
+
+    with mock.patch.object(triton_calls, "_run", noted):
+        yield names
 
 
 def _random(setting: Setting, *shape: int) -> Tensor:
@@ -178,12 +214,40 @@ def _parts(setting: Setting) -> tuple[float, float]:
     return float((found.float() - expected).abs().max()), _ERROR[setting.dtype]
 
 
+def _layer(setting: Setting) -> tuple[float, float]:
+    """A layer's index in a few launches, and in torch: the share of the keys that one of both has alone."""
+    n = _length(setting)
+    q, k, _ = _inputs(setting, n - 60, n)
+    plan = LayerPlan([make(kind, **sizes) for kind, sizes in _LISTS], _KV_HEADS)
+    found = plan.build(q, k).to_mask()
+    with mock.patch("kernels.patterns.on_gpu.build", return_value=None):
+        expected = plan.build(q, k).to_mask()
+    # Scores that are as near as rounding may be chosen in either order.
+    return float((found != expected).float().mean()), 0.002
+
+
+def _two_ways(setting: Setting) -> tuple[float, float]:
+    """A layer whose dense heads torch serves, of a whole prompt and of a chunk."""
+    n, error = _length(setting), 0.0
+    plan = LayerPlan([make(kind, **sizes) for kind, sizes in _LISTS], _KV_HEADS)
+    layer = Layer(Settings(dense_below=0, dense="sdpa", strict=True, backend="auto"), 0, plan)
+    for q_len in (n, n - 60):
+        q, k, v = _inputs(setting, q_len, n)
+        with mock.patch.multiple(dense_heads, faster=lambda *_: "sdpa", LEAST=0):
+            found = attend_layer(layer, plan, q, k, v, scale=None, softcap=None)
+        index = plan.build(q, k)
+        expected = sparse_attention(q.float(), k.float(), v.float(), index, backend="reference")
+        error = max(error, float((found.float() - expected).abs().max()))
+    return error, _ERROR[setting.dtype]
+
+
 _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "attention, two tiles a program": lambda s: _attention(s, _PAIRED),
     "attention, lists of tiles": lambda s: _attention(s, _LISTS),
     "attention, in parts": _parts,
     "estimate": _estimate,
     "choice": _choice,
+    "a layer's index": _layer,
     "decode, all keys": lambda s: _decode(s, chosen=False),
     "decode, chosen keys": lambda s: _decode(s, chosen=True),
     "attention, strided": _strided,
@@ -191,13 +255,9 @@ _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "attention, packed sequences": _ragged,
     "attention, pages of 64": lambda s: _attention(s, _PAIRED, page=64),
     "attention, pages of 16, lists": lambda s: _attention(s, _LISTS, page=16),
+    "attention, dense heads by torch": _two_ways,
     "attention, NaN among values": _bad_values,
     "decode, 5 queries": lambda s: _decode(s, chosen=False, q_len=5),
 }
-_REHEARSED = (
-    "estimate",
-    "choice",
-    "decode, chosen keys",
-    "attention, packed sequences",
-    "attention, pages of 16, lists",
-)
+# Which launch every kernel between them.
+_REHEARSED = ("choice", "decode, chosen keys", "attention, pages of 16, lists")

@@ -108,7 +108,7 @@ def _timed(sort: str, dim: int, build: Launch, setting: Setting) -> dict[str, An
         name: partial(triton.sparse_attention, q, k, v, index, scale=dim**-0.5, softcap=None, launch=launch)
         for name, launch in (("this", build), ("table", own))
     }
-    seconds = medians(in_turn(runs, repeats=1 if setting.small else 5, device=setting.device))
+    seconds = medians(in_turn(runs, repeats=0 if setting.small else 5, device=setting.device))
     return {
         "sort": sort, "dim": dim, "build": asdict(build), "target": target, "own": build == own,
         "seconds": seconds["this"], "table_seconds": seconds["table"], "flops": float(index.flops(dim).sum()),

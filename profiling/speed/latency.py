@@ -20,7 +20,10 @@ def interleaved(
     repeats: int,
     device: str,
 ) -> dict[str, list[float]]:
-    """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering one is not timed."""
+    """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering one is not timed.
+
+    With 0 repeats there is one round, and it is timed: a rehearsal has no more to find out.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contexts}
     for turn in bar(range(repeats + 1), desc="timing"):
         for name, context in contexts.items():
@@ -29,7 +32,7 @@ def interleaved(
                 start = time.perf_counter()
                 run()
                 _synchronize(device)
-                if turn:
+                if turn or not repeats:
                     seconds[name].append(time.perf_counter() - start)
     return seconds
 

@@ -21,7 +21,7 @@ from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
-from tests.kernels import triton_builders, triton_cases
+from tests.kernels import triton_builders, triton_cases, triton_tables
 from tests.kernels.triton_builders import Estimate
 from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
 
@@ -142,6 +142,18 @@ def test_estimate_agrees_with_torch(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", triton_builders.CHOICES)
 def test_choice_is_torch_s(name: str) -> None:
     assert triton_builders.choice_error(name, DEVICE) == (0, 0)
+
+
+@pytest.mark.parametrize("name", triton_builders.LAYERS)
+def test_a_layer_has_torch_s_index(name: str) -> None:
+    keys, entries = triton_builders.layer_error(name, DEVICE)
+    # Two tiles whose scores are as near as rounding may be chosen in either order, once in a while.
+    assert entries <= 4 and keys <= 4 * TILE * TILE
+
+
+@pytest.mark.parametrize("name", triton_tables.TABLES)
+def test_tables_name_what_each_query_tile_wants(name: str) -> None:
+    assert tuple(triton_tables.tables_error(name, DEVICE)) == (0, 0)
 
 
 def test_estimate_repeats_to_the_bit_and_keeps_no_attention() -> None:

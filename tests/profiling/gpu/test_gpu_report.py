@@ -10,7 +10,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling import gpu_report
-from profiling.gpu import sweep
+from profiling.gpu import pytest_files, self_check, sweep
 from profiling.gpu.steps import STEPS, Setting
 
 
@@ -34,7 +34,9 @@ def test_the_whole_report_rehearsed(tmp_path: Path) -> None:
     for name, step in steps.items():
         assert not step["failed"] and not step["not_run"] and step["rows"], name
         assert len(step["table"]) > 1, name
-    assert all(row["error"] <= row["allowed"] for row in steps["check"]["rows"].values())
+    checks = steps["check"]["rows"].values()
+    assert all(row["error"] <= row["allowed"] for row in checks)
+    assert {kernel for row in checks for kernel in row["kernels"]} == self_check.kernel_names()
     page = (out / "report.md").read_text()
     assert "Nothing failed." in page and all(step["title"] in page for step in steps.values())
     assert (out / "launch.json").is_file()
@@ -55,6 +57,12 @@ def test_what_there_is_no_time_for_is_done_by_the_next_run(tmp_path: Path) -> No
     assert all(step["not_run"] and not step["rows"] for step in steps_of(tmp_path).values())
     assert "Not run for want of time: facts" in (tmp_path / "report.md").read_text()
     assert report(tmp_path, *how) == 0 and not any(step["not_run"] for step in steps_of(tmp_path).values())
+
+
+def test_every_file_with_tests_for_a_gpu_is_run() -> None:
+    tests = Path(__file__).parents[2]
+    marked = {file for file in tests.rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()} - {Path(__file__)}
+    assert {str(file.relative_to(tests.parent)) for file in marked} == pytest_files.FILES.keys()
 
 
 @pytest.mark.parametrize(
