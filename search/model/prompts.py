@@ -60,14 +60,14 @@ def judged_prompts(
 ) -> list[Prompt]:
     """Prompts that judge: contexts are the units of what is claimed, so there are more of them than are calibrated on.
 
-    Of a generated task four times as many; of a text twice as many windows where it is long enough.
+    Four times as many, of a text twice as many windows; where a file is too short for that, half of it or no more.
     """
     how: dict[str, Any] = {"length": length, "seed": seed, "seen": seen, "number": number}
     found = []
     for task in dict.fromkeys(tasks):
-        times = CONTEXTS
-        if of_texts(task):
-            times = 2 if _has(task, loaded, samples=2 * samples, **how) else 1
+        times = 2 if parse_task(task).kind in ("text", "prose") else CONTEXTS
+        while times > 1 and of_texts(task) and not _has(task, loaded, samples=times * samples, **how):
+            times //= 2
         found += held_out((task,), loaded.tokenizer, samples=samples * times, **how)
     return found
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from artifacts import HeadwiseError
-from profiling.evaluation.intervals import Interval, share_of
+from profiling.evaluation.intervals import share_of
 from profiling.quality.sequences import Losses, TokenSequence
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
 # With fewer answers that dense attention gets right, in four contexts, a loss of one in five is often not seen.
 ENOUGH = 72
-# So many contexts are units of an interval; of fewer their answers are.
+# An interval of what answers lose takes so many contexts. Answers of one are alike, and tell nothing of other contexts.
 CONTEXTS = 4
 
 
@@ -30,7 +30,7 @@ class Limits:
     kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll: rise of -log p of
     the right answer, nats for each of its tokens. lost: share of the answers that dense attention gets right by which
     the patterns get fewer right, those that they win counted; one answer alone fails nothing. A rise or a share that
-    its interval does not tell from none fails nothing either.
+    has no interval, or that its interval does not tell from none, fails nothing either.
     """
 
     kl: float | None = MAX_KL
@@ -72,14 +72,14 @@ class Limits:
             rise = task.perplexity - 1
             said = f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is {self.perplexity:.2%}"
             found.append((rise / self.perplexity, True, said))
-        if self.nll is not None and task.nll is not None:
+        if self.nll is not None and task.nll is not None and task.nll_low is not None:
             said = (
                 f"-log p of the right answer rises by {task.nll:.3f} nats a token "
                 f"({task.nll_low:.3f} to {task.nll_high:.3f}), the limit (--max-nll) is {self.nll:g}"
             )
             found.append((task.nll / self.nll, not task.nll_low <= 0, said))
         # Near a tie answers turn both ways: those that are won stand against those that are lost.
-        if self.lost is not None and task.lost - task.won > 1:
+        if self.lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
             said = (
                 f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of "
                 f"the others won, {task.fewer:.0%} fewer ({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit "
@@ -95,9 +95,9 @@ class TaskLoss:
 
     task: its name; where its answers are of several kinds, one of them after a slash. kl: mean over the sequences.
     perplexity: over dense attention's, of text; None where answers are asked for. nll: mean rise of -log p of the
-    answers, nats a token, with its 95% interval; None without answers. answers: how many. dense_right, lost, won:
-    answers that dense attention gets right; of these those that go wrong; those it gets wrong and the patterns get
-    right. fewer_low, fewer_high: the 95% interval of `fewer`.
+    answers, nats a token, None without answers. answers: how many. dense_right, lost, won: answers that dense attention
+    gets right; of these those that go wrong; those it gets wrong and the patterns get right. nll_low, nll_high,
+    fewer_low, fewer_high: the 95% intervals of `nll` and `fewer` over contexts; None with fewer than four.
     """
 
     task: str
@@ -105,14 +105,14 @@ class TaskLoss:
     kl: float
     perplexity: float | None
     nll: float | None
-    nll_low: float
-    nll_high: float
+    nll_low: float | None
+    nll_high: float | None
     answers: int
     dense_right: int
     lost: int
     won: int
-    fewer_low: float = 0.0
-    fewer_high: float = 0.0
+    fewer_low: float | None = None
+    fewer_high: float | None = None
 
     @property
     def fewer(self) -> float:
@@ -136,11 +136,14 @@ class TaskLoss:
         said = f"{self.task:<28} KL {self.kl:.4f}"
         if self.perplexity is not None:
             return f"{said}  perplexity {self.perplexity - 1:+.2%}"
+        wrong = self.answers - self.dense_right
+        said = f"{said}  answers lost {self.lost} of {self.dense_right}, won {self.won} of {wrong}"
+        if self.nll_low is None:
+            few = f"({self.sequences} of the {CONTEXTS} contexts that answers are judged by: not judged)"
+            return f"{said}, -log p {self.nll:+.3f}  {few}"
         few = "" if self.dense_right >= ENOUGH else "  (too few to see a loss of one in five)"
         share = f", {self.fewer:+.0%} ({self.fewer_low:+.0%} to {self.fewer_high:+.0%})" if self.dense_right else ""
-        rise = f"-log p {self.nll:+.3f} ({self.nll_low:+.3f} to {self.nll_high:+.3f})"
-        wrong = self.answers - self.dense_right
-        return f"{said}  answers lost {self.lost} of {self.dense_right}, won {self.won} of {wrong}{share}, {rise}{few}"
+        return f"{said}{share}, -log p {self.nll:+.3f} ({self.nll_low:+.3f} to {self.nll_high:+.3f}){few}"
 
 
 def by_task(found: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[TaskLoss]:
@@ -156,35 +159,31 @@ def by_task(found: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[Ta
 
 
 def _task(task: str, losses: Sequence[Losses]) -> TaskLoss:
-    """Contexts are the unit of what is claimed; where there are fewer than four, their answers are."""
+    """Contexts are the unit of what is claimed of answers; of fewer than four nothing is."""
     kl = [float(one.kl.mean()) for one in losses]
     text = [float((one.nll - one.dense_nll).mean()) for one in losses if not len(one.right)]
     asked = [one for one in losses if len(one.right)]
-    nll, interval, few = None, Interval(0.0, 0.0, 0.0, 0), Interval(0.0, 0.0, 0.0, 0)
-    if asked:
-        # Of each answer: the rise of -log p, its tokens, lost (1) or won (-1), and whether it is right under dense.
-        tables = [
-            np.stack([one.answer_nll - one.answer_dense_nll, one.answer_tokens, turned, one.dense_right], axis=1)
-            for one in asked
-            for turned in [one.dense_right.astype(int) - one.right.astype(int)]
-        ]
-        units = np.stack([table.sum(0) for table in tables]) if len(tables) >= CONTEXTS else np.concatenate(tables)
-        interval, few = (share_of(units[:, at].tolist(), units[:, at + 1].tolist()) for at in (0, 2))
-        nll = interval.value
+    # Of each context: the rise of -log p and its tokens; answers lost, less those won, and those right under dense.
+    rises = [float((one.answer_nll - one.answer_dense_nll).sum()) for one in asked]
+    tokens = [float(one.answer_tokens.sum()) for one in asked]
+    fewer = [float(one.dense_right.sum() - one.right.sum()) for one in asked]
+    right = [float(one.dense_right.sum()) for one in asked]
+    enough = len(asked) >= CONTEXTS
+    risen, lost = (share_of(rises, tokens), share_of(fewer, right)) if enough else (None, None)
     return TaskLoss(
         task=task,
         sequences=len(losses),
         kl=float(np.mean(kl)),
         perplexity=exp(float(np.mean(text))) if text else None,
-        nll=nll,
-        nll_low=interval.low,
-        nll_high=interval.high,
+        nll=sum(rises) / sum(tokens) if asked else None,
+        nll_low=risen.low if risen else None,
+        nll_high=risen.high if risen else None,
         answers=sum(len(one.right) for one in losses),
         dense_right=sum(int(one.dense_right.sum()) for one in losses),
         lost=sum(int((one.dense_right & ~one.right).sum()) for one in losses),
         won=sum(int((~one.dense_right & one.right).sum()) for one in losses),
-        fewer_low=few.low,
-        fewer_high=few.high,
+        fewer_low=lost.low if lost else None,
+        fewer_high=lost.high if lost else None,
     )
 
 

@@ -32,7 +32,7 @@ class Prompts:
 
 
 def lost(heads: Heads, one: Allocation, factor: float) -> tuple[TaskLoss, ...]:
-    none = {"perplexity": None, "nll": None, "nll_low": 0.0, "nll_high": 0.0, "dense_right": 0, "lost": 0, "won": 0}
+    none = {"perplexity": None, "nll": None, "nll_low": None, "nll_high": None, "dense_right": 0, "lost": 0, "won": 0}
     return (TaskLoss(task="any", sequences=1, kl=factor * heads.predicted(one), answers=0, **none),)
 
 

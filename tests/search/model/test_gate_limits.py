@@ -17,12 +17,20 @@ GOOD = {"kl": 0.01, "perplexity": None, "nll": 0.01, "nll_low": -0.02, "nll_high
 
 
 def task(name: str = "kv", **changes: Any) -> TaskLoss:
-    counts = {"sequences": 4, "answers": 40, "dense_right": 30, "lost": 1, "won": 0}
+    counts = {
+        "sequences": 4,
+        "answers": 40,
+        "dense_right": 30,
+        "lost": 1,
+        "won": 0,
+        "fewer_low": 0.0,
+        "fewer_high": 0.5,
+    }
     return TaskLoss(**{"task": name, **GOOD, **counts, **changes})
 
 
 def text(name: str = "prose", **changes: Any) -> TaskLoss:
-    none = {"perplexity": 1.01, "nll": None, "nll_low": 0.0, "nll_high": 0.0, "answers": 0, "dense_right": 0}
+    none = {"perplexity": 1.01, "nll": None, "nll_low": None, "nll_high": None, "answers": 0, "dense_right": 0}
     return task(name, **{**none, "lost": 0, "won": 0, **changes})
 
 
@@ -138,9 +146,8 @@ def test_losses_are_gathered_by_task() -> None:
     assert [kv.task, prose.task] == ["kv", "prose"]
     assert kv.kl == pytest.approx(0.15) and prose.kl == pytest.approx(0.3)
     assert kv.nll == pytest.approx((0.2 + 0.6 + 1.2) / 10) and kv.perplexity is None
-    # Few sequences: the interval is over their three answers, of which the ratio's linear terms are 0.14, 0.2 and 0.26.
-    half = 4.303 * 0.06 / 3**0.5
-    assert (kv.nll_low, kv.nll_high) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-3)
+    # Two contexts: what lies between them is not known, so there are no bounds.
+    assert (kv.nll_low, kv.nll_high, kv.fewer_low, kv.fewer_high) == (None, None, None, None)
     assert (kv.sequences, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
     assert prose.perplexity == pytest.approx(exp(0.3)) and prose.nll is None and prose.answers == 0
     assert kv.loss == pytest.approx(kv.kl + 0.2) and prose.loss == prose.kl
@@ -162,6 +169,28 @@ def test_kinds_of_answers_are_judged_apart_and_contexts_are_the_units() -> None:
     half = 2.365 * np.std([1, 0] * 4, ddof=1) / 8**0.5
     assert (asked.fewer_low, asked.fewer_high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
     assert (later.fewer_low, later.fewer_high) == (0, 0)
+
+
+@pytest.mark.parametrize("contexts", [1, 2, 3])
+def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> None:
+    """A prompt that loses both of its answers tells nothing of other prompts; four that do are a finding."""
+    one, gone = sequence("chain", (2, 2)), losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
+    (few,), (four,) = by_task([one] * contexts, [gone] * contexts), by_task([one] * 4, [gone] * 4)
+    assert few.lost == 2 * contexts and few.nll == four.nll == 1.5
+    assert Limits().fault([few]) is None and Limits().strain([few]) == pytest.approx(0.01 / 0.05)
+    assert (said := Limits().fault([four])) is not None and said.startswith("chain: ") and Limits().strain([four]) > 9
+    # A KL is judged on any number of prompts.
+    assert Limits(kl=0.005).fault([few]) is not None
+    said = few.line()
+    assert f"answers lost {2 * contexts} of {2 * contexts}" in said and "nan" not in said and "None" not in said
+    assert said.endswith(f"({contexts} of the 4 contexts that answers are judged by: not judged)")
+    assert "not judged" not in four.line() and "too few to see" in four.line()
+
+
+def test_what_is_foreseen_from_one_context_has_no_interval_either() -> None:
+    (few,) = by_task([sequence("kv", (2,))], [losses((2,), [1.0], [False], [True], 0.1)])
+    more = few.times(2)
+    assert (more.nll, more.nll_low, more.nll_high) == (2 * (few.nll or 0), None, None)
 
 
 def test_lines_say_what_is_too_few() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,18 @@ def test_more_contexts_judge_than_are_calibrated_on() -> None:
     made = judged_prompts(("facts", "prose"), loaded, length=4096, samples=2, seed=0, seen=Seen(), number=0)
     contexts = dict.fromkeys((prompt.task, prompt.context) for prompt in made)
     assert [task for task, _ in contexts] == ["facts"] * 8 + ["prose"] * 4
+
+
+def test_a_file_of_questions_judges_by_four_contexts_where_it_has_as_many(tmp_path: Path) -> None:
+    """Its answers are judged over contexts, as generated ones are; windows of a text are two."""
+    loaded: Any = SimpleNamespace(tokenizer=byte_level())
+    for lines, expected in ((40, 4), (3, 2), (1, 1)):
+        file = tmp_path / f"{lines}.jsonl"
+        made = [{"prompt": f"{number} {chr(97 + number % 26)} " * 99, "answer": str(number)} for number in range(lines)]
+        file.write_text("\n".join(map(json.dumps, made)) + "\n")
+        task = f"jsonl:{file}"
+        found = judged_prompts((task,), loaded, length=256, samples=1, seed=0, seen=Seen(), number=0)
+        assert len({prompt.context for prompt in found}) == expected
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ TEXT, ANSWER = 1.5, 6.0
 
 
 def task(name: str, loss: float, *, answers: int = 0) -> TaskLoss:
-    none = {"perplexity": None, "nll": None, "nll_low": 0.0, "nll_high": 0.0, "dense_right": 0, "lost": 0, "won": 0}
+    none = {"perplexity": None, "nll": None, "nll_low": None, "nll_high": None, "dense_right": 0, "lost": 0, "won": 0}
     return TaskLoss(task=name, sequences=1, kl=loss, answers=answers, **none)
 
 
