@@ -14,6 +14,7 @@ import torch
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.files import out_folder
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -40,10 +41,6 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Non
     """
     if repeats < 1:
         raise HeadwiseError(f"--repeats must be at least 1, got {repeats}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {out}: {error.strerror}") from None
     config = out / "cfg.yaml"
     command = (
         f"python -m search.heads --allocation heads --model {model} --length {length} --budget {budget} --out {config}"
@@ -52,8 +49,9 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Non
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     wanted = resolve(HeadSearch(model=model, out=config, length=length, budget=budget, command=command), found)
     print(f"$ {command}", flush=True)
-    print(report(search_model(wanted, loaded, found), config, model))
-    _compared(loaded, config, length, repeats)
+    with out_folder(out):
+        print(report(search_model(wanted, loaded, found), config, model))
+        _compared(loaded, config, length, repeats)
 
 
 def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> None:

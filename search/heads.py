@@ -8,7 +8,6 @@ to end. --allocation heads is the published search, a budget for each head (MInf
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from search.common.limits import add_limits, limits_of
 from search.common.report import report
 from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, SHORT, TAILS, ModelSearch
 from search.model.pipeline import run as run_model
+from search.model.refine import without_password
 from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
 from search.published.config import HeadSearch
 from search.published.head_budget import run as run_heads
@@ -124,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     p = parser()
     options = vars(p.parse_args(argv))
-    command = arguments.as_typed("search.heads", _without_passwords(argv))
+    # It goes into the artifact.
+    command = arguments.as_typed("search.heads", [without_password(argument) for argument in argv])
     model, out = options["model"], options["out"]
     allocation = options.pop("allocation") or ("heads" if options["preset"] == "paper" else "model")
     if allocation == "heads":
@@ -172,11 +173,6 @@ def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
         limits=limits,
         command=command,
     )
-
-
-def _without_passwords(argv: list[str]) -> list[str]:
-    """The arguments with `user:password@` in a storage's URL cut to `user@`: the command goes into the artifact."""
-    return [re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", argument) for argument in argv]
 
 
 if __name__ == "__main__":

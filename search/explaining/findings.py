@@ -23,8 +23,6 @@ MEASURES = ("error", "recall", "density")
 _OPTIONAL = ("objective", "change", "seconds", "flops")
 # Drift counts from this error up: bfloat16 alone puts dense attention's output 0.002 off.
 DRIFT_FLOOR = 0.01
-# Scores are in float32 in the sidecar.
-_FLOAT32 = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,18 +168,6 @@ class Findings:
 def on_hull(results: Sequence[Result]) -> list[int]:
     """Numbers of the results on the lower convex hull of loss over cost, the cheapest first: others win at no price."""
     return hull([result.cost for result in results], [result.loss for result in results])
-
-
-def at_price(losses: Sequence[float], costs: Sequence[float], price: float) -> int:
-    """The entry with the least loss and price times cost; of entries that float32 cannot tell apart the cheapest.
-
-    At the price that a search recorded, heads that choose so spend no more than its budget: the price is the slope of
-    the first step that did not fit, and where that step is a tie it is not taken.
-    """
-    totals = [loss + price * cost for loss, cost in zip(losses, costs, strict=True)]
-    least = min(totals)
-    alike = [at for at, total in enumerate(totals) if total <= least + _FLOAT32 * abs(least)]
-    return min(alike, key=lambda at: (costs[at], totals[at]))
 
 
 def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[Candidate, ...]:

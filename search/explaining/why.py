@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from artifacts import pattern_name
-from search.explaining.findings import DRIFT_FLOOR, Findings, Result, at_price, on_hull
+from search.explaining.findings import DRIFT_FLOOR, Findings, Result, on_hull
+from search.model.hulls import at_price
 
 # Float32 in the sidecar: what differs by less is the same number, written down twice.
 _SAME = 1e-6

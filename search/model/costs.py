@@ -64,12 +64,6 @@ class Costs:
             return _causal_tiles(self.length) * self._flops_per_tile
         return self._all_keys * self.scale + self.overhead
 
-    def dense(self) -> float:
-        """The cost of a head of dense attention by the kernel, as it was timed beside the candidates."""
-        if self.table is None:
-            return self.all_keys()
-        return self.table.dense_seconds(length=self.length, head_dim=self.head_dim, dtype=self.dtype, heads=1)
-
     def brought_to(self, *, scale: float, overhead: float) -> Costs:
         """With what the model's own layers make of the table's seconds."""
         return replace(self, scale=scale, overhead=overhead)

@@ -102,11 +102,15 @@ def check_storage(url: str | None) -> None:
         optuna.get_all_study_summaries(url)
     # Whatever the database's driver raises, one that is missing included.
     except Exception as error:
-        told = re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HeadwiseError(
-            f"cannot use the storage {told!r}: {shorten(why)}; it is a URL such as sqlite:///study.db"
+            f"cannot use the storage {without_password(url)!r}: {shorten(why)}; it is a URL such as sqlite:///study.db"
         ) from None
+
+
+def without_password(url: str) -> str:
+    """A storage's URL with `user:password@` cut to `user@`."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
 
 
 def balanced(heads: Heads, trial: Trial) -> dict[str, float] | None:

@@ -16,9 +16,8 @@ from artifacts.merging import section_of
 from artifacts.sections import save_searched
 from search.common.scores import winners
 from search.explaining.findings import MEASURES
-from search.transferring.again import Head
 from search.transferring.drift import Drift
-from search.transferring.rules import Replacement
+from search.transferring.rules import Head, Replacement
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

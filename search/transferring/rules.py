@@ -1,13 +1,13 @@
-"""How a search scores the candidates of a head and chooses among them, for searching heads again under its own rule.
+"""Searches some heads of a model again, by the rule that an artifact's own search went by for all of them.
 
-Shapes: h heads that are scored, C candidates.
+Shapes: S prompt length, D head dim, h heads that are scored, C candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -15,14 +15,22 @@ from artifacts import Artifact, HeadwiseError, Pattern
 from kernels.patterns import LayerPlan, make
 from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel
+from profiling.prompts.prompt import Prompt
 from runtime.plans import kernel_growth
+from search.common.layers import score_layers
 from search.common.scores import as_artifact_pattern
-from search.explaining.findings import MEASURES, Findings, at_price
+from search.explaining.findings import MEASURES, Findings
+from search.model.hulls import at_price
 from search.published.score import Scores, choose, mean_scores, score_layer
 from search.published.space import initial_space, target_tiles
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
+
+Head = tuple[int, int]
+"""A layer and a query head of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,37 +47,6 @@ class Replacement:
         return cls(pattern=pattern, values={"chosen.candidate": candidate, **own, **values})
 
 
-class Rule(Protocol):
-    """A way of scoring and choosing."""
-
-    def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
-    ) -> Mapping[str, np.ndarray]:
-        """The scores of a layer's heads on one prompt, arrays (h, C, ...) by name.
-
-        inputs: of these heads alone, in this order. first: their scores on the first prompt, None on that one.
-        """
-
-    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
-        """What a head gets by its scores on all prompts.
-
-        Raises:
-            HeadwiseError: no candidate may be taken.
-        """
-
-
-def rule_of(artifact: Artifact, arrays: Mapping[str, Array], *, backend: str) -> Rule:
-    """The rule that the artifact's search went by.
-
-    Raises:
-        HeadwiseError: the sidecar lacks what the rule needs.
-    """
-    assert artifact.search is not None
-    if artifact.search.allocation == "heads":
-        return HeadBudget(artifact, backend)
-    return ModelPrice(Findings.of(artifact, arrays), backend)
-
-
 class HeadBudget:
     """Each head has the same budget, and of what keeps to it takes the least error (MInference 1.0, Algorithm 1)."""
 
@@ -84,12 +61,19 @@ class HeadBudget:
     def score(
         self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
     ) -> Mapping[str, np.ndarray]:
-        """See Rule."""
+        """The scores of a layer's heads on one prompt, arrays (h, C, ...) by name.
+
+        inputs: of these heads alone, in this order. first: their scores on the first prompt, None on that one.
+        """
         settled = None if first is None else first["sizes"]
         return score_layer(inputs, self._families, self._target, self._tail, settled, backend=self._backend)
 
     def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
-        """See Rule."""
+        """What a head gets by its scores on all prompts.
+
+        Raises:
+            HeadwiseError: no candidate may be taken.
+        """
         scores = mean_scores(samples)
         best = choose(scores)
         if best is None:
@@ -122,7 +106,7 @@ class ModelPrice:
     def score(
         self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
     ) -> Mapping[str, np.ndarray]:
-        """See Rule."""
+        """As HeadBudget.score."""
         dense = dense_attention(inputs, backend=self._backend)
         found = {name: np.empty((len(heads), len(self._found.candidates))) for name in MEASURES}
         for c, candidate in enumerate(self._found.candidates):
@@ -134,7 +118,7 @@ class ModelPrice:
         return found
 
     def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
-        """See Rule."""
+        """As HeadBudget.choose; some candidate always may be taken."""
         means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
         tried = self._found.results(layer, head)
         errors = sum(result.error**2 for result in tried)
@@ -158,3 +142,48 @@ class ModelPrice:
         }
         chosen = candidates[best]
         return Replacement.of(chosen.pattern(layer, head), chosen.number, here[best].measured, values)
+
+
+def rule_of(artifact: Artifact, arrays: Mapping[str, Array], *, backend: str) -> HeadBudget | ModelPrice:
+    """The rule that the artifact's search went by.
+
+    Raises:
+        HeadwiseError: the sidecar lacks what the rule needs.
+    """
+    assert artifact.search is not None
+    if artifact.search.allocation == "heads":
+        return HeadBudget(artifact, backend)
+    return ModelPrice(Findings.of(artifact, arrays), backend)
+
+
+def search_again(
+    loaded: LoadedModel, rule: HeadBudget | ModelPrice, prompts: Sequence[Prompt], heads: Sequence[Head], ledger: Ledger
+) -> dict[Head, Replacement]:
+    """Score these heads' candidates on every prompt, and choose.
+
+    Raises:
+        HeadwiseError: nothing can be chosen for one of them.
+    """
+    by_layer: dict[int, list[int]] = {}
+    for layer, head in heads:
+        by_layer.setdefault(layer, []).append(head)
+
+    def score(inputs: LayerInputs, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        some = by_layer[inputs.layer]
+        return rule.score(of_heads(inputs, some), inputs.layer, some, first)
+
+    layers = {layer: {"heads": some} for layer, some in by_layer.items()}
+    scores = score_layers(loaded, prompts, layers, score, ledger, "searching again")
+    return {
+        (layer, head): rule.choose(layer, head, [{name: of[at] for name, of in one.items()} for one in scores[layer]])
+        for layer, some in by_layer.items()
+        for at, head in enumerate(some)
+    }
+
+
+def of_heads(inputs: LayerInputs, heads: Sequence[int]) -> LayerInputs:
+    """The inputs of these query heads alone, (1, h, S, D), each with a KV head of its own."""
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    read = [head // group for head in heads]
+    sinks = None if inputs.sinks is None else inputs.sinks[list(heads)]
+    return replace(inputs, q=inputs.q[:, list(heads)], k=inputs.k[:, read], v=inputs.v[:, read], sinks=sinks)

@@ -18,10 +18,9 @@ from profiling.quality.contexts import by_context
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
 from search.model.prompts import whole_contexts
-from search.transferring.again import search_again
 from search.transferring.drift import Drift, measure_drift
 from search.transferring.record import write_transferred
-from search.transferring.rules import rule_of
+from search.transferring.rules import rule_of, search_again
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

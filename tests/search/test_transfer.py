@@ -26,7 +26,7 @@ from search.explain import run as explain
 from search.published.config import HeadSearch
 from search.published.head_budget import run as run_search
 from search.transfer import Transfer, main, run
-from search.transferring.again import of_heads
+from search.transferring.rules import of_heads
 from tests.search.conftest import save_tiny
 
 LENGTH = 1000

@@ -1,4 +1,4 @@
-"""Curves and costs that a test writes down or draws."""
+"""Curves, costs and tables of them that a test writes down or draws."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from profiling.speed.cost_table import Cost, CostTable
 from search.model.allocation import Heads
 from search.model.curves import Curves
 
 LAYERS = 3
+LENGTH = 1024
+_START = {"a_shape": 1e-4, "vertical_slash": 3e-4, "block_sparse": 2e-4, "dense": 1e-4}
 
 
 def curves_of(change: np.ndarray, **changes: Any) -> Curves:
@@ -36,3 +39,27 @@ def heads_of(
         curves[tail] = curves_of(change, error=error, text=text, answer=answer, texts=1, asked=1)
         costs[tail] = cost
     return Heads(curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])), ranks=ranks)
+
+
+def linear_table(
+    *, device: str = "Abacus 3000", tiles: tuple[int, ...] = (10, 40, 136), factor: float = 1.0
+) -> CostTable:
+    """Of heads of dim 16 in fp32, a straight line for each kind: what it takes to begin with, and 1 us a tile."""
+    costs = [
+        Cost(
+            pattern=kind,
+            dtype="float32",
+            length=LENGTH,
+            head_dim=16,
+            heads=6,
+            kv_heads=2,
+            density=count / 136,
+            tiles=6 * count,
+            sparse_seconds=6 * factor * count * 1e-6,
+            build_seconds=6 * factor * start,
+            dense_seconds=6 * factor * 2e-3,
+        )
+        for kind, start in _START.items()
+        for count in tiles
+    ]
+    return CostTable(device=device, backend="cpu", versions={"torch": "0"}, command="by hand", costs=tuple(costs))

@@ -1,4 +1,4 @@
-"""What candidates cost, by tables written down here."""
+"""What candidates cost, by tables written down here, brought to what a model's own layers take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from artifacts import HeadwiseError, ModelInfo
 from kernels.patterns import make
 from profiling.speed.cost_table import CostTable, save
 from search.model.costs import Costs, costs_by, given_costs
-from tests.search.model.tables import LENGTH, linear_table
+from search.model.measured_costs import line_through
+from tests.search.model.made import LENGTH, linear_table
 
 CANDIDATES = (make("a_shape", sink=64, window=64), make("vertical_slash", vertical=64, slash=64, last_q=64))
 ALL_TILES = 16 * 17 // 2
@@ -38,7 +39,7 @@ def test_flops_are_those_of_the_tiles() -> None:
     tiles = np.array([[[10.0, np.nan]]])
     np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
     # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's numbers.
-    assert costs.all_keys() == costs.dense() == ALL_TILES * 4 * 64 * 64 * 16
+    assert costs.all_keys() == ALL_TILES * 4 * 64 * 64 * 16
     assert costs.device is None
 
 
@@ -48,7 +49,6 @@ def test_seconds_are_read_off_the_line_of_the_kind(model: ModelInfo) -> None:
     np.testing.assert_allclose(found[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
     assert np.isnan(found[1]).all()
     assert costs.all_keys() == pytest.approx(1e-4 + ALL_TILES * 1e-6)
-    assert costs.dense() == pytest.approx(2e-3)
 
 
 def test_beyond_what_was_measured(model: ModelInfo) -> None:
@@ -95,3 +95,24 @@ def test_what_a_table_is_of() -> None:
     assert not costs.of_machine("cpu")
     here = linear_table(device=environment("cpu")["device"])
     assert Costs(unit="seconds", length=LENGTH, head_dim=16, dtype="float32", table=here).of_machine("cpu")
+
+
+def test_a_line_is_found() -> None:
+    predicted = np.array([0.2, 0.3, 0.6])
+    assert line_through(predicted, 1.2 * predicted + 0.02) == pytest.approx((1.2, 0.02))
+    # A measurement that is 10% off moves what is predicted of the others by less.
+    factor, constant = line_through(predicted, (1.2 * predicted + 0.02) * np.array([1, 1.1, 1]))
+    np.testing.assert_allclose(factor * predicted + constant, 1.2 * predicted + 0.02, rtol=0.08)
+
+
+@pytest.mark.parametrize("measured", [(0.1, 0.25, 0.6), (0.4, 0.3, 0.2), (0.3,) * 3, (0.001, 0.01, 2)])
+def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(measured: tuple[float, ...]) -> None:
+    predicted = np.array([0.2, 0.3, 0.6])
+    ratio = predicted / np.array(measured)
+    factor, constant = line_through(predicted, measured)
+    assert factor >= 0.5 * ratio.sum() / (ratio**2).sum() * (1 - 1e-9) and constant >= 0
+
+
+def test_of_one_measurement_all_is_a_factor_or_half_of_it() -> None:
+    factor, constant = line_through([0.2] * 3, [0.3] * 3)
+    assert factor * 0.2 + constant == pytest.approx(0.3) and factor >= 0.75
