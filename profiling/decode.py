@@ -4,6 +4,7 @@ python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.
 
 With --policy caches that drop tokens stand beside it, by their quality; profiling.cache_speed times them.
 With --dense-prefill texts are prefilled once, densely, for all artifacts: what decode alone loses.
+With --json FILE an interrupted comparison goes on after the last method whose quality it has.
 With --lossless the same text is written by lossless decode and by dense decode instead, and compared.
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
@@ -16,9 +17,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, CacheKind, parse_cache, with_policy
 from profiling.environment import environment
 from profiling.evaluation.intervals import Interval
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import (
     Begun,
@@ -43,6 +45,7 @@ from profiling.quality.forced_decode import (
     dense_losses,
     forced_losses,
     in_blocks,
+    position_lines,
 )
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.latency import interleaved
@@ -51,6 +54,7 @@ from runtime import Headwise
 from runtime import load as load_headwise
 from runtime.caches.make import OFFLOADS, make_cache
 from runtime.caches.memory import CacheBytes, cache_bytes
+from runtime.fingerprint import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +110,19 @@ class Row:
 
 @dataclass(eq=False)
 class _Method:
-    """How a method attends, and the cache that it decodes with."""
+    """How a method attends, and the cache that it decodes with. artifact: its content; "" of what has none."""
 
     name: str
     apply: Callable[[], AbstractContextManager[Any]]
     cache: Callable[[], Any]
     sparse: bool = False
+    artifact: str = ""
 
 
-def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
+def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
     """Load the model and compare; rows of the methods, dense first, and what is needed to repeat them.
+
+    ledger: keeps the quality of the methods that are done.
 
     Raises:
         HeadwiseError: the artifact has no decode section, or is for another model.
@@ -129,6 +136,8 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     if len(set(names)) < len(names):
         raise HeadwiseError(f"artifacts of one name cannot be told apart: {', '.join(names)}")
     hashes = {name: found[file].content_sha256 for name, file in zip(names, files, strict=True)}
+    if config.dense_prefill:
+        _check_shared(found.values())
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if config.prefill_chunk is not None:
         # Each process loads a model of its own: nobody else generates with it.
@@ -147,7 +156,8 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
     seconds, held = step_seconds(config, loaded, compared) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
-    shared = _shared(config, loaded, found.values(), texts) if config.dense_prefill else []
+    shared = cache(partial(_shared, config, loaded, texts))
+    depends = None if ledger is None else _depends(config, loaded, prompts, texts)
     rows: list[Row] = []
     known: dict[str, Tensor] = {}
     for method in compared:
@@ -155,33 +165,68 @@ def run(config: Comparison) -> tuple[list[Row], dict[str, Any]]:
             if seconds:
                 rows.append(_row(config, method.name, seconds, held, (), (), {}))
             continue
-        with method.apply() as applied:
-            given = answers(
-                loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
-            )
-            if texts and method.name == MODEL:
-                known[method.name] = dense_losses(loaded.model, texts, config.forced)
-            elif texts:
-                begun = shared if shared and method.sparse else begin(loaded.model, method.cache, texts, config.forced)
-                known[method.name] = forced_losses(loaded.model, begun, config.forced)
-            tokens = applied.stats().get("tokens") if method.sparse else None
-        rows.append(_row(config, method.name, seconds, held, prompts, given, known, tokens))
+        find = partial(_quality, config, loaded, method, prompts, texts, shared)
+        if ledger is None:
+            quality = find()
+        else:
+            quality = ledger.once(ledger.unit(f"{method.name} {method.artifact}", depends), find)
+        if texts:
+            known[method.name] = torch.as_tensor(quality["losses"])
+        rows.append(_row(config, method.name, seconds, held, prompts, quality["answers"], known, quality["tokens"]))
+    parts = by_position(known, known[MODEL]) if texts else {}
     figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": seconds}
-    figures["by_position"] = by_position(known, known[MODEL]) if texts else []
+    figures["by_position"] = {name: [asdict(part) for part in each] for name, each in parts.items()}
     figures["speedups"] = {name: of_rounds(seconds, name).over for name in seconds}
     return rows, _record(config, hashes, figures)
 
 
-def _shared(
-    config: Comparison, loaded: LoadedModel, artifacts: Iterable[Artifact], texts: Sequence[Prompt]
-) -> list[Begun]:
-    """The texts after a dense prefill, in caches that serve every artifact which chooses by the last query alone."""
+def _depends(
+    config: Comparison, loaded: LoadedModel, prompts: Sequence[Prompt], texts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """What a method's quality depends on besides itself."""
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    names = ("dtype", "device", "forced", "dense_prefill", "prefill_chunk")
+    made = {"prompts": digest(prompts), "texts": digest(texts)}
+    return {"weights": model.weights_sha256, **made, **{name: getattr(config, name) for name in names}}
+
+
+def _quality(
+    config: Comparison,
+    loaded: LoadedModel,
+    method: _Method,
+    prompts: Sequence[Prompt],
+    texts: Sequence[Prompt],
+    shared: Callable[[], Sequence[Begun]],
+) -> dict[str, Any]:
+    """A method's answers, the losses (T, F) of its texts, and the tokens that it read in a step: None where none."""
+    losses: Tensor | None = None
+    # Before the method is applied: it is a prefill of another one.
+    sharing = shared() if texts and config.dense_prefill and method.sparse else None
+    with method.apply() as applied:
+        given = answers(
+            loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
+        )
+        if texts and method.name == MODEL:
+            losses = dense_losses(loaded.model, texts, config.forced)
+        elif texts:
+            begun = sharing or begin(loaded.model, method.cache, texts, config.forced)
+            losses = forced_losses(loaded.model, begun, config.forced)
+        tokens = applied.stats().get("tokens") if method.sparse else None
+    return {"answers": given, "losses": None if losses is None else losses.cpu().numpy(), "tokens": tokens}
+
+
+def _check_shared(artifacts: Iterable[Artifact]) -> None:
+    """Raise HeadwiseError where an artifact cannot go on from a cache that another prefill has filled."""
     for artifact in artifacts:
         if artifact.kv_cache or (artifact.decode and artifact.decode.omnikv.selector != "last"):
             raise HeadwiseError(
                 "--dense-prefill shares one cache: artifacts with a kv_cache section, or a selector other than last, "
                 "need their own"
             )
+
+
+def _shared(config: Comparison, loaded: LoadedModel, texts: Sequence[Prompt]) -> list[Begun]:
+    """The texts after a dense prefill, in caches that serve every artifact which chooses by the last query alone."""
     with dense(loaded.model, KERNEL):
         return list(begin(loaded.model, lambda: make_cache(None, loaded.model, "never"), texts, config.forced))
 
@@ -209,6 +254,7 @@ def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Se
             partial(headwise.apply, model),
             partial(headwise.new_cache, model, offload=offload),
             sparse=True,
+            artifact=headwise.artifact.content_sha256 or "",
         )
         for name, headwise in artifacts.items()
         for offload in offloads
@@ -364,6 +410,7 @@ def parser() -> ArgumentParser:
     arguments.add_dtype(p)
     arguments.add_device(p)
     arguments.add_json(p)
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
     return p
 
 
@@ -373,7 +420,7 @@ def config_from(options: argparse.Namespace) -> Comparison:
     Raises:
         HeadwiseError: a size that leaves nothing to measure.
     """
-    values = {name: value for name, value in vars(options).items() if name != "json"}
+    values = {name: value for name, value in vars(options).items() if name not in ("json", "fresh")}
     for name in ("context", "steps", "forced", "texts", "text_length", "task_length"):
         if values[name] < 1:
             raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
@@ -403,12 +450,16 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
     config = config_from(options)
-    rows, record = run(config)
-    record = {"command": arguments.as_typed("profiling.decode", argv), **record}
-    lossless = record.get("lossless")
-    said = lossless_table(lossless) if lossless else table(rows, record["all_seconds"], config.trials)
-    said = "\n".join([said, *record.get("by_position", [])])
-    arguments.deliver(said, record, options.json)
+    # With the file that is written a ledger lies beside it; timed rounds are never taken from one.
+    kept = isinstance(options.json, Path) and options.json != arguments.STDOUT and not config.lossless
+    with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:
+        rows, record = run(config, ledger)
+        record = {"command": arguments.as_typed("profiling.decode", argv), **record}
+        lossless = record.get("lossless")
+        said = lossless_table(lossless) if lossless else table(rows, record["all_seconds"], config.trials)
+        arguments.deliver("\n".join([said, *position_lines(record.get("by_position", {}))]), record, options.json)
+        if ledger is not None:
+            ledger.remove()
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -90,15 +91,43 @@ def changed(interval: Interval) -> str:
     return f"{value:+.2f}%" + (f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else "")
 
 
-def by_position(losses: Mapping[str, Tensor], dense: Tensor) -> list[str]:
-    """Lines of perplexities over parts of the forced tokens, and how much more they are than dense ones."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Forced tokens from one place on: their perplexity, and their loss less the dense one, as `apart` says it.
+
+    change: None of dense attention itself.
+    """
+
+    start: int
+    perplexity: float
+    change: Interval | None
+
+
+def by_position(losses: Mapping[str, Tensor], dense: Tensor) -> dict[str, list[Part]]:
+    """Parts of the forced tokens (T, F) by method; of none where they are too few."""
     size = -(-dense.shape[1] // _PARTS)
     if size < _LEAST:
-        return []
+        return {}
     starts = range(0, dense.shape[1], size)
-    lines = [["perplexity by position", *(f"from {start}" for start in starts)]]
-    for name, each in losses.items():
-        pairs = zip(each.split(size, 1), dense.split(size, 1), strict=True)
-        means = [(a.mean().item(), (a - b).mean().item()) for a, b in pairs]
-        lines.append([name, *(f"{math.exp(loss):.2f} ({100 * math.expm1(more):+.1f}%)" for loss, more in means)])
+
+    def parts(own: Tensor) -> list[Part]:
+        pairs = zip(starts, own.split(size, 1), dense.split(size, 1), strict=True)
+        return [
+            Part(start=start, perplexity=math.exp(a.mean()), change=None if own is dense else apart(a, b))
+            for start, a, b in pairs
+        ]
+
+    return {name: parts(own) for name, own in losses.items()}
+
+
+def position_lines(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Lines of a table of `by_position`, its parts as mappings; of nothing none."""
+    if not found:
+        return []
+    lines = [["perplexity by position", *(f"from {part['start']}" for part in next(iter(found.values())))]]
+    for name, parts in found.items():
+        changes = [f" {changed(Interval(**part['change']))}" if part["change"] else "" for part in parts]
+        lines.append(
+            [name, *(f"{part['perplexity']:.2f}{change}" for part, change in zip(parts, changes, strict=True))]
+        )
     return aligned(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, load, sa
 from profiling import decode
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.quality.forced_decode import begin, by_position, dense_losses, forced_losses
+from profiling.quality.forced_decode import begin, by_position, dense_losses, forced_losses, position_lines
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 
@@ -153,11 +154,61 @@ def test_caches_stand_beside_the_artifact(
 
 def test_perplexity_by_position() -> None:
     dense = torch.arange(600).float().expand(2, -1) / 600
-    head, one, other = by_position({"dense": dense, "b": dense + math.log(1.5)}, dense)
-    assert head.split()[-8:] == ["from", "0", "from", "150", "from", "300", "from", "450"]
-    assert one.count("(+0.0%)") == other.count("(+50.0%)") == 4
-    assert other.split()[1] == f"{1.5 * math.exp(dense[0, :150].mean()):.2f}"
-    assert by_position({"dense": dense[:, :500]}, dense[:, :500]) == []
+    # One text loses nothing, the other more in each quarter.
+    more = torch.stack([torch.zeros(600), 0.2 * (torch.arange(600) // 150)])
+    found = by_position({"dense": dense, "b": dense + more}, dense)
+    assert [part.start for part in found["b"]] == [0, 150, 300, 450]
+    assert all(part.change is None for part in found["dense"])
+    for quarter, part in enumerate(found["b"]):
+        assert part.change is not None and part.change.count == 2
+        assert part.change.value == pytest.approx(0.1 * quarter, abs=1e-6)
+        # Student's t of one degree of freedom: 12.706 standard errors of 0.1 a quarter.
+        assert part.change.high - part.change.value == pytest.approx(1.2706 * quarter, abs=1e-3)
+        own = dense[0, 150 * quarter : 150 * (quarter + 1)].mean() + 0.1 * quarter
+        assert part.perplexity == pytest.approx(math.exp(own), rel=1e-5)
+    lines = position_lines({name: [asdict(part) for part in parts] for name, parts in found.items()})
+    assert lines[0].split()[-8:] == ["from", "0", "from", "150", "from", "300", "from", "450"]
+    second = found["b"][1].change
+    assert second is not None and "%" not in lines[1]
+    low, high = (100 * math.expm1(bound) for bound in (second.low, second.high))
+    assert f"{found['b'][1].perplexity:.2f} +10.52% ({low:+.2f} to {high:+.2f})" in lines[2]
+    assert by_position({"dense": dense[:, :500]}, dense[:, :500]) == {} and position_lines({}) == []
+
+
+def test_an_interrupted_comparison_goes_on(
+    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "figures.json"
+    first, second = (config(loaded, tmp_path / f"{name}.yaml", budget) for name, budget in (("a", 0.05), ("b", 0.1)))
+    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--texts", "2"]
+    options += ["--text-length", "200", "--forced", "20", "--dense-prefill", "--trials", "1", "--task-length", "300"]
+    options += [str(first), "--beside", str(second), "--json", str(out)]
+    decode.main(options)
+    whole = json.loads(out.read_text())
+    measure, done = decode._quality, list[str]()
+
+    def killed(config: Any, loaded: Any, method: Any, *rest: Any) -> Any:
+        if method.name == "b" and "killed" not in done:
+            done.append("killed")
+            raise KeyboardInterrupt
+        done.append(method.name)
+        return measure(config, loaded, method, *rest)
+
+    monkeypatch.setattr(decode, "_quality", killed)
+    out.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        decode.main(options)
+    assert not out.exists() and done == ["dense", "headwise", "killed"]
+    capsys.readouterr()
+    decode.main(options)
+    assert done[3:] == ["b"] and "2 units are finished" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == whole
+    assert not list(tmp_path.glob("*.ledger"))
+    # Nothing of another text's, and nothing that is to be forgotten.
+    del done[:]
+    done.append("killed")
+    decode.main([*options, "--forced", "10", "--fresh"])
+    assert done[1:] == ["dense", "headwise", "b"]
 
 
 def test_time_stands_beside_both_dense_attentions(
