@@ -9,7 +9,7 @@ With --lossless the same text is written by lossless decode and by dense decode 
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
 
-Shapes: B batch (1 here), G KV heads, K context, D head dim, T texts, F forced tokens of each.
+Shapes: T texts, F forced tokens of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch import Tensor
 from artifacts import Artifact, HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.page_layout import aligned
-from profiling.caches.policies import CACHES, CacheKind, parse_cache, with_policy
+from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
 from profiling.evaluation.intervals import Interval
 from profiling.ledger import Ledger
@@ -48,12 +48,11 @@ from profiling.quality.forced_decode import (
     position_lines,
 )
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
-from profiling.speed.latency import interleaved
+from profiling.speed.decode_steps import Method, methods, of_cache, step_seconds
 from profiling.speed.lossless_speed import lossless_table, measure_lossless
-from runtime import Headwise
 from runtime import load as load_headwise
 from runtime.caches.make import OFFLOADS, make_cache
-from runtime.caches.memory import CacheBytes, cache_bytes
+from runtime.caches.memory import CacheBytes
 from runtime.fingerprint import fingerprint
 
 
@@ -108,17 +107,6 @@ class Row:
     apart: Interval | None = None
 
 
-@dataclass(eq=False)
-class _Method:
-    """How a method attends, and the cache that it decodes with. artifact: its content; "" of what has none."""
-
-    name: str
-    apply: Callable[[], AbstractContextManager[Any]]
-    cache: Callable[[], Any]
-    sparse: bool = False
-    artifact: str = ""
-
-
 def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
     """Load the model and compare; rows of the methods, dense first, and what is needed to repeat them.
 
@@ -152,8 +140,9 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     compared = methods(
         loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
     )
-    compared += [_of_cache(loaded, text, parse_cache(text)) for text in config.policies]
-    seconds, held = step_seconds(config, loaded, compared) if config.repeats else ({}, {})
+    compared += [of_cache(loaded, text, parse_cache(text)) for text in config.policies]
+    timed = {"context": config.context, "steps": config.steps, "repeats": config.repeats, "seed": config.seed}
+    seconds, held = step_seconds(loaded, compared, **timed) if config.repeats else ({}, {})
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
     shared = cache(partial(_shared, config, loaded, texts))
@@ -193,7 +182,7 @@ def _depends(
 def _quality(
     config: Comparison,
     loaded: LoadedModel,
-    method: _Method,
+    method: Method,
     prompts: Sequence[Prompt],
     texts: Sequence[Prompt],
     shared: Callable[[], Sequence[Begun]],
@@ -241,81 +230,8 @@ def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, An
     }
 
 
-def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[_Method]:
-    """Both dense attentions, and each artifact with each way to keep keys that are not chosen."""
-    from transformers import DynamicCache
-
-    model = loaded.model
-    config = model.config.get_text_config(decoder=True)
-    both = [_Method(name, partial(dense, model, name), lambda: DynamicCache(config=config)) for name in (MODEL, KERNEL)]
-    return both + [
-        _Method(
-            name if offload == "auto" else f"{name}, {offload}",
-            partial(headwise.apply, model),
-            partial(headwise.new_cache, model, offload=offload),
-            sparse=True,
-            artifact=headwise.artifact.content_sha256 or "",
-        )
-        for name, headwise in artifacts.items()
-        for offload in offloads
-    ]
-
-
-def _of_cache(loaded: LoadedModel, name: str, kind: CacheKind) -> _Method:
-    """A cache under a policy, with dense prefill."""
-    headwise = with_policy(loaded, kind.policy)
-    return _Method(name, partial(headwise.apply, loaded.model), lambda: kind.changed(headwise.new_cache(loaded.model)))
-
-
 def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, samples: int) -> list[Prompt]:
     return make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=config.seed)
-
-
-@torch.no_grad()
-def step_seconds(
-    config: Comparison, loaded: LoadedModel, methods: Sequence[_Method]
-) -> tuple[dict[str, list[float]], dict[str, CacheBytes]]:
-    """Seconds of `steps` tokens in turn, and the bytes of each method's cache."""
-    model = loaded.model
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    caches = {}
-    for method in methods:
-        with method.apply():
-            caches[method.name] = method.cache()
-            _fill(model, caches[method.name], config.context, config.seed)
-    current: list[Any] = []
-
-    def entering(method: _Method) -> Callable[[], AbstractContextManager[object]]:
-        def enter() -> AbstractContextManager[object]:
-            current[:] = [caches[method.name]]
-            if extra := current[0].get_seq_length() - config.context:
-                current[0].crop(-extra)
-            return method.apply()
-
-        return enter
-
-    def decode() -> None:
-        for step in range(config.steps):
-            position = torch.tensor([[config.context + step]], device=model.device)
-            model(token, position_ids=position, past_key_values=current[0], use_cache=True)
-
-    contexts = {method.name: entering(method) for method in methods}
-    seconds = interleaved(contexts, decode, repeats=config.repeats, device=config.device)
-    return seconds, {name: cache_bytes(cache) for name, cache in caches.items()}
-
-
-def _fill(model: Any, cache: Any, context: int, seed: int) -> None:
-    """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long prefill leaves them."""
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    generator = torch.Generator(model.device).manual_seed(seed)
-    for layer in range(config.num_hidden_layers):
-        k, v = (
-            torch.randn(1, heads, context, head_dim, generator=generator, device=model.device, dtype=model.dtype)
-            for _ in range(2)
-        )
-        cache.update(k, v, layer)
 
 
 def _row(

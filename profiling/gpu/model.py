@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from artifacts import Artifact, AShape, BlockSparse, Decode, OmniKV, Pattern, Prefill, VerticalSlash
-from profiling.decode import Comparison, methods, step_seconds
 from profiling.gpu.steps import Rows, Setting
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense, of_rounds
+from profiling.speed.decode_steps import methods, step_seconds
 from profiling.speed.latency import interleaved, medians, prefill
 from profiling.startup import example
 from runtime import Headwise
@@ -111,13 +110,11 @@ def _prefill(loaded: LoadedModel, headwise: Headwise, length: int, setting: Sett
 
 def _decode(loaded: LoadedModel, headwise: Headwise, length: int, setting: Setting) -> dict[str, list[float]]:
     """Seconds a token: dense, and with chosen tokens that lie on the device or in the CPU's memory."""
-    config = Comparison(
-        model=loaded.name, config=Path(), context=length, steps=1 if setting.small else 16,
-        repeats=0 if setting.small else 3, dtype=setting.dtype, device=setting.device,
-    )  # fmt: skip
     offloads = ("never",) if setting.device == "cpu" else ("never", "packed", "brutal")
-    seconds, _ = step_seconds(config, loaded, methods(loaded, {"headwise": headwise}, offloads))
-    return {name: [second / config.steps for second in taken] for name, taken in seconds.items()}
+    steps, repeats = (1, 0) if setting.small else (16, 3)
+    compared = methods(loaded, {"headwise": headwise}, offloads)
+    seconds, _ = step_seconds(loaded, compared, context=length, steps=steps, repeats=repeats, seed=0)
+    return {name: [second / steps for second in taken] for name, taken in seconds.items()}
 
 
 def lines(rows: Rows) -> list[Sequence[str]]:
