@@ -69,7 +69,7 @@ def step_seconds(
     for method in methods:
         with method.apply():
             caches[method.name] = method.cache()
-            _fill(model, caches[method.name], context, seed)
+            fill(model, caches[method.name], context, seed)
     current: list[Any] = []
 
     def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
@@ -91,7 +91,7 @@ def step_seconds(
     return seconds, {name: cache_bytes(cache) for name, cache in caches.items()}
 
 
-def _fill(model: Any, cache: Any, context: int, seed: int) -> None:
+def fill(model: Any, cache: Any, context: int, seed: int) -> None:
     """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long prefill leaves them."""
     config = model.config.get_text_config(decoder=True)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

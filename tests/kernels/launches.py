@@ -17,6 +17,7 @@ from kernels.patterns import LayerPlan, make
 from profiling.gpu import model
 from profiling.gpu.launches import Counts, as_on_gpu, counting
 from profiling.gpu.steps import Setting
+from profiling.speed.decode_steps import fill
 
 # What heads of a layer hold -> its patterns, in turn.
 LAYERS = {
@@ -40,8 +41,9 @@ def prefill(name: str, length: int) -> Counts:
     patterns = LAYERS[name]
     plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
     with torch.no_grad(), as_on_gpu():
-        plan.build(q, k)
-        with counting() as counts:
+        with counting(run=False):
+            plan.build(q, k)
+        with counting(run=False) as counts:
             sparse_attention(q, k, v, plan.build(q, k), backend="triton")
     return counts
 
@@ -51,22 +53,25 @@ def decode(chosen: bool, scores: bool, length: int) -> Counts:
     q = torch.randn(1, 4, 1, 64, dtype=torch.float16)
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     tokens = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous() if chosen else None
-    with torch.no_grad(), counting() as counts:
+    with torch.no_grad(), counting(run=False) as counts:
         decode_attention(q, k, v, tokens=tokens, scores="sum" if scores else "none", backend="triton")
     return counts
 
 
 def model_step(length: int) -> Counts:
-    """One token of a model of three layers with OmniKV: the first is dense, the second chooses, the third follows."""
+    """One token of a model of three layers with OmniKV: the first is dense, the second chooses, the third follows.
+
+    Its kernels run: what is chosen is read.
+    """
     setting = Setting(device="cpu", dtype="float16", small=True)
     loaded, headwise = model.loaded_model(setting), model.sparse_model(setting)
-    ids = torch.randint(3, 90, (1, length))
+    ids = torch.randint(3, 90, (1, 1))
     with torch.no_grad(), as_on_gpu(), headwise.apply(loaded.model, check_weights=False) as handle:
         cache = handle.new_cache(offload="never")
-        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
-        loaded.model(ids[:, :1], past_key_values=cache)
+        fill(loaded.model, cache, length, seed=0)
+        loaded.model(ids, past_key_values=cache)
         with counting() as counts:
-            loaded.model(ids[:, :1], past_key_values=cache)
+            loaded.model(ids, past_key_values=cache)
     return counts
 
 
