@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40
 
-.PHONY: docs hub-kernel kvpress test test-all test-lm-eval test-oldest test-vllm test-wheel demo fuzz gpu lint clean
+.PHONY: docs hub-kernel kvpress test test-all test-lm-eval test-oldest test-vllm test-vllm-next test-wheel demo fuzz gpu lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -124,6 +124,23 @@ lint: $(VENV)/.installed
 # vLLM's CPU build in an environment of its own (3.4 GB): it wants other versions than ours. docs/vllm.md.
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+# A release that has no build for CPUs: its Python over the operations that the last build for CPUs has compiled. That it was
+# built for CPUs vLLM reads off its version.
+VLLM_NEXT ?= 0.33.0
+VLLM_NEXT_DIR := build/vllm-$(VLLM_NEXT)
+
+test-vllm-next: $(VLLM_NEXT_DIR)/.installed
+	PYTHONPATH=$(abspath $(VLLM_NEXT_DIR)) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+$(VLLM_NEXT_DIR)/.installed: $(VLLM_VENV)/.installed
+	rm -rf $(VLLM_NEXT_DIR)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VLLM_NEXT_DIR) \
+		vllm==$(VLLM_NEXT)
+	find $(VLLM_NEXT_DIR) -name '*.so' -delete
+	cp $$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/*.so $(VLLM_NEXT_DIR)/vllm
+	sed -i 's/^Version: .*/Version: $(VLLM_NEXT)+cpu/' $(VLLM_NEXT_DIR)/vllm-$(VLLM_NEXT).dist-info/METADATA
+	@touch $@
 
 # Three packages that come along are linked against CUDA and keep vLLM from starting without it.
 $(VLLM_VENV)/.installed: pyproject.toml requirements-vllm.txt

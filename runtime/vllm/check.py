@@ -21,7 +21,7 @@ from runtime.vllm.options import KEY, Options, ranges
 from runtime.vllm.snapkv import Snap
 
 # docs/vllm.md has the same versions.
-TRIED = ("0.32.0",)
+TRIED = ("0.32.0", "0.33.0")
 
 
 @dataclass(frozen=True, kw_only=True)

