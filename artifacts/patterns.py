@@ -141,7 +141,8 @@ Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
 KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPattern))
 KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
 
-_NAMES = {
+# How each kind is named by its sizes.
+NAMES = {
     "dense": "dense",
     "a_shape": "a_{sink}_{window}",
     "tri_shape": "tri_{sink}_{window}_{last}",
@@ -161,7 +162,7 @@ def pattern_name(pattern: AnyPattern) -> str:
     With _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
     """
     fields = dict(pattern)
-    name = _NAMES[pattern.kind].format(**fields)
+    name = NAMES[pattern.kind].format(**fields)
     if isinstance(pattern, SkipSoftmax):
         name += _exact(pattern.scale_factor)
     if (last_q := fields.get("last_q", DEFAULT_LAST_Q)) != DEFAULT_LAST_Q:

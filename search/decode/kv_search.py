@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
-from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, load, load_arrays
+from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo, load, load_arrays
 from artifacts.files import check_writable
 from artifacts.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
-from profiling.caches.policies import with_section
+from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
@@ -90,8 +90,10 @@ def run(config: KVSearch) -> tuple[Artifact, Found]:
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     check(artifact.model, loaded.model)
     # What cannot be written is refused before anything is measured.
-    with_cache(artifact, _everywhere(loaded, H2O()))
-    share = config.share if config.share is not None else _share_of_bytes(config, loaded)
+    everywhere = with_policy(loaded, H2O()).artifact.kv_cache
+    assert everywhere is not None
+    with_cache(artifact, everywhere)
+    share = config.share if config.share is not None else _share_of_bytes(config, artifact.model, loaded)
     prompts = _prompts(config, loaded)
     seen = Seen.by([load_arrays(config.config)])
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
@@ -141,14 +143,6 @@ def choose(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple
         row = tuple(names[i * heads : (i + 1) * heads])
         rows[layer] = row[0] if len(set(row)) == 1 else row
     return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[place] for place in at) / len(at)
-
-
-def _everywhere(loaded: LoadedModel, policy: Policy) -> KVCache:
-    modules = attention_layers(loaded.model)
-    sliding = sliding_layers(modules)
-    layers = range(loaded.model.config.get_text_config(decoder=True).num_hidden_layers)
-    rows = tuple(None if layer in sliding or layer not in modules else "one" for layer in layers)
-    return KVCache(policies={"one": policy} if any(rows) else {}, layers=rows)
 
 
 def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
@@ -228,15 +222,12 @@ def _held_out(
     return sets[0], sets[1]
 
 
-def _share_of_bytes(config: KVSearch, loaded: LoadedModel) -> float:
+def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> float:
     """The share of tokens that layers which see everything may keep, after what sliding layers hold anyway."""
     assert config.target_bytes is not None and config.context is not None
     modules = attention_layers(loaded.model)
     sliding = sliding_layers(modules)
-    settings = loaded.model.config.get_text_config(decoder=True)
-    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-    heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
-    token = 2 * heads * head_dim * loaded.model.dtype.itemsize
+    token = 2 * model.num_kv_heads * model.head_dim * loaded.model.dtype.itemsize
     windows = sum(min(config.context, window_of(modules[layer])) * token for layer in sliding)
     full = (len(modules) - len(sliding)) * config.context * token
     share = (config.target_bytes - windows) / full

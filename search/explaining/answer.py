@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from artifacts import HeadwiseError, load_pair
+from artifacts.files import out_folder
 from search.explaining.findings import Findings, Result, on_hull
 from search.explaining.question import Question
 from search.explaining.why import reasons
@@ -39,7 +40,9 @@ def run(question: Question) -> dict[str, Any]:
     if question.model is not None:
         from search.explaining.head_picture import draw_head
 
-        answer |= draw_head(question, artifact, arrays)
+        folder = question.out or question.file.resolve().parent
+        with out_folder(folder):
+            answer |= draw_head(question, artifact, arrays, folder)
     return answer
 
 

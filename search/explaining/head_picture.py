@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 
-def draw_head(question: Question, artifact: Artifact, arrays: Mapping[str, Array]) -> dict[str, Any]:
+def draw_head(question: Question, artifact: Artifact, arrays: Mapping[str, Array], folder: Path) -> dict[str, Any]:
     """Measure a head on a prompt and draw it: head_L_H.png, .svg, and .csv by cells and _queries.csv by queries.
 
     Returns:
@@ -33,11 +33,6 @@ def draw_head(question: Question, artifact: Artifact, arrays: Mapping[str, Array
     """
     search = artifact.search
     assert search is not None and question.model and question.layer is not None and question.head is not None
-    folder = question.out or question.file.resolve().parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {folder}: {error.strerror}") from None
     stem = folder / f"head_{question.layer}_{question.head}"
     tables = [stem.with_name(f"{stem.name}{end}") for end in (".png", ".svg", ".csv", "_queries.csv")]
     for path in tables:

@@ -8,19 +8,10 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from artifacts import HeadwiseError, Pattern, pattern_name
-from artifacts.patterns import KINDS, AnyPattern
+from artifacts.patterns import KINDS, NAMES, AnyPattern
 
 _PATTERN: TypeAdapter[Pattern] = TypeAdapter(Pattern)
-_SHORT = {
-    "a": "a_shape",
-    "bs": "block_sparse",
-    "dil": "dilated",
-    "mu": "memory_units",
-    "skip": "skip_softmax",
-    "str": "strided",
-    "tri": "tri_shape",
-    "vs": "vertical_slash",
-}
+_SHORT = {form.partition("_")[0]: kind for kind, form in NAMES.items()}
 # Fields that a name leaves out where they are as usual, by the letter that they begin with where it does not.
 _LETTERS = {"q": "last_q", "c": "coverage", "r": "representatives"}
 
@@ -40,7 +31,7 @@ def pattern_of(name: str) -> Pattern:
         HeadwiseError: it names none, or a static one, whose positions are in a sidecar.
     """
     short, *parts = name.split("_")
-    kind = short if short == "dense" else _SHORT.get(short, "?")
+    kind = _SHORT.get(short, "?")
     fields: dict[str, Any] = {"kind": kind}
     classes = {cls.model_fields["kind"].default: cls for cls in get_args(AnyPattern)}
     try:

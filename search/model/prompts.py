@@ -23,12 +23,18 @@ def lengths_of(config: ModelSearch, model: ModelInfo) -> tuple[int, ...]:
         HeadwiseError: one is beyond the model's positions.
     """
     lengths = tuple(sorted(set(config.lengths or (min(_LONGEST, model.max_positions),))))
-    if lengths[-1] > model.max_positions and not config.beyond_positions:
+    if not config.beyond_positions:
+        check_positions(lengths[-1], model)
+    return lengths
+
+
+def check_positions(length: int, model: ModelInfo) -> None:
+    """Raise HeadwiseError where a length is beyond the model's positions."""
+    if length > model.max_positions:
         raise HeadwiseError(
-            f"--length {lengths[-1]} is more than the {model.max_positions} positions of {model.name}; "
+            f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
             "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
         )
-    return lengths
 
 
 def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -> list[Prompt]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo
+from artifacts import Artifact, Calibration, ModelInfo
 from artifacts.files import check_writable
 from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
@@ -20,6 +20,7 @@ from profiling.prompts.prompt import digest, make_prompts, parse_task
 from runtime.fingerprint import fingerprint
 from search.common.layers import score_layers, searched_layers
 from search.common.serving import serving_backend
+from search.model.prompts import check_positions
 from search.published.config import DEFAULT_BUDGET, HeadSearch
 from search.published.record import build_artifact
 from search.published.score import mean_scores, score_layer
@@ -105,11 +106,8 @@ def resolve(config: HeadSearch, model: ModelInfo) -> HeadSearch:
     """Fill in the defaults that depend on the preset and the model; refuse a length past its positions."""
     paper = config.preset == "paper"
     length = config.length or (PAPER_LENGTH if paper else min(PAPER_LENGTH, model.max_positions))
-    if length > model.max_positions and not config.beyond_positions:
-        raise HeadwiseError(
-            f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
-            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
-        )
+    if not config.beyond_positions:
+        check_positions(length, model)
     return replace(
         config,
         # Patterns found on the paper's UUIDs serve prose worse than patterns found on a key hidden in prose.

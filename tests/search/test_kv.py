@@ -119,12 +119,12 @@ def test_values_that_cannot_be(options: list[str], said: str, tiny_model: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_bytes_are_those_of_the_cache(tiny_model: Path) -> None:
+def test_bytes_are_those_of_the_cache(tiny_model: Path, by_head: Path) -> None:
     loaded = load_model(str(tiny_model), dtype="float32")
     options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
     token = 3 * 2 * 2 * 16 * 4
     config = kv_search.KVSearch(**options, target_bytes=token * 100, context=1000)
-    assert kv_search._share_of_bytes(config, loaded) == pytest.approx(0.1)
+    assert kv_search._share_of_bytes(config, artifacts.load(by_head).model, loaded) == pytest.approx(0.1)
 
 
 def test_what_filter_layers_choose_from_is_not_dropped(tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
