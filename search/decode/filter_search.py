@@ -16,6 +16,7 @@ from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load,
 from artifacts.files import check_writable
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
+from profiling.progress import phase
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.budget_meter import Point, measure_budgets
@@ -147,8 +148,9 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         pooled = choose(config, former, "pooled")
         if config.rule == "loss":
             prompts = chain.from_iterable(mine.values())
-            losses = decode_loss(again, loaded, artifact, config.budget, prompts)
-            choice = by_loss(losses, former.layers, config.rules)
+            choice = _least_loss(
+                decode_loss(again, loaded, artifact, config.budget, prompts), former.layers, config.rules
+            )
         else:
             choice = choose(config, former, kind)
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
@@ -191,6 +193,19 @@ def _with_coverage(
         point = least_coverage(grid, config.target_error)
         coverage, tokens = point.coverage or 0.0, point.tokens
     return replace(found, coverage=coverage, points=compared(partial(measure, others), coverage, tokens, most))
+
+
+def _least_loss(loss: Callable[[Choice], float], layers: Sequence[int], rules: Rules) -> Choice:
+    """What IndexCache's greedy search chooses, with its progress."""
+    # Of the layers that are left each but the first is tried without.
+    with phase("greedy by loss", sum(range(rules.full(len(layers)), len(layers))), "choices") as shown:
+
+        def tried(choice: Choice) -> float:
+            found = loss(choice)
+            shown.update()
+            return found
+
+        return by_loss(tried, layers, rules)
 
 
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:

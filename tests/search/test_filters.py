@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,13 @@ def test_the_rule_by_loss_decodes_as_the_runtime_does(tiny_model: Path, by_head:
         assert (abs(loss - float(torch.stack(expected).mean())) < 1e-4) == dense
 
 
-def test_indexcaches_rule_has_one_choice_for_all_heads(command: list[str], tmp_path: Path) -> None:
+def test_indexcaches_rule_has_one_choice_for_all_heads(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "cfg.yaml"
     filters.main([*command, "--out", str(out), "--budget", "0.25", "--rule", "loss"])
+    shown = re.findall(r"greedy by loss: (\d+) of (\d+) choices in", capsys.readouterr().err)
+    assert len(shown) == 1 and shown[0][0] == shown[0][1] != "0"
     section = artifacts.load(out).decode
     assert section is not None and section.omnikv.filter_layers == (0,) and section.omnikv.head_map is None
     with pytest.raises(HeadwiseError, match="--rule loss has one choice for all heads: leave out --heads head"):
