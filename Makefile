@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40
 
-.PHONY: docs hub-kernel kvpress test test-all test-lm-eval test-oldest test-vllm test-vllm-next test-wheel demo fuzz gpu lint clean
+.PHONY: docs hub-kernel kvpress test test-all test-lm-eval test-oldest test-vllm test-vllm-smoke test-vllm-next test-wheel demo fuzz gpu lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -124,6 +124,10 @@ lint: $(VENV)/.installed
 # vLLM's CPU build in an environment of its own (3.4 GB): it wants other versions than ours. docs/vllm.md.
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+# One engine, one prompt.
+test-vllm-smoke: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm/test_start.py -k stats_go_to_a_file
 
 # A release that has no build for CPUs: its Python over the operations that the last build for CPUs has compiled. That it was
 # built for CPUs vLLM reads off its version.

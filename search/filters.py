@@ -40,7 +40,7 @@ def parser() -> ArgumentParser:
         "--heads",
         choices=KINDS,
         help="whose tokens a KV head takes: all heads' together, also a single head's, also a group's (default: "
-        "whichever of the first two is better on prompts that chose neither)",
+        "the first, unless another is better beyond chance on prompts that chose neither)",
     )
     p.add_argument("--worst", type=float, default=FilterSearch.worst, help="weight of the worst steps (default 0.25)")
     p.add_argument("--max-error", type=float, help="the fewest full layers within this error, not the best")

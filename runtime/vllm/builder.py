@@ -65,7 +65,7 @@ class SparseBuilder(_Parent):
             return AttentionCGSupport.NEVER
         if at_work is None or parents != AttentionCGSupport.ALWAYS:
             return parents
-        return AttentionCGSupport.UNIFORMKEY
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The parent's metadata of the whole step, and beside it what is sparse of it."""

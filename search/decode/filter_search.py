@@ -14,6 +14,7 @@ import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays
 from artifacts.files import check_writable
+from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
@@ -62,7 +63,7 @@ class FilterSearch:
     """What to choose by. `profile` is measured if None; `layers` and `dense_layers` are taken instead of the best.
 
     heads: whose choice a KV head takes: all heads' together ("pooled"), also a single head's ("head"), also a group's
-    ("group"); None: whichever of these that were measured has the least error on prompts of their own.
+    ("group"); None: all heads' together, unless another's error on prompts of their own is less beyond chance.
     worst: how much the worst steps count beside the mean, of 1 in all. target_error: the coverage is the least that
     has no more error on the prompts that chose. target_tokens: it reads so many there, on average.
     """
@@ -144,7 +145,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         if between is not None and len(former.choosers) > 1:
             judge = measure(again, loaded, ledger, prompts=between)
             tried = [score(choose(config, former, kind), judge) for kind in kinds]
-            kind = kinds[int(np.argmin([each.error for each in tried]))]
+            kind = kinds[best_kind(tried)]
         pooled = choose(config, former, "pooled")
         if config.rule == "loss":
             prompts = chain.from_iterable(mine.values())
@@ -270,8 +271,20 @@ def score(choice: Choice, profile: Profile) -> Score:
     """What a choice keeps and changes on the prompts of a profile."""
     layers = profile.layers
     mass = of_heads(profile.share(), choice).mean(-1)
-    error = total(of_heads(profile.error(), choice).sum(-1), layers, choice)
-    return Score(choice=choice, kept=kept(mass, layers, choice), error=error)
+    error, *by_task = (
+        total(of_heads(profile.error(task), choice).sum(-1), layers, choice) for task in (None, *profile.tasks)
+    )
+    return Score(choice=choice, kept=kept(mass, layers, choice), error=error, by_task=tuple(by_task))
+
+
+def best_kind(tried: Sequence[Score]) -> int:
+    """Which choice has the least error of those that beat the first beyond chance; the first where none does.
+
+    Student's interval of the logarithm of the errors' ratio, whose units are tasks; one task tells nothing.
+    """
+    logs = [np.log(np.maximum(each.by_task, 1e-30)).tolist() for each in tried]
+    better = [len(logs[0]) > 1 and paired_difference(each, logs[0]).high < 0 for each in logs]
+    return min((at for at in range(len(tried)) if better[at] or at == 0), key=lambda at: tried[at].error)
 
 
 def compare(choice: Choice, profile: Profile, held_out: Profile, pooled: Choice, tried: Sequence[Score] = ()) -> Found:

@@ -19,11 +19,12 @@ from search.decode.head_map import KINDS
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A choice on some prompts: mean attention mass kept, and summed errors."""
+    """A choice on some prompts: mean attention mass kept, summed errors, and these task by task."""
 
     choice: Choice
     kept: float
     error: float
+    by_task: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def report(found: Found) -> str:
             max(other.kept for other in found.random),
             min(other.error for other in found.random),
         ),
-        *([f"kinds of maps on other prompts again: {tried}"] if tried else []),
+        *([f"error on other prompts again, by whose choice a head takes: {tried}"] if tried else []),
         "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
         "the residual stream, summed",
     ]

@@ -69,3 +69,33 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: py
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
         assert issubclass(choose("flex_attention.FlexAttentionBackend", headwise="c"), FlashAttentionBackend)
     assert "takes FLASH_ATTN for a parent, not FLEX_ATTENTION" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("parents", "artifact", "ours"),
+    [
+        ("ALWAYS", None, "ALWAYS"),
+        ("ALWAYS", {}, "UNIFORM_BATCH"),
+        ("UNIFORM_BATCH", {}, "UNIFORM_BATCH"),
+        ("UNIFORM_SINGLE_TOKEN_DECODE", {}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("ALWAYS", {"chooser": object()}, "NEVER"),
+        ("ALWAYS", {"kv_cache": object()}, "NEVER"),
+    ],
+)
+def test_graphs_are_of_what_chooses_nothing(
+    monkeypatch: pytest.MonkeyPatch, parents: str, artifact: dict[str, Any] | None, ours: str
+) -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    class Parent:
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            return AttentionCGSupport[parents]
+
+    class Builder(SparseBuilder, Parent):  # type: ignore[misc]
+        pass
+
+    has = {"chooser": None, "kv_cache": None, **(artifact or {})}
+    at_work = SimpleNamespace(chooser=has["chooser"], artifact=SimpleNamespace(kv_cache=has["kv_cache"]))
+    monkeypatch.setattr("runtime.vllm.builder.served", lambda _: None if artifact is None else at_work)
+    assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport[ours]

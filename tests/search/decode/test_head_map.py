@@ -9,6 +9,8 @@ import pytest
 
 from profiling.similarities.mass import head_sets
 from search.decode.filter_layers import Choice, Rules, best_choice, served, total
+from search.decode.filter_search import best_kind
+from search.decode.found import Score
 from search.decode.head_map import allowed, head_map, of_heads, pair_costs, with_heads
 
 CHOOSERS = head_sets(3, "group")
@@ -42,3 +44,21 @@ def test_no_layers_and_no_map_cost_less(kind: str, seed: int) -> None:
     for layer, row in enumerate(table or ()):
         assert (row is None) == (layer not in served(layers, found))
         assert row is None or all(CHOOSERS.index(heads) in may for heads in row)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "best"),
+    [
+        ((0.020, 0.010, 0.041), 1),  # Half of the error in every task.
+        ((0.039, 0.019, 0.081), 0),  # As often less as more.
+        ((0.001, 0.021, 0.084), 0),  # One task alone says so.
+        ((0.080, 0.040, 0.160), 0),
+    ],
+)
+def test_a_map_is_taken_where_every_task_speaks_for_it(mapped: tuple[float, ...], best: int) -> None:
+    tried = [
+        Score(choice=Choice((0,), ()), kept=1.0, error=sum(errors) / 3, by_task=errors)
+        for errors in ((0.040, 0.020, 0.080), mapped)
+    ]
+    assert best_kind(tried) == best
+    assert best_kind([Score(choice=each.choice, kept=1.0, error=each.error, by_task=(each.error,)) for each in tried]) == 0
