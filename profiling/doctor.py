@@ -38,7 +38,7 @@ _SIZES = {
     "8B (Llama 3.1)": (8.03e9, 32, 32, 128),
     "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
 }
-# A default search of SmolLM2 at 4,096 tokens took 212 s on two cores (Zen 4; docs/results.md, "A search by default") where
+# A default search of SmolLM2 at 4,096 tokens took 212 s on two cores (docs/results.md, "A search by default") where
 # a dense prefill, reckoned as here, takes 4.6 s.
 _PREFILLS_A_SEARCH = 46
 
