@@ -83,12 +83,11 @@ def attend_layer(
         raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
     some = plan if kv_heads is None else plan.of(kv_heads)
     dense = [] if softcap is not None or sinks is not None else by_torch(settings, some, q, k, v, ragged)
-    others = [head for head in range(q.shape[1]) if head not in dense]
-    if others:
-        index = some.build(q, k, scale=scale, ragged=ragged)
-        out = launch(q, k, v, index, heads=others if dense else None, **how)[0]
+    if len(dense) == q.shape[1]:
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     else:
-        out = q.new_zeros(*q.shape[:1], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+        others = [head for head in range(q.shape[1]) if head not in dense] if dense else None
+        out = launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), heads=others, **how)[0]
     if dense:
         attend_densely_to(out, dense, q, k, v, scale=scale, ragged=ragged)
     return out

@@ -68,7 +68,7 @@ def _task(task: TaskFigures) -> str:
     if task.nll_rise is not None:
         said += f"  -log p {task.nll_rise:+.3f}"
         if task.nll_rise_low is None:
-            return f"{said}  (fewer contexts than answers are judged by: not judged)"
+            return f"{said}  (not judged: answers take four contexts)"
         said += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
     return said
 

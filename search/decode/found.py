@@ -102,7 +102,7 @@ def report(found: Found) -> str:
     """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
     choice, n, mapped = found.choice, len(found.profile.layers), found.choice.takes is not None
 
-    tried = ", ".join(f"{kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
+    tried = ", ".join(f"--heads {kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
 
     def line(what: str, mass: float, error: float, note: str = "") -> str:
         return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
@@ -122,7 +122,7 @@ def report(found: Found) -> str:
             max(other.kept for other in found.random),
             min(other.error for other in found.random),
         ),
-        *([f"error on other prompts again, by whose choice a head takes: {tried}"] if tried else []),
+        *([f"error on other prompts again: {tried}"] if tried else []),
         "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
         "the residual stream, summed",
     ]

@@ -139,7 +139,7 @@ class TaskLoss:
         wrong = self.answers - self.dense_right
         said = f"{said}  answers lost {self.lost} of {self.dense_right}, won {self.won} of {wrong}"
         if self.nll_low is None:
-            few = f"({self.sequences} of the {CONTEXTS} contexts that answers are judged by: not judged)"
+            few = f"(not judged: answers take {CONTEXTS} contexts, got {self.sequences})"
             return f"{said}, -log p {self.nll:+.3f}  {few}"
         few = "" if self.dense_right >= ENOUGH else "  (too few to see a loss of one in five)"
         share = f", {self.fewer:+.0%} ({self.fewer_low:+.0%} to {self.fewer_high:+.0%})" if self.dense_right else ""

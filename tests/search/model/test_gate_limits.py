@@ -183,7 +183,7 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> N
     assert Limits(kl=0.005).fault([few]) is not None
     said = few.line()
     assert f"answers lost {2 * contexts} of {2 * contexts}" in said and "nan" not in said and "None" not in said
-    assert said.endswith(f"({contexts} of the 4 contexts that answers are judged by: not judged)")
+    assert said.endswith(f"(not judged: answers take 4 contexts, got {contexts})")
     assert "not judged" not in four.line() and "too few to see" in four.line()
 
 
