@@ -122,7 +122,11 @@ def report(found: Found) -> str:
             max(other.kept for other in found.random),
             min(other.error for other in found.random),
         ),
-        *([f"error on other prompts again: {tried}"] if tried else []),
+        *(
+            [f"error on other prompts again: {tried}; a head map is taken where it has less beyond chance"]
+            if tried
+            else []
+        ),
         "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
         "the residual stream, summed",
     ]
