@@ -26,7 +26,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Prompt, digest
-from runtime.layers import attention_layers
+from runtime.layers import attention_layers, heads_of, text_config
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 # Places in a prompt where is measured, after its first part.
@@ -86,9 +86,8 @@ def measure(
 def _of_prompt(loaded: LoadedModel, prompt: Prompt, shares: Sequence[float], shown: Phase) -> dict[str, np.ndarray]:
     """Error and mass kept on one prompt, each (L, G, N), NaN where nothing is measured."""
     model = loaded.model
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    error = np.full((config.num_hidden_layers, heads, len(shares)), np.nan)
+    _, kv_heads = heads_of(model)
+    error = np.full((text_config(model).num_hidden_layers, kv_heads, len(shares)), np.nan)
     kept = error.copy()
     with ResidualStream(model) as stream:
 

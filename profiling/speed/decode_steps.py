@@ -19,6 +19,7 @@ from profiling.speed.baselines import KERNEL, MODEL, dense
 from profiling.speed.latency import interleaved
 from runtime import Headwise
 from runtime.caches.memory import CacheBytes, cache_bytes
+from runtime.layers import heads_of, text_config
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Se
     from transformers import DynamicCache
 
     model = loaded.model
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(model)
     both = [Method(name, partial(dense, model, name), lambda: DynamicCache(config=config)) for name in (MODEL, KERNEL)]
     return both + [
         Method(
@@ -93,13 +94,13 @@ def step_seconds(
 
 def fill(model: Any, cache: Any, context: int, seed: int) -> None:
     """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long prefill leaves them."""
-    config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    config = text_config(model)
+    heads, kv_heads = heads_of(model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     generator = torch.Generator(model.device).manual_seed(seed)
     for layer in range(config.num_hidden_layers):
         k, v = (
-            torch.randn(1, heads, context, head_dim, generator=generator, device=model.device, dtype=model.dtype)
+            torch.randn(1, kv_heads, context, head_dim, generator=generator, device=model.device, dtype=model.dtype)
             for _ in range(2)
         )
         cache.update(k, v, layer)
