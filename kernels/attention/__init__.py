@@ -75,8 +75,8 @@ def sparse_attention(
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous.
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages, page size, G, D).
-            Keys and values are of q's dtype, or both float8_e4m3fn or float8_e5m2 (Triton and the reference): a scale
-            of the keys goes into `scale`, one of the values is the caller's to multiply the output by.
+            Keys and values are of q's dtype, or both float8_e4m3fn or float8_e5m2: a scale of the keys goes into
+            `scale`, one of the values is the caller's to multiply the output by.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E).
         index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
         scale: factor on the logits; D ** -0.5 if None.

@@ -91,11 +91,6 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
 
 
-def no_eight_bits(q: Tensor, k: Tensor) -> str | None:
-    """Why a backend that reads keys and values of the queries' dtype alone cannot serve a call."""
-    return None if k.dtype == q.dtype else f"it reads keys and values of the queries' dtype, not {k.dtype}"
-
-
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
     """Raise ValueError for sinks that are not one logit a query head."""
     if sinks is None:

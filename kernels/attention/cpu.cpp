@@ -218,13 +218,14 @@ struct Run {
       if (rescale != 1.0f)
         for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
       if (!bad) continue;
+      std::vector<T> wide(vs.stored.eight() ? TILE * E : 0);
       for (int t = 0; t < step; ++t) {
         const Panel<elem>& each = w.panels[p0 + t];
         const T* rows_of[TILE];
         const uint64_t seen = each.bad & each.seen(block.first + r, index.window);
         for (uint64_t left = seen; left; left &= left - 1) {
           const int j = __builtin_ctzll(left);
-          rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j));
+          rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j), E, wide.data(), j);
         }
         add_bad(seen, rows_of, s + t * TILE, top[r], factor, E, o);
       }

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention.checks import no_eight_bits
 from kernels.dispatch import derivative_wanted
 from kernels.index import PAD, SparseIndex
 from kernels.native import build
@@ -25,7 +24,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
-    return no_eight_bits(q, k) or derivative_wanted(q, k, v) or build.load()
+    return derivative_wanted(q, k, v) or build.load()
 
 
 def engines(dtype: torch.dtype) -> list[str]:
@@ -54,6 +53,7 @@ def sparse_attention(
     """See kernels.attention.launch; `engine` takes another than the fastest.
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
+    Keys and values of 8 bits become q's dtype.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, num_heads, q_len, _ = q.shape

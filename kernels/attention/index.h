@@ -47,22 +47,23 @@ struct Sequence {
 // Keys or values by sequence, KV head and position, in tensors or in the pages of a serving engine's cache.
 template <class T>
 struct Keys {
-  const T* data;
+  Stored<T> stored;
   int64_t batch, head, row;
   const int32_t* pages = nullptr;
   int64_t page_size = 0, table_width = 0, num_pages = 0;
   Keys(const at::Tensor& t, const std::optional<at::Tensor>& table)
-      : data(t.const_data_ptr<T>()), batch(t.stride(0)), head(t.stride(table ? 2 : 1)), row(t.stride(table ? 1 : 2)) {
+      : stored(t), batch(t.stride(0)), head(t.stride(table ? 2 : 1)), row(t.stride(table ? 1 : 2)) {
     if (table) {
       pages = table->const_data_ptr<int32_t>();
       page_size = t.size(1), table_width = table->size(1), num_pages = t.size(0);
     }
   }
-  const T* at(const Sequence& one, int64_t s, int64_t g, int64_t j) const {
-    if (!pages) return data + one.row * batch + g * head + (one.k0 + j) * row;
+  // The n numbers of key j; where they have 8 bits, as row i of `wide`.
+  const T* at(const Sequence& one, int64_t s, int64_t g, int64_t j, int64_t n, T* wide, int64_t i) const {
+    if (!pages) return stored.row(one.row * batch + g * head + (one.k0 + j) * row, n, wide, i);
     const int64_t page = pages[s * table_width + j / page_size];
     TORCH_CHECK_VALUE(0 <= page && page < num_pages, "page ", page, " is none of the ", num_pages, " pages");
-    return data + page * batch + g * head + j % page_size * row;
+    return stored.row(page * batch + g * head + j % page_size * row, n, wide, i);
   }
 };
 

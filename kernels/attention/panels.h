@@ -1,5 +1,5 @@
 // Panels of 64 keys and values, packed once a call in the order that the products read: those tiles of each KV head
-// that some block wants, then the columns of each query head in groups.
+// that some block wants, then the columns of each query head in groups. Those of 8 bits become T before.
 //
 // Shapes: S sequences, H query heads, G KV heads, K key length, D head dim, E value dim.
 #pragma once
@@ -58,13 +58,15 @@ struct Panels {
     bad.resize(sources.size());
     at::parallel_for(0, sources.size(), 8, [&](int64_t from, int64_t to) {
       const T *k_rows[TILE], *v_rows[TILE];
+      const auto wide = allocate<T>(ks.stored.eight() ? TILE * (D + E) : 0);
       for (int64_t panel = from; panel < to; ++panel) {
         const Source& source = sources[panel];
         const Sequence& one = index.sequences[source.s];
         for (int j = 0; j < source.have; ++j) {
           const int64_t key = source.columns ? source.columns[j] : source.tile * TILE + j;
           TORCH_CHECK_VALUE(0 <= key && key < one.K, "column ", key, " is none of the ", one.K, " keys");
-          k_rows[j] = ks.at(one, source.s, source.g, key), v_rows[j] = vs.at(one, source.s, source.g, key);
+          k_rows[j] = ks.at(one, source.s, source.g, key, D, wide.get(), j);
+          v_rows[j] = vs.at(one, source.s, source.g, key, E, wide.get() + TILE * D, j);
         }
         pack_k<Engine>(k_rows, source.have, D, inner, k.get() + panel * k_size);
         bad[panel] = pack_v<Engine>(v_rows, source.have, E, width, v.get() + panel * v_size);

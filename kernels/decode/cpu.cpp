@@ -8,8 +8,9 @@
 // them in order (Flash-Decoding; Dao et al., 2023). Neither splits nor order depend on the number of threads. For
 // scores the probabilities are kept and multiplied in the end by what the other splits made of their share.
 //
-// Two engines read the rows as they lie: `Float` (compiler vectors; any dtype becomes fp32) and `Dot` (AVX-512 bf16 dot
-// products, pairs of adjacent head dims for K and of adjacent keys for V).
+// Two engines read the rows as they lie, but those of 8 bits, which become the queries' dtype before: `Float` (compiler
+// vectors; any dtype becomes fp32) and `Dot` (AVX-512 bf16 dot products, pairs of adjacent head dims for K and of adjacent
+// keys for V).
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -249,10 +250,10 @@ void softmax(const float* s, typename Engine::elem* p, float* kept, int n, const
 // K or V: (B, heads, length, dim), or pages (pages, page size, heads, dim) and a table of them for each sequence.
 template <class T>
 struct Cache {
-  const T* data;
+  Stored<T> stored;
   int64_t batch, head, row;
   Cache(const at::Tensor& t, bool paged)
-      : data(t.const_data_ptr<T>()), batch(t.stride(0)), head(t.stride(paged ? 2 : 1)), row(t.stride(paged ? 1 : 2)) {}
+      : stored(t), batch(t.stride(0)), head(t.stride(paged ? 2 : 1)), row(t.stride(paged ? 1 : 2)) {}
 };
 
 struct Lists {
@@ -313,11 +314,14 @@ struct Run {
   struct Scratch {
     // Those of K, then those of V, so that the last of K ask for the first of V.
     const T* rows[2 * SPLIT + AHEAD];
+    // Rows that have 8 bits where they lie: all of K, then all of V.
+    std::unique_ptr<T[], Free> wide;
     std::unique_ptr<elem[], Free> q, p;
     std::unique_ptr<float[], Free> s, row;
     std::vector<float> weights;
     Scratch(const Run& run)
-        : q(allocate<elem>(run.R * run.inner)),
+        : wide(allocate<T>(run.ks.stored.eight() ? SPLIT * (run.D + run.E) : 0)),
+          q(allocate<elem>(run.R * run.inner)),
           p(allocate<elem>(run.R * SPLIT)),
           s(allocate<float>(run.R * SPLIT)),
           row(allocate<float>(run.width)),
@@ -380,11 +384,11 @@ struct Run {
   }
 
   // Rows of n keys of K, as many as `whole`, and of V behind them.
-  void rows_of(const Head& head, int64_t first, int n, int whole, const T** k_rows) const {
-    const T** v_rows = k_rows + whole;
+  void rows_of(const Head& head, int64_t first, int n, int whole, Scratch& w) const {
+    const T **k_rows = w.rows, **v_rows = w.rows + whole;
     const int32_t* list = tokens.data ? tokens.at(head.b, head.g) + first : nullptr;
     const int64_t k_head = head.g * ks.head, v_head = head.g * vs.head;
-    const T *k = ks.data + head.b * ks.batch + k_head, *v = vs.data + head.b * vs.batch + v_head;
+    int64_t k = head.b * ks.batch + k_head, v = head.b * vs.batch + v_head;
     int64_t page_first = 0, page_end = paged ? 0 : K, before = list && first ? list[-1] : -1;
     for (int j = 0; j < n; ++j) {
       const int64_t key = list ? list[j] : first + j;
@@ -393,10 +397,11 @@ struct Run {
       if (paged && (key < page_first || key >= page_end)) {
         const int64_t number = table.at(head.b, 0)[key / page];
         TORCH_CHECK_VALUE(0 <= number && number < pages, "page ", number, " is none of the ", pages, " pages");
-        k = ks.data + number * ks.batch + k_head, v = vs.data + number * vs.batch + v_head;
+        k = number * ks.batch + k_head, v = number * vs.batch + v_head;
         page_first = key / page * page, page_end = page_first + page;
       }
-      k_rows[j] = k + (key - page_first) * ks.row, v_rows[j] = v + (key - page_first) * vs.row;
+      k_rows[j] = ks.stored.row(k + (key - page_first) * ks.row, D, w.wide.get(), j);
+      v_rows[j] = vs.stored.row(v + (key - page_first) * vs.row, E, w.wide.get() + SPLIT * D, j);
     }
     // What is read beyond counts for nothing.
     std::fill(k_rows + n, k_rows + whole, k_rows[n - 1]);
@@ -414,7 +419,7 @@ struct Run {
       std::fill(totals_, totals_ + R, 0.0f);
       return;
     }
-    rows_of(head, first, n, whole, w.rows);
+    rows_of(head, first, n, whole, w);
     const T *const *k_rows = w.rows, **const v_rows = w.rows + whole;
     for (int r = 0; r < R; ++r) {
       elem* to = w.q.get() + r * inner;

@@ -81,5 +81,5 @@ def _chosen(x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
     """fp32 rows (B, G, C, dim) of x (B, G, K, dim); zeros where no query sees the row, whatever lies there."""
     batch, num_kv_heads, k_len, dim = x.shape
     at = rows[:, :, 0].clamp(0, k_len - 1).expand(batch, num_kv_heads, -1)
-    taken = x.gather(2, at[..., None].expand(-1, -1, -1, dim)).float()
+    taken = x.float().gather(2, at[..., None].expand(-1, -1, -1, dim))
     return taken.where(seen.any(2)[..., None], 0)

@@ -120,10 +120,27 @@ inline bool any_not_below(const float* s, float limit) {
 #endif
 }
 
+// The float of a number of 8 bits. Without a branch, so that the compiler uses vectors, and without a subnormal on the way.
+template <class Eight>
+inline uint32_t widened(Eight x) {
+  constexpr bool infinities = std::is_same_v<Eight, at::Float8_e5m2>;
+  constexpr int mantissa = infinities ? 2 : 3, bias = infinities ? 15 : 7;
+  const uint32_t code = x.x & 0x7f;
+  const float subnormal = static_cast<float>(static_cast<int32_t>(code)) / (1 << (mantissa + bias - 1));
+  uint32_t bits, below;
+  std::memcpy(&below, &subnormal, sizeof below);
+  bits = (code << (23 - mantissa)) + ((127 - bias) << 23);
+  bits = code < 1 << mantissa ? below : bits;
+  bits |= code >= (infinities ? 0x7c : 0x7f) ? 0x7f800000 : 0;
+  return bits | static_cast<uint32_t>(x.x & 0x80) << 24;
+}
+
 template <class To, class From>
 inline To cast(From x) {
   if constexpr (std::is_same_v<To, From>) return x;
-  return static_cast<To>(static_cast<float>(x));
+  else if constexpr (sizeof(From) > 1) return static_cast<To>(static_cast<float>(x));
+  else if constexpr (std::is_same_v<To, at::BFloat16>) return To(widened(x) >> 16, To::from_bits());
+  else return static_cast<To>(c10::detail::fp32_from_bits(widened(x)));
 }
 
 // c10's own conversion has a branch that keeps the compiler from using vectors.
@@ -247,6 +264,23 @@ struct Strided {
   Strided(const at::Tensor& t)
       : data(t.const_data_ptr<T>()), batch(t.stride(0)), head(t.stride(1)), row(t.stride(2)) {}
   const T* at(int64_t b, int64_t h, int64_t i) const { return data + b * batch + h * head + i * row; }
+};
+
+// Keys or values: of the queries' dtype, read where they lie, or of 8 bits, which become such row by row.
+template <class T>
+struct Stored {
+  const at::ScalarType dtype;
+  const void* const data;
+  Stored(const at::Tensor& t) : dtype(t.scalar_type()), data(eight() ? t.const_data_ptr() : t.const_data_ptr<T>()) {}
+  bool eight() const { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
+  // The n numbers from place `at` on; where they have 8 bits, as row j of `wide`.
+  const T* row(int64_t at, int64_t n, T* wide, int64_t j) const {
+    if (!eight()) return static_cast<const T*>(data) + at;
+    T* const to = wide + j * n;
+    if (dtype == at::kFloat8_e5m2) copy(static_cast<const at::Float8_e5m2*>(data) + at, n, to);
+    else copy(static_cast<const at::Float8_e4m3fn*>(data) + at, n, to);
+    return to;
+  }
 };
 
 struct Softmax {

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu, launch, reference, sparse_attention
+from kernels.attention.checks import EIGHT_BITS
 from kernels.index import SparseIndex
 from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, Pattern
@@ -44,6 +45,8 @@ class Case:
     lengths: tuple[tuple[int, int], ...] = ()
     packed: bool = False
     page: int | None = None
+    # The dtype of keys and values, if it is not that of the queries.
+    cache: torch.dtype | None = None
 
     @property
     def ragged(self) -> Ragged | None:
@@ -123,6 +126,26 @@ CASES = {
         q_len=210, k_len=500, heads=6, kv_heads=2, page=16, lengths=((100, 500), (1, 80), (109, 109)), tail=(70,)
     ),
     "expanded": Case(q_len=100, k_len=300, batch=2, heads=6, kv_heads=2, layout="expanded"),
+    **{
+        f"{str(cache)[6:]}, {name}": replace(case, cache=cache)
+        for cache in EIGHT_BITS
+        for name, case in {
+            "D 80, E 33": square(300, heads=5, head_dim=80, v_dim=33),
+            "strided": square(200, batch=2, heads=6, kv_heads=2, layout="strided"),
+            "pages of 16, 130 of 333": Case(q_len=130, k_len=333, batch=2, heads=6, kv_heads=2, page=16, softcap=30.0),
+            "packed, sinks, tail, window": Case(
+                q_len=210,
+                k_len=710,
+                heads=6,
+                kv_heads=2,
+                packed=True,
+                lengths=((100, 500), (1, 80), (109, 130)),
+                window=140,
+                tail=(0, 70),
+                sinks=True,
+            ),
+        }.items()
+    },
 }
 ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["brgemm", "dot", "float"]}
 SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for engine in engines]
@@ -139,6 +162,7 @@ REFERENCE_CASES = (
     "soft-cap 2",
     "sinks",
     "strided",
+    "float8_e5m2, pages of 16, 130 of 333",
 )
 RUNS = [(d, s, name) for d, s in SERVERS for name in CASES] + [
     (d, "reference", name) for d in ENGINES for name in REFERENCE_CASES
@@ -227,6 +251,8 @@ def problem(name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]) -> Proble
     index.validate()
     if case.page is not None:
         (k, table), (v, _) = paged(k, case.page), paged(v, case.page)
+    if case.cache is not None:
+        k, v = k.to(case.cache), v.to(case.cache)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sinks = torch.randn(case.heads) * 3 if case.sinks else None
     out, lse = reference.sparse_attention(

@@ -24,13 +24,13 @@ import kernels.dispatch as dispatch
 from kernels.decode import MAX_QUERIES, Decoded, cpu, decode_attention, reference, triton
 from kernels.index import PAD
 from tests.kernels import decode_cases
-from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, problem, run, serve
+from tests.kernels.decode_cases import EIGHT, LARGE, SMALL, TOLERANCES, Case, problem, run, serve
 from tests.kernels.test_attention import threads
 from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-CASES = SMALL | LARGE
+CASES = SMALL | LARGE | EIGHT
 ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["dot", "float"]}
 SERVERS = [(dtype, engine) for dtype, engines in ENGINES.items() for engine in engines]
 RUNS = [(dtype, engine, name) for dtype, engine in SERVERS for name in CASES]

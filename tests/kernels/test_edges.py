@@ -42,6 +42,12 @@ def inputs(
 
 # The query heads of each KV head.
 HALVES = slice(2), slice(2, 4)
+# Dtypes of queries, and of keys and values.
+STORED = [
+    *((dtype, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    (torch.float32, torch.float8_e5m2),
+    (torch.bfloat16, torch.float8_e5m2),
+]
 LAYER = [make("vertical_slash", vertical=70, slash=64), make("dense"), make("block_sparse", blocks=2)]
 PLAN = LayerPlan([*LAYER, make("a_shape", sink=64, window=70)], 2)
 
@@ -66,11 +72,14 @@ def test_logits_of_any_size_give_what_the_reference_gives(factor: float, dtype: 
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "stored"), STORED)
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_bad_value_reaches_only_those_who_see_it(bad: float, dtype: torch.dtype, window: int | None) -> None:
+def test_a_bad_value_reaches_only_those_who_see_it(
+    bad: float, dtype: torch.dtype, stored: torch.dtype, window: int | None
+) -> None:
     q, k, v = inputs(q_len=150, k_len=330, dtype=dtype)
     index = PLAN.build(q, k, window=window)
+    k, v = k.to(stored), v.to(stored)
     clean = sparse_attention(q, k, v, index, backend="cpu")
     for key in (3, 100, 200, 250, 329):
         dirty = v.clone()
@@ -88,10 +97,11 @@ def test_a_bad_value_reaches_only_those_who_see_it(bad: float, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "stored"), STORED)
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_bad_value_in_decode(bad: float, dtype: torch.dtype, window: int | None) -> None:
+def test_a_bad_value_in_decode(bad: float, dtype: torch.dtype, stored: torch.dtype, window: int | None) -> None:
     q, k, v = inputs(q_len=6, k_len=700, dtype=dtype)
+    k, v = k.to(stored), v.to(stored)
     clean = decode_attention(q, k, v, window=window, backend="cpu").out
     for key in (699, 697, 694, 658, 655):
         dirty = v.clone()
