@@ -25,7 +25,7 @@ from runtime.attention.turns import Turns
 from runtime.omnikv.roles import Role
 from runtime.vllm.batch import KEY, Batch, Piece, Rest
 from runtime.vllm.dense import Stream, attend_densely
-from runtime.vllm.pages import Keys, given, paged, parted, store
+from runtime.vllm.pages import Keys, given, paged, parted, quantised, store
 from runtime.vllm.served import Served, number_of, served
 from runtime.vllm.snapkv import Snap, keep
 
@@ -34,10 +34,14 @@ _Parent: Any = object
 
 
 class Call(NamedTuple):
-    """A step of one layer: query (T, H, D), key and value (T, G, D), the cache; output (T, H, D) is written to."""
+    """A step of one layer: query (T, H, D), key and value (T, G, D), the cache; output (T, H, D) is written to.
+
+    given: the query as vLLM gives it, which may have 8 bits.
+    """
 
     layer: Any
     query: Tensor
+    given: Tensor
     key: Tensor | None
     value: Tensor | None
     cache: Tensor
@@ -65,10 +69,12 @@ class SparseImpl(_Parent):
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
-        if self.ours and self._served is not None and self._served.owns(layer):
-            store(kv_cache, key, value, slots)
-        else:
+        if not self.ours or self._served is None or not self._served.owns(layer):
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
+            return
+        if (stored := self._served.eight_bits(layer)) is not None:
+            key, value = quantised(key, layer._k_scale_float, stored), quantised(value, layer._v_scale_float, stored)
+        store(kv_cache, key, value, slots)
 
     def forward(
         self,
@@ -85,7 +91,7 @@ class SparseImpl(_Parent):
         """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (query, key, value, kv_cache, attn_metadata, output, *scales)
         if attn_metadata is None and self._served is not None:
-            self._rehearse(layer, query)
+            self._rehearse(layer, _plain(layer, query, output))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None or self._served is None:
             return super().forward(layer, *arguments, **more)
@@ -99,7 +105,8 @@ class SparseImpl(_Parent):
             self._served.refuse("the output is to be quantised")
             return super().forward(layer, *arguments, **more)
         stored = self._served.eight_bits(layer)
-        call = Call(layer, query, key, value, kv_cache if stored is None else kv_cache.view(stored), output)
+        cache = kv_cache if stored is None else kv_cache.view(stored)
+        call = Call(layer, _plain(layer, query, output), query, key, value, cache, output)
         done: list[Piece] = []
         indices = []
         try:
@@ -128,8 +135,9 @@ class SparseImpl(_Parent):
         if owned:
             self._densely(batch, call, [piece for piece in batch.others(done) if not piece.generated])
             if isinstance(snap := self._served.keeps(layer), Snap):
-                cache, windows = parted(kv_cache, self.ours), self._served.windows
-                keep(snap, windows, layer.layer_name, query, cache, output, batch, **self._how())
+                pages, windows = parted(cache, self.ours), self._served.windows
+                keep(snap, windows, layer.layer_name, call.query, pages, output, batch, **self._how(_scales(call)[0]))
+                _scale_values(call, [piece for piece in batch.every if piece.generated])
         elif (rest := batch.rest(done)) is not None:
             self._leave(call, rest)
         return output
@@ -211,13 +219,14 @@ class SparseImpl(_Parent):
         assert self._served is not None
         cache, keeps = parted(call.cache, self.ours), self._served.keeps(call.layer)
         stream = keeps if isinstance(keeps, Stream) else None
-        attend_densely(call.query, cache, call.output, batch, tuple(pieces), stream, **self._how())
+        attend_densely(call.query, cache, call.output, batch, tuple(pieces), stream, **self._how(_scales(call)[0]))
+        _scale_values(call, pieces)
 
     def _leave(self, call: Call, rest: Rest) -> None:
         """Have the parent serve the requests that are not sparse."""
         rows, stored = rest.rows, call.cache.dtype in EIGHT_BITS
         cache = call.cache.view(torch.uint8) if stored else call.cache
-        q, k, v = (None if x is None else x[rows] for x in (call.query, call.key, call.value))
+        q, k, v = (None if x is None else x[rows] for x in (call.given, call.key, call.value))
         if isinstance(rows, slice):
             super().forward(call.layer, q, k, v, cache, rest.metadata, call.output[rows])
             return
@@ -230,6 +239,18 @@ def _scales(call: Call) -> tuple[float, float]:
     """What stored keys and values are to be multiplied by."""
     layer = call.layer
     return (layer._k_scale_float, layer._v_scale_float) if call.cache.dtype in EIGHT_BITS else (1.0, 1.0)
+
+
+def _scale_values(call: Call, pieces: Sequence[Piece]) -> None:
+    """Multiply what stored values came to, in the rows of these pieces."""
+    if (v_scale := _scales(call)[1]) != 1:
+        for piece in pieces:
+            call.output[piece.rows] *= v_scale
+
+
+def _plain(layer: Any, query: Tensor, output: Tensor) -> Tensor:
+    """The query in the model's dtype: for a cache of 8 bits some backends of vLLM for GPUs are given one of 8 bits."""
+    return query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
 
 
 def _pages(batch: Batch, piece: Piece, kv_cache: Tensor) -> Tensor:

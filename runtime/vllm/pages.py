@@ -49,6 +49,12 @@ def parted(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
     return halves[:, :, 0].transpose(1, 2), halves[:, :, 1].transpose(1, 2)
 
 
+def quantised(x: Tensor, scale: float, stored: torch.dtype) -> Tensor:
+    """x / scale in 8 bits, as the bytes that vLLM's caches have; what is too large becomes the largest number."""
+    most = torch.finfo(stored).max
+    return (x.float() / scale).clamp(-most, most).to(stored).view(torch.uint8)
+
+
 def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Write keys and values (T, G, D) into a cache (P, G, S, 2 * D) of ours; slots (T,), negative ones are padding."""
     _, heads, size, width = cache.shape

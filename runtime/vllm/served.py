@@ -303,10 +303,8 @@ class Served:
     def _unread(self, layer: Any) -> str | None:
         """Why a cache of another dtype than the layer's cannot be read here."""
         stored = self.eight_bits(layer)
-        if stored is None or layer.impl.ours:
+        if stored is None:
             return f"its cache holds {shorten(layer.kv_cache_dtype)}, not {layer.dtype}"
-        if self.artifact.kv_cache is not None:
-            return "its cache holds 8 bits, and the artifact has a kv_cache section"
         if layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1:
             return "its cache has a scale for each head"
         kept = torch.empty(1, 1, 1, self.artifact.model.head_dim, dtype=stored, device=layer._k_scale.device)

@@ -125,12 +125,11 @@ def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, pr
             continue
         heads = torch.tensor(numbers, device=q.device)
         voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
-        votes = votes_of(policy, voting, k[:, heads], v[:, heads], **how)
-        rows = elect(votes, count, policy.window)[0, :, :, None]
+        votes = votes_of(policy, voting, k[:, heads].to(q.dtype), v[:, heads].to(q.dtype), **how)
+        rows = elect(votes, count, policy.window)[0]
         to = torch.arange(count, device=q.device)
         for held, whole in zip(cache, (k, v), strict=True):
-            chosen = whole[0, heads].gather(1, rows.expand(-1, -1, whole.shape[3]))
-            held[table[to // size], to % size, heads[:, None]] = chosen
+            held[table[to // size], to % size, heads[:, None]] = whole[0, heads[:, None], rows]
 
 
 def _cut(piece: Piece) -> list[Piece]:

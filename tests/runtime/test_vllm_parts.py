@@ -26,11 +26,14 @@ from runtime.vllm.counters import Counters
 from runtime.vllm.dense import Stream
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import Options, options_of, ranges
-from runtime.vllm.pages import paged, store
+from runtime.vllm.pages import paged, quantised, store
 from runtime.vllm.served import Served, number_of
 from tests.runtime.omnikv import DECODE
 
 H, G, D, PAGE = 4, 2, 32, 16
+EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALES = {"_k_scale_float": 0.5, "_v_scale_float": 0.25, "_q_scale_float": 0.125}
+LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **SCALES)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +194,14 @@ class Parent:
     """A backend's implementation that attends densely, from a cache of plain pages."""
 
     scale, num_heads, num_kv_heads, logits_soft_cap, kv_sharing_target_layer_name = 0.2, H, G, 0.0, None
+    stored: torch.dtype | None = None
 
     def forward(
         self, layer: Any, query: Tensor, key: Any, value: Any, cache: Tensor, metadata: Any, output: Tensor
     ) -> Tensor:
         common = metadata.common
+        if self.stored is not None:
+            cache = cache.view(self.stored).float() * torch.tensor([0.5] * D + [0.25] * D)
         for i, (start, end) in enumerate(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])):
             if end > start:
                 k_len = int(common.seq_lens[i])
@@ -222,7 +228,12 @@ def ours(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def engine(ours: bool) -> Any:
+def stored() -> None:
+    """What a cache of 8 bits holds; tests that serve from one say so."""
+
+
+@pytest.fixture
+def engine(ours: bool, stored: torch.dtype | None) -> Any:
     """An implementation and a builder over Parent, with a plan of its own."""
     patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
     served: Any = object.__new__(Served)
@@ -235,16 +246,35 @@ def engine(ours: bool) -> Any:
         turns=lambda *_: Turns(LayerPlan(patterns * 2, G)),
         owns=lambda _: ours,
         keeps=lambda _: None,
-        eight_bits=lambda _: None,
+        eight_bits=lambda _: stored,
         _size=1,
         _said=set(),
     )
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
-    impl.__dict__.update(_served=served, is_served=True)
+    impl.__dict__.update(_served=served, is_served=True, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
     builder.__dict__.update(_served=served, _owned=ours, _snaps=False, _told_prompts=False)
     served.counting = builder
     return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2)
+
+
+def poisoned(engine: Any, pages: int) -> Tensor:
+    """A cache of so many pages, as vLLM hands it out, in which nothing is written yet."""
+    cache = torch.full((pages, G, PAGE, 2 * D), float("nan"))
+    return cache if engine.impl.stored is None else cache.to(engine.impl.stored).view(torch.uint8)
+
+
+def put(engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Write keys and values (T, G, D) to their slots; what there is to be read from these."""
+    stored = engine.impl.stored
+    eight = [(x / scale).to(stored or x.dtype) for x, scale in ((key, 0.5), (value, 0.25))]
+    if engine.impl.ours:
+        engine.impl.do_kv_cache_update(LAYER, key, value, cache, slots)
+    elif stored is None:
+        interleaved(cache, key, value, slots)
+    else:
+        interleaved(cache, *(x.view(torch.uint8) for x in eight), slots)
+    return (key, value) if stored is None else (eight[0].float() * 0.5, eight[1].float() * 0.25)
 
 
 def serve(
@@ -254,28 +284,28 @@ def serve(
 
     gone: a layer that drops tokens, whose pages between the first and the last ones are another's.
     """
-    cache = torch.full((int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D), float("nan"))
+    cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
     query, inputs = torch.randn(common.num_actual_tokens, H, D), []
     key, value = torch.full((2, common.num_actual_tokens, G, D), float("nan"))
     spans = list(pairwise(common.query_start_loc_cpu.tolist()))
     for i, (start, end) in enumerate(spans):
         k_len = int(common.seq_lens[i])
-        k, v = torch.randn(2, k_len, G, D)
         at = torch.arange(k_len)
         slots = common.block_table_tensor[i, at // PAGE].long() * PAGE + at % PAGE
-        (store if engine.impl.ours else interleaved)(cache, k, v, slots)
+        k, v = put(engine, cache, *torch.randn(2, k_len, G, D), slots)
         if gone is not None:
             first, last = -(-gone.sinks // PAGE), (k_len - (end - start) - gone.window + 1) // PAGE
-            cache[common.block_table_tensor[i, first : max(first, last)].long()] = float("nan")
+            between = common.block_table_tensor[i, first : max(first, last)].long()
+            cache[between] = poisoned(engine, len(between))
         key[start:end], value[start:end] = k[k_len - (end - start) :], v[k_len - (end - start) :]
         inputs.append((query[start:end], k, v))
     metadata = engine.builder.build(0, common)
     output = torch.full_like(query, float("nan"))
-    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
-    assert engine.impl.forward(layer, query, key, value, cache, metadata, output) is output
+    assert engine.impl.forward(LAYER, query, key, value, cache, metadata, output) is output
     return [output[start:end] for start, end in spans], inputs, metadata
 
 
+@pytest.mark.parametrize("stored", [None, *EIGHT])
 @pytest.mark.parametrize(
     "requests",
     [
@@ -303,28 +333,35 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
     assert hasattr(metadata, "headwise") == (sparse > 0 or engine.impl.ours)
 
 
-@pytest.mark.parametrize("ours", [False])
-@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_caches_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
-    scales = {"_k_scale_float": 0.5, "_v_scale_float": 0.25}
-    engine.served.eight_bits = lambda _: stored
+@pytest.mark.parametrize("stored", EIGHT[:1])
+def test_queries_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
+    """As vLLM's layers hand them to some of its backends for GPUs, with such a cache."""
     common = step((100, 300))
-    cache = torch.zeros(int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D, dtype=stored)
-    k, v = ((torch.randn(300, G, D) / scale).to(stored) for scale in scales.values())
+    cache, query = poisoned(engine, int(common.block_table_tensor.max()) + 1), torch.randn(100, H, D).to(stored)
     at = torch.arange(300)
     slots = common.block_table_tensor[0, at // PAGE].long() * PAGE + at % PAGE
-    interleaved(cache.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8), slots)
-    query, output = torch.randn(100, H, D), torch.empty(100, H, D)
-    layer = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **scales)
-    metadata = engine.builder.build(0, common)
-    engine.impl.forward(layer, query, query[:, :G], query[:, :G], cache.view(torch.uint8), metadata, output)
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, k.float() * 0.5, v.float() * 0.25))
+    k, v = put(engine, cache, *torch.randn(2, 300, G, D), slots)
+    output = torch.empty(100, H, D)
+    engine.impl.forward(LAYER, query, k[200:], v[200:], cache, engine.builder.build(0, common), output)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query.float() * 0.125, k, v))
     index = LayerPlan(engine.patterns, G).build(q, k, scale=Parent.scale)
     expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
     torch.testing.assert_close(output.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
     assert engine.served.counters.report()["prefills"] == {"sparse": 1}
 
 
+@pytest.mark.parametrize("stored", EIGHT)
+def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) -> None:
+    most = torch.finfo(stored).max
+    x = torch.tensor([1e9, -1e9, 0.5 * most, 0.3, 0.0])
+    found = quantised(x.bfloat16(), 0.5, stored)
+    assert found.dtype == torch.uint8
+    wide = found.view(stored).float()
+    assert wide[:3].tolist() == [most, -most, most] and wide[4] == 0
+    assert float((wide[3] - 0.6).abs()) <= 0.6 * torch.finfo(stored).eps
+
+
+@pytest.mark.parametrize("stored", [None, *EIGHT])
 @pytest.mark.parametrize("stream", [Stream(4, 50), Stream(20, 64), Stream(0, 30), Stream(3, 1000)])
 def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: Stream) -> None:
     engine.served.owns, engine.served.keeps = lambda _: True, lambda _: stream
@@ -384,6 +421,7 @@ def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV, heads: list[int])
     return seen
 
 
+@pytest.mark.parametrize("stored", [None, *EIGHT])
 @pytest.mark.parametrize("more", [{}, {"head_map": MAP}, {"coverage": 0.6}, {"coverage": 0.6, "head_map": MAP}])
 def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any]) -> None:
     from runtime.omnikv.decode import OmniKV
@@ -401,18 +439,17 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
     spans = list(pairwise(common.query_start_loc_cpu.tolist()))
     chose: dict[int, list[Any]] = {}
     for number in (1, 2, 3):
-        cache = torch.full((int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D), float("nan"))
+        cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
         query, parts = torch.randn(common.num_actual_tokens, H, D), []
         key, value = torch.empty(2, common.num_actual_tokens, G, D)
         for i, (start, end) in enumerate(spans):
-            k, v = torch.randn(2, int(common.seq_lens[i]), G, D)
-            at = torch.arange(len(k))
+            at = torch.arange(int(common.seq_lens[i]))
             slots = common.block_table_tensor[i, at // PAGE].long() * PAGE + at % PAGE
-            (store if engine.impl.ours else interleaved)(cache, k, v, slots)
+            k, v = put(engine, cache, *torch.randn(2, len(at), G, D), slots)
             key[start:end], value[start:end] = k[len(k) - (end - start) :], v[len(k) - (end - start) :]
             parts.append((query[start:end], k, v))
         output = torch.full_like(query, float("nan"))
-        monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn")
+        monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn", **SCALES)
         engine.impl.forward(monkey, query, key, value, cache, metadata, output)
         for request in (0, 3) if section.coverage else (0, 3, 4):
             start, end = spans[request]
@@ -503,9 +540,10 @@ def test_keys_are_gathered_only_where_an_index_reads_them(
     assert dense.shape == k.shape and (dense.untyped_storage().nbytes() >= k.nbytes) == gathered
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("longest", "wanted"), [(512, [512]), (100, [])])
 def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[int]
+    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[int], dtype: torch.dtype
 ) -> None:
     engine.served.longest = longest
     built: list[tuple[int, int]] = []
@@ -517,8 +555,8 @@ def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
 
     monkeypatch.setattr(LayerPlan, "build", noted)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
-    query, output = torch.randn(200, H, D), torch.ones(200, H, D)
-    engine.impl.forward(None, query, None, None, torch.empty(0), None, output)
+    query, output = torch.randn(200, H, D).to(dtype), torch.ones(200, H, D)
+    engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
     assert built == [(200, k_len) for k_len in wanted] and not output.any()
 
 

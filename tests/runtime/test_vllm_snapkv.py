@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +11,24 @@ from torch import Tensor
 import artifacts
 from runtime.caches.snapkv import left_of
 from runtime.vllm.batch import Piece, parted_at_prompts
-from runtime.vllm.pages import store
 from runtime.vllm.snapkv import Snap, Windows
-from tests.runtime.test_vllm_parts import PAGE, Common, D, G, H, Parent, engine, interleaved, ours
+from tests.runtime.test_vllm_parts import (
+    EIGHT,
+    LAYER,
+    PAGE,
+    Common,
+    D,
+    G,
+    H,
+    Parent,
+    engine,
+    ours,
+    poisoned,
+    put,
+    stored,
+)
 
-__all__ = ["engine", "ours"]
-
-LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn")
+__all__ = ["engine", "ours", "stored"]
 
 
 class Sequence:
@@ -63,13 +73,13 @@ def step(engine: Any, cache: Tensor, snap: Snap, parts: list[tuple[Sequence, int
     q_lens, ends = [n for _, n in parts], [s.at + n for s, n in parts]
     starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
     spans = [slice(s.at, s.at + n) for s, n in parts]
-    query, key, value = (
-        torch.cat([getattr(s, name)[at] for (s, _), at in zip(parts, spans, strict=True)]) for name in "qkv"
-    )
     for (s, _), at in zip(parts, spans, strict=True):
         rows = torch.arange(at.start, at.stop)
         slots = s.pages[rows // PAGE].long() * PAGE + rows % PAGE
-        (store if engine.impl.ours else interleaved)(cache, s.k[at], s.v[at], slots)
+        s.k[at], s.v[at] = put(engine, cache, s.k[at], s.v[at], slots)
+    query, key, value = (
+        torch.cat([getattr(s, name)[at] for (s, _), at in zip(parts, spans, strict=True)]) for name in "qkv"
+    )
     common = Common(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -89,13 +99,15 @@ def step(engine: Any, cache: Tensor, snap: Snap, parts: list[tuple[Sequence, int
         s.at += n
         if s.at >= s.prompt:
             first = -(-max(left_of(policy, s.prompt, s.prompt) for policy in snap.policies) // PAGE)
-            cache[s.pages[first : max(first, s.prompt // PAGE)].long()] = float("nan")
+            gone = s.pages[first : max(first, s.prompt // PAGE)].long()
+            cache[gone] = poisoned(engine, len(gone))
     return list(output.split(q_lens))
 
 
 A, B = artifacts.SnapKV(budget=40, window=8, pool=5), artifacts.SnapKV(budget=0.4, window=20, pool=1)
 
 
+@pytest.mark.parametrize("stored", [None, *EIGHT])
 @pytest.mark.parametrize("policies", [(A, A), (B, B), (A, B)])
 @pytest.mark.parametrize(
     "cuts",
@@ -118,7 +130,7 @@ def test_what_is_kept_and_what_is_generated(
     prompts = [200] if len(cuts) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
     pages = torch.randperm(width * len(cuts)).to(torch.int32).view(len(cuts), width)
-    cache = torch.full((width * len(cuts), G, PAGE, 2 * D), float("nan"))
+    cache = poisoned(engine, width * len(cuts))
     sequences = [Sequence(p, sum(cut), row) for p, cut, row in zip(prompts, cuts, pages, strict=True)]
     left, found = [list(cut) for cut in cuts], [[] for _ in cuts]  # type: list[list[int]], list[list[Tensor]]
     while any(left):
