@@ -140,7 +140,8 @@ def split_kernel(
     if TOKENS:
         tokens += batch * tokens_batch + kv_head * tokens_head
         begin = 0
-        stop = places
+        # They ascend: no more than `end` of them lie before it, and those come first.
+        stop = tl.minimum(places, end)
     share = (tl.maximum(stop - begin, 0) + splits - 1) // splits
     share = (share + KEYS - 1) // KEYS * KEYS
     begin += split * share
@@ -177,10 +178,10 @@ def score_kernel(
     """Scores (B, G, N) of KEYS places: probabilities out of the kept logits, added up or the LARGEST of them."""
     kv = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    written = place < places
+    first, end = _bounds(starts, ends, kv // num_kv_heads, q_len, k_len, window, STARTS, ENDS, WINDOW)
+    written = (place < places) & (place < end)
     if not TOKENS:
-        first, end = _bounds(starts, ends, kv // num_kv_heads, q_len, k_len, window, STARTS, ENDS, WINDOW)
-        written = written & (place >= first) & (place < end)
+        written = written & (place >= first)
     score = tl.zeros([KEYS], tl.float32)
     for row in range(rows):
         at = kv * rows + row

@@ -21,7 +21,15 @@ _UNITS = 2.0**40
 _LOWER_HALF = 0xFFFFFFFF
 
 
-def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float | None], *, forced: int) -> Tensor:
+def best_places(
+    scores: Tensor,
+    sizes: Sequence[int],
+    coverage: Sequence[float | None],
+    *,
+    forced: int,
+    ends: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
     """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending: (B, h, ..., W) int32.
 
     Args:
@@ -31,18 +39,23 @@ def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float |
         coverage: None, or the share of all its mass that head i wants: it takes the fewest entries that hold it, and
             none without mass.
         forced: the first so many entries are taken before all others, whatever their scores (but -inf).
+        ends: (B,) int32, the entry behind the last of each row of a sequence: what stands there is not read. n if None.
+        counts: (B,) int32, how many entries any head of a sequence takes at most, beside `sizes`.
 
     Returns:
         The places, padded with PAD. Nothing waits for the device. The smaller place of two with equal scores comes
         first, but where a GPU is left to torch, long rows and coverage, topk decides, each time alike.
     """
     if cpu.serves(scores):
-        return cpu.best_places(scores, sizes, coverage, forced=forced)
+        return cpu.best_places(scores, sizes, coverage, forced=forced, ends=ends, counts=counts)
     if triton.chooses(scores, coverage):
         # Where it turns out not to build, torch serves this call and those to come.
         with suppress(CannotBuildError):
-            return triton.best_places(scores, sizes, forced=forced)
+            return triton.best_places(scores, sizes, forced=forced, ends=ends, counts=counts)
     width = min(max(sizes), scores.shape[-1])
+    if ends is not None:
+        behind = torch.arange(scores.shape[-1], device=scores.device) >= _each_sequence(ends, scores)
+        scores = scores.masked_fill(behind, float("-inf"))
     marked = scores.clone()
     first = marked[..., :forced]
     first.masked_fill_(first != float("-inf"), float("inf"))
@@ -50,6 +63,8 @@ def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float |
     score = scores.gather(-1, best)
     place = torch.arange(width, device=scores.device)
     kept = (place < _each_head(sizes, scores)) & (score != float("-inf"))
+    if counts is not None:
+        kept &= place < _each_sequence(counts, scores)
     if any(share is not None for share in coverage):
         units = score.clamp_min(0).mul_(_UNITS).to(torch.int64)
         before = units.cumsum(dim=-1).sub_(units).to(torch.float64).div_(_UNITS)
@@ -78,6 +93,11 @@ def _best_first(scores: Tensor, width: int) -> Tensor:
 def _each_head(values: Sequence[float], scores: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """One number a head, to go with (B, h, ..., W)."""
     return on_device(tuple(values), scores.device, dtype).view(-1, *[1] * (scores.dim() - 2))
+
+
+def _each_sequence(values: Tensor, scores: Tensor) -> Tensor:
+    """One number a sequence (B,), to go with (B, h, ..., W)."""
+    return values.view(-1, *[1] * (scores.dim() - 1))
 
 
 def ascending(mask: Tensor, width: int) -> Tensor:

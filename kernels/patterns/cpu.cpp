@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "../native/engines.h"
@@ -272,8 +273,10 @@ int64_t keep_best(const float* score, int64_t n, Choice how, int64_t forced, std
 }
 
 // The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), padded with PAD: head i keeps
-// at most sizes[i] of each row. See kernels.patterns.choose.best_places.
-at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced) {
+// at most sizes[i] of each row, and of sequence b no more than counts[b] of the entries before ends[b] (contiguous int32
+// (B,) each, if there). See kernels.patterns.choose.best_places.
+at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced,
+                       const std::optional<at::Tensor>& ends, const std::optional<at::Tensor>& counts) {
   const int64_t n = scores.size(-1), h = scores.size(1);
   const int64_t rows = scores.numel() / std::max<int64_t>(n, 1), rows_of_head = rows / (scores.size(0) * h);
   const int64_t width = std::min(n, *std::max_element(sizes.begin(), sizes.end()));
@@ -282,12 +285,16 @@ at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::Arra
   at::Tensor out = at::empty(shape, scores.options().dtype(at::kInt));
   int32_t* const to = out.mutable_data_ptr<int32_t>();
   const float* const from = scores.const_data_ptr<float>();
+  const int32_t* const stops = ends ? ends->const_data_ptr<int32_t>() : nullptr;
+  const int32_t* const most = counts ? counts->const_data_ptr<int32_t>() : nullptr;
   at::parallel_for(0, rows, std::max<int64_t>(1, 4096 / std::max<int64_t>(n, 1)), [&](int64_t begin, int64_t end) {
     std::vector<uint64_t> candidates;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t head = row / rows_of_head % h;
+      const int64_t head = row / rows_of_head % h, sequence = row / rows_of_head / h;
+      const int64_t stop = stops ? std::clamp<int64_t>(stops[sequence], 0, n) : n;
+      const int64_t size = most ? std::min<int64_t>(sizes[head], std::max(most[sequence], 0)) : sizes[head];
       int32_t* kept = to + row * width;
-      const int64_t count = keep_best(from + row * n, n, {sizes[head], coverage[head]}, forced, candidates, kept);
+      const int64_t count = keep_best(from + row * n, stop, {size, coverage[head]}, forced, candidates, kept);
       std::fill(kept + count, kept + width, PAD);
     }
   });
@@ -362,7 +369,7 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "vertical_slash_estimate(Tensor q, Tensor k, int[] heads, int[] last_q, float scale, int window, str engine) -> "
       "(Tensor, Tensor)");
   m.def("mean_pool(Tensor x, int lead) -> Tensor");
-  m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced) -> Tensor");
+  m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced, Tensor? ends, Tensor? counts) -> Tensor");
   m.def(
       "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, Tensor offsets, int first, int reach, "
       "float scale, int total) -> Tensor");

@@ -40,10 +40,19 @@ def mean_pool(x: Tensor, *, lead: int) -> Tensor:
     return pooled
 
 
-def best_places(scores: Tensor, sizes: Sequence[int], coverage: Sequence[float | None], *, forced: int) -> Tensor:
+def best_places(
+    scores: Tensor,
+    sizes: Sequence[int],
+    coverage: Sequence[float | None],
+    *,
+    forced: int,
+    ends: Tensor | None,
+    counts: Tensor | None,
+) -> Tensor:
     """See kernels.patterns.choose.best_places."""
     shares = [share or 0.0 for share in coverage]
-    found: Tensor = torch.ops.headwise.best_places(scores.contiguous(), sizes, shares, forced)
+    lists = (x if x is None else x.contiguous() for x in (ends, counts))
+    found: Tensor = torch.ops.headwise.best_places(scores.contiguous(), sizes, shares, forced, *lists)
     return found
 
 

@@ -58,20 +58,27 @@ def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
     return wanted and unavailable(scores.device) is None and _built(scores.device)
 
 
-def best_places(scores: Tensor, sizes: Sequence[int], *, forced: int) -> Tensor:
+def best_places(
+    scores: Tensor, sizes: Sequence[int], *, forced: int, ends: Tensor | None, counts: Tensor | None
+) -> Tensor:
     """See kernels.patterns.choose.best_places."""
-    places, launch = choice(scores, sizes, forced=forced)
+    places, launch = choice(scores, sizes, forced=forced, ends=ends, counts=counts)
     _run(launch, scores.device)
     return places
 
 
-def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor, KernelCall]:
+def choice(
+    scores: Tensor, sizes: Sequence[int], *, forced: int, ends: Tensor | None = None, counts: Tensor | None = None
+) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     n = scores.shape[-1]
     width = min(max(sizes), n)
     places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
     arguments = {
         "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device), "places": places,
+        # What is absent is never read; some tensor has to stand there.
+        "ends": places if ends is None else ends.contiguous(),
+        "counts": places if counts is None else counts.contiguous(),
         "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
     }  # fmt: skip
     return places, KernelCall(
@@ -79,7 +86,7 @@ def choice(scores: Tensor, sizes: Sequence[int], *, forced: int) -> tuple[Tensor
         kernel="best_places_kernel",
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
-        **_chunked(n, {"FORCED": forced}),
+        **_chunked(n, {"FORCED": forced, "ENDS": ends is not None, "COUNTS": counts is not None}),
     )
 
 

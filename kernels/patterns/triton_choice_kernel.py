@@ -125,16 +125,24 @@ def _offsets(scores, more, n, size, offsets, width, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "rows", "n", "width"])
 def best_places_kernel(
-    scores, sizes, places, heads, rows, n, width, FORCED: tl.constexpr, CHUNK: tl.constexpr,
+    scores, sizes, places, ends, counts, heads, rows, n, width,
+    FORCED: tl.constexpr, ENDS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The places of the best entries of one row, ascending; of two that are equal the smaller place is the better.
 
     scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32, padded with PAD. The
-    first FORCED are taken before all others.
+    first FORCED are taken before all others. ends, counts (B) int32 if ENDS, if COUNTS: of a sequence's rows only the
+    entries before its end are there, and no more than its count are taken.
     """
     row = tl.program_id(0).to(tl.int64)
+    sequence = row // rows // heads
     size = tl.minimum(tl.load(sizes + row // rows % heads).to(tl.int32), width)
-    _places(scores + row * n, 0, FORCED, n, size, places + row * width, width, CHUNK)
+    if COUNTS:
+        size = tl.minimum(size, tl.maximum(tl.load(counts + sequence), 0))
+    end = n
+    if ENDS:
+        end = tl.minimum(tl.load(ends + sequence), n)
+    _places(scores + row * n, 0, FORCED, end, size, places + row * width, width, CHUNK)
 
 
 @triton.jit(

@@ -140,9 +140,10 @@ def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: 
     return {name: _compile(one, target) for name, one in launches.items()}
 
 
-def compile_choice(target: str, *, n: int) -> Build:
-    """Compile the choice of the best out of n on the target."""
-    _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1)
+def compile_choice(target: str, *, n: int, ragged: bool = False) -> Build:
+    """Compile the choice of the best out of n on the target; ragged: sequences with ends and counts of their own."""
+    each = torch.empty(1, dtype=torch.int32) if ragged else None
+    _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1, ends=each, counts=each)
     return _compile(one, target)
 
 

@@ -173,18 +173,23 @@ def test_best_places(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.lists(score, min_size=n, max_size=n), min_size=6, max_size=6))
     sizes = data.draw(st.lists(st.integers(1, 50), min_size=3, max_size=3))
     coverage = data.draw(st.lists(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])), min_size=3, max_size=3))
-    scores = torch.tensor(rows, dtype=torch.float32).view(1, 3, 2, n)
+    # Two sequences, of which each may have an end and a count of its own.
+    ends, counts = (
+        data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2))) for _ in range(2)
+    )
+    each = {name: torch.tensor(x, dtype=torch.int32) for name, x in (("ends", ends), ("counts", counts)) if x}
+    scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
     before = scores.clone()
-    found = best_places(scores, sizes, coverage, forced=forced)
+    found = best_places(scores, sizes, coverage, forced=forced, **each)
     assert torch.equal(scores, before) and found.dtype == torch.int32 and found.shape[-1] == min(n, max(sizes))
-    for head in range(3):
-        for row in range(2):
-            mass = scores[0, head, row].tolist()
-            there = [i for i in range(n) if mass[i] != float("-inf")]
-            first = sum(i < forced for i in there)
-            expected = smallest([mass[i] for i in there], coverage[head], sizes[head], first)
-            assert found[0, head, row].tolist()[: len(expected)] == sorted(there[i] for i in expected)
-            assert set(found[0, head, row].tolist()[len(expected) :]) <= {PAD}
+    for sequence in range(2):
+        for head in range(3):
+            mass = scores[sequence, head, 0].tolist()
+            there = [i for i in range(n if ends is None else min(n, ends[sequence])) if mass[i] != float("-inf")]
+            size = sizes[head] if counts is None else min(sizes[head], counts[sequence])
+            expected = smallest([mass[i] for i in there], coverage[head], size, sum(i < forced for i in there))
+            assert found[sequence, head, 0].tolist()[: len(expected)] == sorted(there[i] for i in expected)
+            assert set(found[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
 
 
 def test_negative_scores_and_not_a_number() -> None:

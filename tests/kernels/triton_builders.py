@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from kernels.index import PAD
 from kernels.patterns import LayerPlan, make
@@ -74,12 +75,13 @@ def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
     return errors[0], errors[1]
 
 
-# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced.
+# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several sequences also ragged.
 CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
     "choice of 65": ((2, 3, 1, 65), (1, 20, 70), 1),
     "choice of 130": ((1, 2, 4, 130), (128, 3), 2),
     "choice of 7 columns": ((2, 2, 7), (3, 2), 64),
+    "choice of 4200, ragged": ((5, 2, 4200), (700, 64), 0),
     "choice of 700 columns": ((1, 3, 700), (5, 64, 300), 64),
     "choice of 5000": ((1, 2, 2, 5000), (100, 4990), 1),
 }
@@ -93,14 +95,26 @@ def choice_error(name: str, device: torch.device) -> tuple[float, float]:
     scores = (torch.randn(shape) * 4).round() / 4 + 0
     scores[torch.rand(shape) < 0.3] = float("-inf")
     how = {"coverage": [None] * len(sizes), "forced": forced}
-    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
-        found = best_places(scores.to(device), sizes, **how).cpu()
-        poisoned = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
-        taken = best_places(poisoned.to(device), sizes, **how).cpu()
-        with mock.patch("kernels.patterns.triton.chooses", return_value=False):
-            expected = best_places(scores, sizes, **how)
-    wild = (taken != PAD) & poisoned.gather(-1, taken.clamp(max=shape[-1] - 1).long()).isnan()
-    return float((found != expected).sum()), float((wild | (taken < 0)).sum())
+    differing, wild = 0, 0
+    for ragged in (False, True) if shape[0] > 1 else (False,):
+        ends, counts = torch.tensor([[shape[-1], 3, 0, shape[-1] - 1, 5000], [5000, 2, 9, 0, 65]], dtype=torch.int32)
+        each = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
+        there = {name: x.to(device) for name, x in each.items()}
+        with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+            found = best_places(scores.to(device), sizes, **how, **there).cpu()
+            poisoned = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
+            taken = best_places(poisoned.to(device), sizes, **how, **there).cpu()
+            with mock.patch("kernels.patterns.triton.chooses", return_value=False):
+                expected = best_places(scores, sizes, **how, **each)
+        differing += int((found != expected).sum())
+        wild += _wild(taken, poisoned)
+    return float(differing), float(wild)
+
+
+def _wild(taken: Tensor, poisoned: Tensor) -> int:
+    """How many of the places that were taken hold NaN or are none."""
+    wild = (taken != PAD) & poisoned.gather(-1, taken.clamp(max=poisoned.shape[-1] - 1).long()).isnan()
+    return int((wild | (taken < 0)).sum())
 
 
 # Query and key length, batch and window of a layer, whose index three launches make on a GPU and many in torch.
