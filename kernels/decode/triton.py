@@ -160,7 +160,8 @@ def prepare(
     kept = totals if mass is None else empty(*heads, rows, places)
 
     if tokens is not None:
-        tokens = (tokens if tokens.dim() == 3 else tokens[:, None].expand(-1, num_kv_heads, -1)).contiguous()
+        tokens = tokens if tokens.dim() == 3 else tokens[:, None].expand(-1, num_kv_heads, -1)
+        tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
     # What is absent is never read; some tensor has to stand there.
     bounds = {
         "starts": lse if starts is None else starts.contiguous(),

@@ -198,9 +198,35 @@ class OmniKV:
     def choice(self, role: Role, scores: Tensor, q_len: int) -> Tensor:
         """What a filter layer's scores (B, G, K) in a decode step choose: (B, U, C) int32, ascending and padded.
 
-        For callers that hold no cache of ours: by the scores of this step alone.
+        For callers that hold no cache of ours: by the scores of this step alone. See choose_each for many sequences.
         """
         return self._choose(self._by_choice(role, scores), q_len, None, None)
+
+    def choose_each(self, layer: int, role: Role, scores: Tensor, ends: Tensor, most: int) -> Tensor:
+        """What a filter layer's scores (B, G, K) of one new token of each sequence choose: (B, U, C) int32.
+
+        Ascending and padded; C is `most`, or K. Sequence b ends before key ends[b] (B,) int32: one that is no longer
+        than its budget gets everything. Nothing is read on the host, and no shape depends on what `ends` holds.
+        """
+        scores = self._by_choice(role, scores)
+        choices, whole = scores.shape[1], isinstance(self.budget, int)
+        counts = torch.full_like(ends, self.budget) if whole else (ends.double() * self.budget).ceil().to(ends.dtype)
+        how = {"ends": ends, "counts": counts.clamp_min_(1)}
+        newest = (ends - 1).clamp_min_(0).long()[:, None, None].expand(-1, choices, 1)
+        # The newest token is always among them: a query sees itself.
+        if self.coverage is None:
+            scores.scatter_(-1, newest, float("inf"))
+            tokens = best_places(scores, [most] * choices, [None] * choices, forced=0, **how)
+        else:
+            scores /= scores.sum(-1, keepdim=True).clamp_min_(1e-30)
+            first = torch.cat([scores.gather(-1, newest), scores[..., :-1]], -1)
+            places = best_places(first, [most] * choices, [self.coverage] * choices, forced=1, **how)
+            tokens = torch.where(places == 0, newest.to(places.dtype), places - 1)
+            tokens = torch.where(places == PAD, PAD, tokens).sort(-1).values
+            every, end = torch.arange(tokens.shape[-1], dtype=tokens.dtype, device=ends.device), ends[:, None, None]
+            tokens = torch.where(end <= counts[:, None, None], torch.where(every < end, every, PAD), tokens)
+        self._reads.add(layer, tokens, ends > counts)
+        return tokens
 
     def _by_choice(self, role: Role, scores: Tensor) -> Tensor:
         """Scores (B, U, K) of each choice from those of this process's KV heads, (B, G, K)."""

@@ -6,7 +6,6 @@ Shapes: B batch, G KV heads, U choices that a filter layer makes, C chosen token
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,24 +22,31 @@ def taken(tokens: Tensor, choices: Sequence[int] | None) -> Tensor:
 
 
 class Reads:
-    """How many tokens each choice of the filter layers had so far. Adding waits for no device."""
+    """How many tokens each choice of the filter layers had so far. Adding waits for no device, and can be replayed."""
 
     def __init__(self) -> None:
+        # (U + 1,) int64 each: the tokens of each choice, and of how many sequences.
         self._sums: dict[int, Tensor] = {}
-        self._steps: Counter[int] = Counter()
         self._lock = threading.Lock()
 
-    def add(self, layer: int, chosen: Tensor) -> None:
-        """One more step of a filter layer that chose tokens (B, U, C)."""
-        counts = (chosen != PAD).sum((0, 2))
+    def add(self, layer: int, chosen: Tensor, counted: Tensor | None = None) -> None:
+        """One more step of a filter layer that chose tokens (B, U, C); of these sequences (B,) bool alone, if given."""
+        there = chosen != PAD
+        if counted is None:
+            counted = there.new_ones(len(chosen))
+        new = torch.cat([(there & counted[:, None, None]).sum((0, 2)), counted.sum()[None]])
         with self._lock:
-            self._sums[layer] = self._sums[layer] + counts if layer in self._sums else counts
-            self._steps[layer] += chosen.shape[0]
+            if layer not in self._sums:
+                # Whoever adds later may or may not be in inference mode.
+                with torch.inference_mode(False):
+                    self._sums[layer] = torch.zeros(new.shape, dtype=new.dtype, device=new.device)
+            self._sums[layer] += new
 
     def mean(self, roles: Mapping[int, Role]) -> float | None:
         """Of a KV head of the layers that are served, by their roles; None before any step."""
         with self._lock:
-            means = {layer: (sums / self._steps[layer]).tolist() for layer, sums in self._sums.items()}
+            found = {layer: sums.tolist() for layer, sums in self._sums.items()}
+        means = {layer: [count / steps for count in counts] for layer, (*counts, steps) in found.items() if steps}
         heads = []
         for role in roles.values():
             if role.filter in means:

@@ -62,16 +62,32 @@ class Few(NamedTuple):
     kept: dict[Any, Tensor]
 
 
+class Ones(NamedTuple):
+    """The requests with one new token each, which a decode section serves together.
+
+    rows: which of the T are theirs. table (n, N) and ends (n,) int32: their pages, and how many keys they have: where
+    they lie together, parts of vLLM's own buffers. k_len: at most so many keys; None where it may be any number, since
+    the step is captured to be replayed with others.
+    """
+
+    pieces: tuple[Piece, ...]
+    rows: slice | Tensor
+    table: Tensor
+    ends: Tensor
+    k_len: int | None
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
     """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
 
-    every: all requests of the step. pieces: prompts, or chunks of some, by patterns. steps: decode by chosen tokens.
-    part: see Rest; called once for what a layer serves.
+    every: all requests of the step. pieces: prompts, or chunks of some, by patterns. ones: decode by chosen tokens, of
+    one token each; steps: of several. part: see Rest; called once for what a layer serves.
     """
 
     every: tuple[Piece, ...]
     pieces: tuple[Piece, ...]
+    ones: Ones | None
     steps: tuple[Piece, ...]
     block_table: Tensor
     part: Callable[[Sequence[Piece]], Rest | None]
@@ -87,7 +103,8 @@ class Batch:
 
     def others(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
         """The requests beside those that are served."""
-        return tuple(piece for piece in self.every if piece not in served)
+        done = set(served)
+        return tuple(piece for piece in self.every if piece not in done)
 
     def few(self, pieces: tuple[Piece, ...], page: int) -> tuple[Few, ...]:
         """These requests, one group for each number of new tokens; a page has so many tokens."""
@@ -122,6 +139,21 @@ def requests_of(common: Any, *, exact: bool) -> tuple[Piece, ...]:
     return tuple(
         Piece(request, start, end - start, k_lens[request]) for request, (start, end) in enumerate(spans) if end > start
     )
+
+
+def ones_of(common: Any, every: Sequence[Piece], *, captured: bool) -> Ones | None:
+    """Those of a step's requests that have one new token, None without any; see Ones."""
+    pieces = tuple(piece for piece in every if piece.q_len == 1)
+    if not pieces:
+        return None
+    rows = _rows([(piece.q_start, piece.q_start + 1) for piece in pieces])
+    requests: slice | Tensor = slice(pieces[0].request, pieces[-1].request + 1)
+    if len(pieces) != pieces[-1].request + 1 - pieces[0].request:
+        requests = torch.tensor([p.request for p in pieces]).to(common.seq_lens.device, non_blocking=True)
+    if not isinstance(rows, slice):
+        rows = rows.to(common.seq_lens.device, non_blocking=True)
+    table, ends = common.block_table_tensor[requests], common.seq_lens[requests]
+    return Ones(pieces, rows, table, ends, None if captured else max(piece.k_len for piece in pieces))
 
 
 def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:

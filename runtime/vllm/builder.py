@@ -7,7 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from artifacts import HeadwiseError
-from runtime.vllm.batch import KEY, Batch, Piece, Rest, parted_at_prompts, prefills_of, requests_of, rest_of, special
+from runtime.vllm.batch import (
+    KEY,
+    Batch,
+    Piece,
+    Rest,
+    ones_of,
+    parted_at_prompts,
+    prefills_of,
+    requests_of,
+    rest_of,
+    special,
+)
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.served import Served, served
 from runtime.vllm.snapkv import Snap
@@ -22,6 +33,8 @@ class SparseBuilder(_Parent):
     # The metadata of one group of layers is not that of another with other pages put in: the parts have pages, too.
     supports_update_block_table: bool = False
     parent: type
+    # Whether a step is built to be captured in a graph and replayed for others.
+    _captured: bool = False
 
     def __new__(cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         # The class is asked for where no configuration is known.
@@ -56,16 +69,25 @@ class SparseBuilder(_Parent):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """The parent's, without graphs of what chooses: what is chosen for one prompt would be replayed for another."""
-        from vllm.v1.attention.backend import AttentionCGSupport
+        """The parent's, without graphs of what depends on the host: what was chosen for one prompt, and how many keys.
 
-        parents = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-        at_work = served(vllm_config)
-        if at_work is not None and (at_work.chooser is not None or at_work.artifact.kv_cache is not None):
-            return AttentionCGSupport.NEVER
-        if at_work is None or parents != AttentionCGSupport.ALWAYS:
+        What decodes by chosen tokens can be replayed where each request has one new token (see Chooser.attend).
+        """
+        from vllm.v1.attention.backend import AttentionCGSupport as Support
+
+        parents, at_work = super().get_cudagraph_support(vllm_config, kv_cache_spec), served(vllm_config)
+        if at_work is None:
             return parents
-        return AttentionCGSupport.UNIFORM_BATCH
+        ours = Support.UNIFORM_BATCH if at_work.chooser is None else Support.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(parents, ours if at_work.captures else Support.NEVER, key=lambda support: support.value)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """The parent's; a decode section is captured for contexts of any length."""
+        self._captured = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._captured = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The parent's metadata of the whole step, and beside it what is sparse of it."""
@@ -82,25 +104,33 @@ class SparseBuilder(_Parent):
         if not self._owned and chooser is None and common.max_query_len < 2:
             every: tuple[Piece, ...] = ()
         else:
-            every = requests_of(common, exact=self._owned or chooser is not None)
+            every = requests_of(common, exact=self._owned)
+            if not self._owned and chooser is not None and any(chooser.takes(piece.q_len) for piece in every):
+                every = requests_of(common, exact=True)
             if self._snaps:
                 assert prompts is not None
                 every = parted_at_prompts(every, prompts.tolist())
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
-        steps = () if chooser is None else tuple(p for p in every if chooser.serves(p.q_len, p.k_len))
+        steps: tuple[Piece, ...] = ()
+        ones, gaining = None, 0
+        if chooser is not None:
+            steps = tuple(p for p in every if chooser.takes(p.q_len) and chooser.gains(p.k_len))
+            gaining = sum(p.q_len == 1 and chooser.gains(p.k_len) for p in every)
+            if gaining or self._captured:
+                ones = ones_of(common, every, captured=self._captured)
         if self._served.counting is self:
-            # Of the steps before this one: what falls back in it is not known yet.
-            self._served.tell()
-            short = set(prefills) - set(long) - set(steps)
-            pieces = [(SPARSE, piece.q_len) for piece in long] + [("short", piece.q_len) for piece in short]
-            self._served.counters.step(pieces, len(steps))
             if chooser is not None:
                 chooser.begin()
-        if long or steps or self._owned:
-            table = common.block_table_tensor
-            parts = {"every": every, "pieces": long, "steps": steps, "block_table": table}
-            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), **parts))
+            if not self._captured:
+                # Of the steps before this one: what falls back in it is not known yet.
+                self._served.tell()
+                short = set(prefills) - set(long) - set(steps)
+                pieces = [(SPARSE, piece.q_len) for piece in long] + [("short", piece.q_len) for piece in short]
+                self._served.counters.step(pieces, len(steps) + gaining)
+        if long or steps or ones is not None or self._owned:
+            parts = {"every": every, "pieces": long, "steps": steps, "block_table": common.block_table_tensor}
+            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), ones=ones, **parts))
         return metadata
 
     def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:

@@ -23,7 +23,7 @@ from kernels.patterns.fixed import Fixed
 from runtime.attention.reasons import message, name_of
 from runtime.attention.turns import Turns
 from runtime.omnikv.roles import Role
-from runtime.vllm.batch import KEY, Batch, Piece, Rest
+from runtime.vllm.batch import KEY, Batch, Ones, Piece, Rest
 from runtime.vllm.dense import Stream, attend_densely
 from runtime.vllm.pages import Keys, given, paged, parted, quantised, store
 from runtime.vllm.served import Served, number_of, served
@@ -97,9 +97,9 @@ class SparseImpl(_Parent):
             return super().forward(layer, *arguments, **more)
         turns, role = self._served.turns(layer, self.num_heads, self.num_kv_heads), self._served.role(layer)
         pieces = () if turns is None else batch.pieces
-        steps = () if role is None else batch.steps
+        steps, ones = ((), None) if role is None else (batch.steps, batch.ones)
         owned = self._served.owns(layer)
-        if not pieces and not steps and not owned:
+        if not pieces and not steps and ones is None and not owned:
             return super().forward(layer, *arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
             self._served.refuse("the output is to be quantised")
@@ -117,13 +117,16 @@ class SparseImpl(_Parent):
                     done.append(piece)
                 else:
                     self._served.counters.slower()
+            if role is not None and ones is not None:
+                self._decode(role, call, ones)
+                done += ones.pieces
             for step in steps:
                 assert role is not None
-                self._decode(role, batch, call, step)
+                self._verify(role, batch, call, step)
                 done.append(step)
         except Exception as error:
             why = str(error) if isinstance(error, HeadwiseError) else name_of(error)
-            if why is None or (steps and self._served.agrees):
+            if why is None or ((steps or ones) and self._served.agrees):
                 raise
             self._served.refuse(why, "" if isinstance(error, HeadwiseError) else message(error))
             done.clear()
@@ -194,14 +197,24 @@ class SparseImpl(_Parent):
         found = paged(call.cache, _pages(batch, piece, call.cache), piece.k_len, self.ours, read)
         return found._replace(scales=_scales(call))
 
-    def _decode(self, role: Role, batch: Batch, call: Call, step: Piece) -> None:
-        """Write what a request's new tokens attend to by the decode section."""
+    def _decode(self, role: Role, call: Call, ones: Ones) -> None:
+        """Write what requests with one new token attend to by the decode section."""
+        assert self._served is not None and self._served.chooser is not None
+        number = number_of(call.layer.layer_name)
+        assert number is not None
+        k_scale, v_scale = _scales(call)
+        self._served.chooser.attend(
+            *(number, role, ones, call.query, call.cache, call.output, self.ours, v_scale), **self._how(k_scale)
+        )
+
+    def _verify(self, role: Role, batch: Batch, call: Call, step: Piece) -> None:
+        """Write what a request's several new tokens attend to by the decode section."""
         assert self._served is not None and self._served.chooser is not None
         number = number_of(call.layer.layer_name)
         assert number is not None
         q, pages = call.query[step.rows].transpose(0, 1)[None], _pages(batch, step, call.cache)
         k_scale, v_scale = _scales(call)
-        found = self._served.chooser.attend(
+        found = self._served.chooser.verify(
             *(number, role, step.request, q, call.cache, pages, step.k_len, self.ours), **self._how(k_scale)
         )
         call.output[step.rows] = found[0].transpose(0, 1) * v_scale

@@ -173,6 +173,11 @@ class Served:
         """Whether processes choose together: one that gives up would leave the others waiting."""
         return self.chooser is not None and self._size > 1
 
+    @property
+    def captures(self) -> bool:
+        """Whether decode can be captured in CUDA graphs: nothing of it depends on what the host knows of a step."""
+        return self.artifact.kv_cache is None and (self.chooser is None or self.chooser.captures)
+
     def say(self, layers: list[Any]) -> None:
         """One line, once: which of these layers are sparse here, and why others are not."""
         if self._told:
@@ -226,7 +231,9 @@ class Served:
                 backend="auto",
                 coverage=section.coverage,
                 group=group,
-            )
+            ),
+            requests=int(config.scheduler_config.max_num_seqs),
+            longest=self.longest,
         )
 
     def _check(self, config: Any) -> None:
@@ -243,6 +250,8 @@ class Served:
             raise HeadwiseError(
                 f"--pipeline-parallel-size must be 1 with a decode section, got {parallel.pipeline_parallel_size}"
             )
+        if self.artifact.decode is not None and getattr(parallel, "use_ubatching", False):
+            raise HeadwiseError("batches in parts (--enable-dbo) are not served with a decode section")
         keeps = keeps_of(self.artifact)
         if any(isinstance(each, Snap) for each in keeps.values()) and model.rswa_window is not None:
             raise HeadwiseError("kv_cache with snapkv is not served for a model that has a window over its replies")

@@ -431,7 +431,7 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
     section = artifacts.OmniKV(**SECTION, budget=40, window=1, **more)
     roles = roles_of(section, range(4), slice(0, G))
     omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto", coverage=section.coverage)
-    engine.served.chooser = Chooser(omni)
+    engine.served.chooser = Chooser(omni, requests=4, longest=512)
     engine.served.role = lambda layer: engine.served.chooser.role(number_of(layer.layer_name))
     # Decode, short and long; a prefill; drafts to verify.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200))
@@ -472,7 +472,8 @@ def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any)
     from runtime.vllm.decode import Chooser
 
     roles = {1: Role(filters=True), 2: Role(filter=1)}
-    engine.served.chooser = Chooser(OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto"))
+    omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto")
+    engine.served.chooser = Chooser(omni, requests=1, longest=512)
     engine.served.role = lambda _: roles[2]
     (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))
     torch.testing.assert_close(out, by_choice(q, k, v, None), atol=2e-5, rtol=1e-5)

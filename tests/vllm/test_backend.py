@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.omnikv.decode import OmniKV
 from runtime.vllm import register
 from runtime.vllm.builder import SparseBuilder
+from runtime.vllm.decode import Chooser
 from runtime.vllm.forward import SparseImpl
+from runtime.vllm.served import Served
 
+CHOOSES: dict[str, Any] = {"roles": {}, "budget": 40, "selector": "last", "window": 1, "backend": "auto"}
 _BACKENDS = "vllm.v1.attention.backends"
 
 
@@ -78,11 +82,16 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: py
         ("ALWAYS", {}, "UNIFORM_BATCH"),
         ("UNIFORM_BATCH", {}, "UNIFORM_BATCH"),
         ("UNIFORM_SINGLE_TOKEN_DECODE", {}, "UNIFORM_SINGLE_TOKEN_DECODE"),
-        ("ALWAYS", {"chooser": object()}, "NEVER"),
+        ("ALWAYS", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("UNIFORM_BATCH", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("NEVER", {"chooser": CHOOSES}, "NEVER"),
+        ("ALWAYS", {"chooser": CHOOSES | {"coverage": 0.9}}, "NEVER"),
+        ("ALWAYS", {"chooser": CHOOSES | {"group": object()}}, "NEVER"),
+        ("ALWAYS", {"chooser": CHOOSES, "kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"kv_cache": object()}, "NEVER"),
     ],
 )
-def test_graphs_are_of_what_chooses_nothing(
+def test_graphs_are_of_what_can_be_replayed(
     monkeypatch: pytest.MonkeyPatch, parents: str, artifact: dict[str, Any] | None, ours: str
 ) -> None:
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -96,6 +105,8 @@ def test_graphs_are_of_what_chooses_nothing(
         pass
 
     has = {"chooser": None, "kv_cache": None, **(artifact or {})}
-    at_work = SimpleNamespace(chooser=has["chooser"], artifact=SimpleNamespace(kv_cache=has["kv_cache"]))
+    at_work: Any = object.__new__(Served)
+    chooser = None if has["chooser"] is None else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
+    at_work.__dict__.update(chooser=chooser, artifact=SimpleNamespace(kv_cache=has["kv_cache"]))
     monkeypatch.setattr("runtime.vllm.builder.served", lambda _: None if artifact is None else at_work)
     assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport[ours]
