@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.decode import Decoded, decode_attention, reference, triton
 from kernels.index import PAD
+from tests.kernels import bfloat16
 from tests.kernels.triton_memory import memory_checked
 
 
@@ -252,7 +253,7 @@ def poison_memory() -> None:
 
 
 def interpreted() -> dict[str, tuple[Case, int | None]]:
-    """What the interpreter is put to, with the number of splits: fp32, and fp16 here and there; bf16 fails there."""
+    """What the interpreter is put to, with the number of splits: fp32, and 16 bits here and there."""
     split = (
         "sinks, tokens",
         "65 keys",
@@ -272,7 +273,11 @@ def interpreted() -> dict[str, tuple[Case, int | None]]:
             for name, case in EIGHT.items()
             if name.endswith(("pages of 16", "sinks, tokens"))
         },
-        **{f"float16, {name}": (replace(SMALL[name], dtype=torch.float16), 2) for name in halves},
+        **{
+            f"{kind}, {name}": (replace(SMALL[name], dtype=getattr(torch, kind)), 2)
+            for kind in ("float16", "bfloat16")
+            for name in halves
+        },
     }
 
 
@@ -288,7 +293,7 @@ def main(names: list[str]) -> None:
             if splits is None
             else serve(triton, case, splits=splits)
         )
-        with memory_checked():
+        with memory_checked(), bfloat16.as_on_a_device():
             found[name] = run(case, torch.device("cpu"), op, ("sum", "max")[at % 2])
     print(json.dumps(found))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kernels.attention.triton_launch import Launch
-from tests.kernels import triton_builders, triton_tables
+from tests.kernels import bfloat16, triton_builders, triton_tables
 from tests.kernels.triton_inputs import Case, packed, padded, run, square
 from tests.kernels.triton_memory import memory_checked
 
@@ -204,7 +205,18 @@ DESCRIBED = {
         130, layout="transposed", kv_heads=3, softcap=20.0, index="random:2,0,20", launch=_described(2, 32)
     ),
 }
-SMALL = PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | SOME_HEADS | DESCRIBED
+# As kernels are run on GPUs, for the most part.
+HALVES = {
+    f"bfloat16, {name}": replace(case, dtype=torch.bfloat16)
+    for name, case in (
+        ("length 200, layer", PLAIN["length 200, layer"]), ("soft-cap 50, q of k", PLAIN["soft-cap 50, q of k"]),
+        ("all three sorts", PLAIN["all three sorts"]), ("D 33, E 17", PLAIN["D 33, E 17"]),
+        ("padded, sinks, window, pages", RAGGED["padded, sinks, window, pages"]),
+        ("3 parts, packed, pages, tails", PARTS["3 parts, packed, pages, tails"]),
+        ("descriptors, pairs of tiles, tails", DESCRIBED["descriptors, pairs of tiles, tails"]),
+    )
+}  # fmt: skip
+SMALL = HALVES | PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | SOME_HEADS | DESCRIBED
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:
@@ -227,7 +239,7 @@ def main(names: list[str]) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     builders = (triton_builders.ESTIMATES, triton_builders.CHOICES, triton_builders.LAYERS)
     names = names or [*SMALL, *(name for cases in builders for name in cases), *triton_tables.TABLES]
-    with memory_checked():
+    with memory_checked(), bfloat16.as_on_a_device():
         print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
 
 
