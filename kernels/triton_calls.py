@@ -13,6 +13,8 @@ import torch
 
 from kernels.breaker import building
 
+_LOG2E = 1.4426950408889634
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
@@ -31,6 +33,13 @@ class KernelCall:
     def function(self) -> Any:
         """The kernel itself; imports triton."""
         return getattr(importlib.import_module(self.module), self.kernel)
+
+
+def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:
+    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the exponent of e^2x."""
+    if softcap is None:
+        return {"scale": scale * _LOG2E, "softcap": 0.0}
+    return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
 def run_calls(calls: Sequence[KernelCall], device: torch.device, *build: object) -> None:

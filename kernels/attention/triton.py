@@ -30,11 +30,10 @@ from kernels.copies import on_device
 from kernels.dispatch import derivative_wanted
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.ragged import Ragged
-from kernels.triton_calls import KernelCall, run_calls
+from kernels.triton_calls import KernelCall, run_calls, softmax_factors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
-_LOG2E = 1.4426950408889634
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -169,7 +168,7 @@ def prepare(
         "places": made if ragged is None else ragged.table(q.device),
         "sinks": lse if sinks is None else sinks.float().contiguous(),
         "skip": lse if skip is None else skip.contiguous(), "skipped": made if skipped is None else skipped,
-        **partial, **_factors(scale, softcap),
+        **partial, **softmax_factors(scale, softcap),
     }  # fmt: skip
     for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order), ("out", out, (0, 1, 2))):
         arguments |= {
@@ -247,13 +246,6 @@ def _between(ragged: Ragged, batch: int, q_len: int) -> Iterator[tuple[int, slic
             end = start + length
         if end < q_len:
             yield row, slice(end, q_len)
-
-
-def _factors(scale: float, softcap: float | None) -> dict[str, float]:
-    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the exponent of e^2x."""
-    if softcap is None:
-        return {"scale": scale * _LOG2E, "softcap": 0.0}
-    return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
 def tables(index: SparseIndex, rows: int, window: int | None, *, alone: Sequence[int] = ()) -> KernelCall:

@@ -15,12 +15,11 @@ from kernels.attention import triton_parts
 from kernels.attention.triton_launch import architecture, unavailable, unread
 from kernels.breaker import failure
 from kernels.dispatch import derivative_wanted
-from kernels.triton_calls import KernelCall, run_calls
+from kernels.triton_calls import KernelCall, run_calls, softmax_factors
 
 _MODULE = f"{__package__}.triton_kernel"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
-_LOG2E = 1.4426950408889634
 # A split shorter than this costs more to combine than it saves, and so do more of them than this.
 _FEWEST_KEYS, _MOST_SPLITS = 256, 256
 # Programs for each multiprocessor, so that the last ones do not keep the GPU waiting.
@@ -188,7 +187,7 @@ def prepare(
             "q": q, "k": k, "v": v, "tokens": lse if tokens is None else tokens, **bounds,
             "pages": lse if block_table is None else block_table.contiguous(),
             "tops": tops, "totals": totals, "partial": partial, "kept": kept,
-            **_factors(scale, softcap), **strides, **sizes, "splits": splits,
+            **softmax_factors(scale, softcap), **strides, **sizes, "splits": splits,
             "tokens_batch": 0 if tokens is None else tokens.stride(0),
             "tokens_head": 0 if tokens is None else tokens.stride(1),
             "pages_width": 0 if block_table is None else block_table.shape[1],
@@ -217,10 +216,3 @@ def prepare(
 
 def _power_of_two(x: int) -> int:
     return 1 << (x - 1).bit_length()
-
-
-def _factors(scale: float, softcap: float | None) -> dict[str, float]:
-    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the exponent of e^2x."""
-    if softcap is None:
-        return {"scale": scale * _LOG2E, "softcap": 0.0}
-    return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}

@@ -5,11 +5,14 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, R rows
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 import kernels.dispatch as dispatch
 from kernels.decode import MAX_QUERIES, Decoded, decode_attention
+from kernels.decode.checks import check
 from kernels.scored import cpu
 
 __all__ = ["drop_lowest", "ranks", "scored_attention"]
@@ -24,10 +27,11 @@ def scored_attention(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Decoded:
-    """Causal attention of queries, the last Q of K, with the sum of each key's probabilities from the same pass.
+    """Causal attention of queries, the last Q of K, and the sum of each key's probabilities in all of them.
 
-    That is decode_attention(scores="sum") of any number of queries: H2O's scores of a prompt (H2O, section 4). Rows of
-    attention exist for 64 queries of a head at a time, one such tile a thread.
+    That is decode_attention(scores="sum") of any number of queries: H2O's scores of a prompt (H2O, section 4). On the
+    CPU rows of attention exist for 64 queries of a head at a time, one such tile a thread; on a GPU for none: a second
+    pass makes probabilities again out of the log-sum-exp.
 
     Args:
         q: (B, H, Q, D) queries.
@@ -48,32 +52,14 @@ def scored_attention(
         raise ValueError(f"queries are the last of the keys: got {q_len} queries and {k_len} keys")
     if q_len <= MAX_QUERIES:
         return decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
-    # Checks what all calls share, too.
-    first = decode_attention(
-        q[:, :, :1], k[:, :, :1], v[:, :, :1], scale=scale, softcap=softcap, scores="sum", backend=backend
-    )
-    if dispatch.choose(backend, q, k, v, op="decode") is dispatch.backend("cpu", "decode"):
-        how = q.shape[3] ** -0.5 if scale is None else float(scale)
-        return Decoded(*cpu.scored_attention(q, k, v, scale=how, softcap=softcap))
-    assert first.scores is not None
-    out = first.out.new_empty(q.shape[0], q_len, q.shape[1], v.shape[3]).transpose(1, 2)
-    lse, sums = first.lse.new_empty(q.shape[:3]), first.scores.new_zeros(k.shape[:3])
-    for begin in range(0, q_len, MAX_QUERIES):
-        end = min(begin + MAX_QUERIES, q_len)
-        seen = k_len - q_len + end
-        some = decode_attention(
-            q[:, :, begin:end],
-            k[:, :, :seen],
-            v[:, :, :seen],
-            scale=scale,
-            softcap=softcap,
-            scores="sum",
-            backend=backend,
-        )
-        assert some.scores is not None
-        out[:, :, begin:end], lse[:, :, begin:end] = some.out, some.lse
-        sums[:, :, :seen] += some.scores
-    return Decoded(out, lse, sums)
+    # All that is asked of a call holds for its first query as well.
+    check(q[:, :, :1], k, v, None, None, None, None, scale, softcap, "sum", None, None)
+    how = q.shape[3] ** -0.5 if scale is None else float(scale)
+
+    def call(module: ModuleType) -> Decoded:
+        return Decoded(*module.scored_attention(q, k, v, scale=how, softcap=softcap))
+
+    return dispatch.serve(backend, call, q, k, v, op="scored")
 
 
 def drop_lowest(

@@ -12,6 +12,11 @@ from kernels.attention import cpu as attention
 from kernels.native import build
 
 
+def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why this backend cannot serve the call; None where it can."""
+    return attention.supports(q, k, v)
+
+
 def serves(x: Tensor) -> bool:
     """Whether native code drops tokens of a cache that x belongs to; torch does where it does not."""
     return x.device.type == "cpu" and build.load() is None

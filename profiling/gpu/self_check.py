@@ -23,6 +23,7 @@ from kernels.patterns import LayerPlan, make
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
+from kernels.scored import scored_attention
 from profiling.gpu.steps import Rows, Setting
 from runtime.attention import dense_heads
 from runtime.attention.kernel import attend_layer
@@ -226,6 +227,18 @@ def _layer(setting: Setting) -> tuple[float, float]:
     return float((found != expected).float().mean()), 0.002
 
 
+def _scores(setting: Setting) -> tuple[float, float]:
+    """A prompt's scores, as a share of the queries that add to them, and its output."""
+    n = _length(setting)
+    q, k, v = _inputs(setting, n - 60, n)
+    found = scored_attention(q, k, v, backend="triton")
+    expected = scored_attention(q.float(), k.float(), v.float(), backend="reference")
+    assert found.scores is not None and expected.scores is not None
+    wrong = float((found.out.float() - expected.out).abs().max()) / _ERROR[setting.dtype]
+    mass = float((found.scores - expected.scores).abs().max()) / (q.shape[2] * _HEADS / _KV_HEADS)
+    return max(wrong, mass / _MASS_ERROR), 1.0
+
+
 def _two_ways(setting: Setting) -> tuple[float, float]:
     """A layer whose dense heads torch serves, of a whole prompt and of a chunk."""
     n, error = _length(setting), 0.0
@@ -250,6 +263,7 @@ _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "a layer's index": _layer,
     "decode, all keys": lambda s: _decode(s, chosen=False),
     "decode, chosen keys": lambda s: _decode(s, chosen=True),
+    "scores of a prompt": _scores,
     "attention, strided": _strided,
     "attention, window, dense tail, soft-cap": lambda s: _attention(s, _LISTS, tail=70, window=130, softcap=20.0),
     "attention, packed sequences": _ragged,
@@ -260,4 +274,4 @@ _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "decode, 5 queries": lambda s: _decode(s, chosen=False, q_len=5),
 }
 # Which launch every kernel between them.
-_REHEARSED = ("choice", "decode, chosen keys", "attention, pages of 16, lists")
+_REHEARSED = ("choice", "decode, chosen keys", "attention, pages of 16, lists", "scores of a prompt")

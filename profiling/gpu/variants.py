@@ -13,6 +13,7 @@ from kernels.decode import triton as decode
 from kernels.index import SparseIndex, lists, num_tiles
 from kernels.patterns import triton as builders
 from kernels.ragged import Ragged
+from kernels.scored import triton as scored
 from kernels.triton_calls import KernelCall
 from profiling.gpu.compiled import Build, compile_kernel
 
@@ -158,6 +159,14 @@ def compile_fill(target: str) -> Build:
     lines = builders.Lines(vertical=mass, near=mass, far=mass, heads=((0, 64, 64), (1, 64, 64)))
     lists = builders.Lists(scores=torch.empty(1, 64, 64), heads=((2, 3),), first=0, row=0, reach=63)
     return _compile(builders.choices(made, lines, lists), target)
+
+
+def compile_scores(target: str, *, head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> Build:
+    """Compile the launch that adds up a prompt's probabilities on the target."""
+    q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
+    architecture = "hip" if target.startswith("gfx") else target
+    call, _ = scored.prepare(q, k, torch.empty(1, 4, 256), scale=1.0, softcap=softcap, target=architecture)
+    return _compile(call, target)
 
 
 def compile_decode(

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from kernels.decode import decode_attention, triton
+from kernels.scored import scored_attention
+from tests.kernels import scored_cases
 from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, errors, oracle, problem, run, serve
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +73,20 @@ def test_no_call_waits_for_the_gpu(name: str) -> None:
         decode_attention(*qkv, **rest, scores="max", backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", scored_cases.CASES)
+def test_scores_of_a_prompt_agree_with_the_reference(name: str) -> None:
+    case = scored_cases.CASES[name]
+    found = scored_cases.run(case, DEVICE)
+    assert close(found, case.dtype), found
+
+
+def test_scores_of_a_long_prompt_repeat_to_the_bit() -> None:
+    case = scored_cases.Case(sizes=(1, 8, 2, 5000, 6000, 128, 128), dtype=torch.bfloat16)
+    assert close(found := scored_cases.run(case, DEVICE), torch.bfloat16), found
+    first, again = (scored_attention(*scored_cases.inputs(case, DEVICE)) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
 def test_offsets_beyond_two_billion_elements() -> None:

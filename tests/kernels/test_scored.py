@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
-from kernels.decode import MAX_QUERIES, reference
-from kernels.scored import cpu, drop_lowest, ranks, scored_attention
+from kernels.attention import triton_launch
+from kernels.scored import cpu, drop_lowest, ranks, scored_attention, triton
+from tests.kernels import scored_cases
+from tests.kernels.decode_cases import TOLERANCES as DECODE_TOLERANCES
+from tests.kernels.scored_cases import SIZES, expected
+from tests.sampling import names_in_this_run, sampled
+
+ROOT = Path(__file__).parents[2]
 
 needs_native = pytest.mark.skipif(not cpu.serves(torch.empty(1)), reason="no native code on this machine")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# B, H, G, Q, K, D, E
-SIZES = [
-    (2, 4, 2, 1, 70, 64, 64),
-    (1, 4, 1, MAX_QUERIES, MAX_QUERIES, 16, 16),
-    (2, 4, 2, 70, 70, 64, 64),
-    (1, 9, 3, 100, 333, 64, 64),
-    (1, 4, 1, 17, 65, 24, 40),
-    (2, 2, 2, 600, 1201, 80, 80),
-    (1, 4, 2, 64, 64, 16, 16),
-    (1, 2, 1, 129, 640, 128, 64),
-]
 
 
 def inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    batch, heads, kv_heads, q_len, k_len, dim, value_dim = sizes
-    generator = torch.Generator().manual_seed(sum(sizes))
-    shapes = ((batch, heads, q_len, dim), (batch, kv_heads, k_len, dim), (batch, kv_heads, k_len, value_dim))
-    return tuple((torch.randn(*shape, generator=generator) * 1.5).to(dtype) for shape in shapes)
+    return scored_cases.inputs(scored_cases.Case(sizes=sizes, dtype=dtype), torch.device("cpu"))
 
 
-def expected(q, k, v, softcap=None):
-    how = {"tokens": None, "starts": None, "ends": None, "window": None, "block_table": None}
-    scale = q.shape[3] ** -0.5
-    return reference.decode_attention(
-        q.float(), k.float(), v.float(), scale=scale, softcap=softcap, scores="sum", **how
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Launches and errors of the cases of this run, in a process of its own as in test_triton.py."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", scored_cases.__name__, *names_in_this_run(request)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    sampled(scored_cases.CASES, "bfloat16", "float8", "slices of a cache", "NaN among values", "huge logits", "D 96"),
+)
+def test_interpreted_kernels_agree_with_the_reference(name, interpreted):
+    found = interpreted[name]
+    for error, most in zip(found["errors"], DECODE_TOLERANCES[scored_cases.CASES[name].dtype], strict=True):
+        assert error <= most, found
+    assert found["launches"] == ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
+
+
+@pytest.mark.parametrize("name", ["slices of a cache", "NaN among values", "own scale"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_other_backends_are_put_to_the_same(name, backend):
+    case = scored_cases.CASES[name]
+    found = scored_cases.run(case, torch.device("cpu"), backend)
+    assert all(error <= most for error, most in zip(found, DECODE_TOLERANCES[case.dtype], strict=True)), found
+
+
+def test_a_kernel_that_does_not_build_is_passed_over():
+    """What cannot be built is said, and asked for by name refused."""
+    x = torch.randn(1, 2, 30, 16)
+    failed = mock.patch.dict("kernels.breaker._failed", {triton._build(x): "it does not build"})
+    with failed, mock.patch.object(triton_launch, "_INTERPRETED", True):
+        assert triton.supports(x, x, x) == "it does not build"
+        with pytest.raises(ValueError, match="'triton' cannot serve this call: it does not build"):
+            scored_attention(x, x, x, backend="triton")
+    assert triton.supports(x, x, x) == "it serves tensors on a GPU, not on cpu"
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -47,7 +86,7 @@ def test_out_lse_and_sums_are_those_of_full_attention(sizes, backend, dtype, sof
         pytest.skip("no native code on this machine")
     q, k, v = inputs(sizes, dtype)
     for found, right in zip(
-        scored_attention(q, k, v, softcap=softcap, backend=backend), expected(q, k, v, softcap), strict=True
+        scored_attention(q, k, v, softcap=softcap, backend=backend), expected(q, k, v, softcap=softcap), strict=True
     ):
         torch.testing.assert_close(found.float(), right, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 

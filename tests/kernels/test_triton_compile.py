@@ -12,7 +12,15 @@ import torch
 
 from profiling.gpu.compiled import TARGETS
 from profiling.gpu.machine_code import hot_loops
-from profiling.gpu.variants import VARIANTS, compile_choice, compile_estimate, compile_fill, compile_for, compile_tables
+from profiling.gpu.variants import (
+    VARIANTS,
+    compile_choice,
+    compile_estimate,
+    compile_fill,
+    compile_for,
+    compile_scores,
+    compile_tables,
+)
 from tests.sampling import sampled
 
 pytestmark = [
@@ -63,6 +71,20 @@ def test_estimate_compiles_without_spills(target: str, head_dim: int, window: in
     pytest.importorskip("triton", reason="triton is not installed")
     for name, built in compile_estimate(target, head_dim=head_dim, dtype=torch.bfloat16, window=window).items():
         assert built.fault(target, torch.bfloat16) is None, name
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "softcap"),
+    sampled(
+        [*((target, dim, None) for target in TARGETS for dim in (64, 80, 128, 256, 512)), ("sm_90", 128, 30.0)],
+        ("sm_90", 128, 30.0),
+        ("gfx942", 512, None),
+    ),
+)
+def test_scores_of_a_prompt_compile_without_spills(target: str, head_dim: int, softcap: float | None) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    built = compile_scores(target, head_dim=head_dim, dtype=torch.bfloat16, softcap=softcap)
+    assert built.fault(target, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(
