@@ -44,7 +44,7 @@ def best_places(
 
     Returns:
         The places, padded with PAD. Nothing waits for the device. The smaller place of two with equal scores comes
-        first, but where a GPU is left to torch, long rows and coverage, topk decides, each time alike.
+        first; where a GPU is left to torch, as it is with a coverage, topk decides, each time alike.
     """
     if cpu.serves(scores):
         return cpu.best_places(scores, sizes, coverage, forced=forced, ends=ends, counts=counts)

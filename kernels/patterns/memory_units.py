@@ -20,7 +20,7 @@ from kernels.patterns.choose import best_places
 from kernels.patterns.fixed import counted, reach
 from kernels.patterns.rows import offsets_of, put
 
-# Bytes of fp32 scores held at once.
+# Bytes of fp32 scores held at once, and of running sums over queries.
 _SCRATCH_BYTES = 1 << 26
 
 
@@ -53,19 +53,39 @@ class MemoryUnits(Pattern):
         scale: float,
         window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
-        """See Pattern.prepare. Units depend on the window: they are made with each index, head by head."""
+        """See Pattern.prepare. Units depend on the window: they are made with each index."""
         q_len, k_len = q.shape[2], k.shape[2]
-        group = q.shape[1] // k.shape[1]
         queries = mean_of_tiles(q, heads, lead=(k_len - q_len) % TILE)
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
-            made = [
-                representatives(q[:, head], k[:, head // group], p.window, p.representatives)
-                for head, p in zip(heads, patterns, strict=True)
-            ]
-            return select(queries, torch.stack(made, dim=1), patterns, q_len=q_len, k_len=k_len, window=window)
+            units = _units(q, k, heads, patterns)
+            return select(queries, units, patterns, q_len=q_len, k_len=k_len, window=window)
 
         return build
+
+
+def _units(q: Tensor, k: Tensor, heads: Sequence[int], patterns: Sequence[MemoryUnits]) -> Tensor:
+    """The representatives (B, h, U, D) of some heads. Those of one size go together, as scratch has room."""
+    group = q.shape[1] // k.shape[1]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for place, p in enumerate(patterns):
+        alike.setdefault((p.window, p.representatives), []).append(place)
+    at_once = max(1, _SCRATCH_BYTES // (8 * q.shape[0] * k.shape[2] * k.shape[3]))
+    made, order = [], []
+    for (window, count), places in alike.items():
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            mine = tuple(heads[place] for place in some)
+            queries, keys = (
+                x.index_select(1, on_device(which, x.device))
+                for x, which in ((q, mine), (k, tuple(head // group for head in mine)))
+            )
+            made.append(representatives(queries, keys, window, count))
+            order += some
+    if len(made) == 1:
+        return made[0]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(made, dim=1).index_select(1, on_device(tuple(back), q.device))
 
 
 def select(
@@ -104,24 +124,24 @@ def select(
 
 
 def representatives(q: Tensor, k: Tensor, window: int, count: int) -> Tensor:
-    """The mean of each unit's `count` best keys, (B, U, D) fp32, by the mean product with the queries after them.
+    """The mean of each unit's `count` best keys, (B, h, U, D) fp32, by the mean product with the queries after them.
 
-    q (B, Q, D) and k (B, K, D) of one head. Only queries of the call within `window` of a key count; keys that none
-    follows are all alike.
+    q (B, h, Q, D) and k (B, h, K, D). Only queries of the call within `window` of a key count; keys that none follows
+    are all alike.
     """
-    q_len, k_len = q.shape[1], k.shape[1]
+    q_len, k_len = q.shape[2], k.shape[2]
     window = min(window, k_len)
     # Sums over windows are differences of running sums, which fp32 would round away.
-    sums = torch.nn.functional.pad(q.to(torch.float64).cumsum(1), (0, 0, 1, 0))
+    sums = torch.nn.functional.pad(q.to(torch.float64).cumsum(2), (0, 0, 1, 0))
     after = torch.arange(k_len, device=k.device) - (k_len - q_len) + 1
     start, stop = after.clamp(0, q_len), (after + window).clamp(0, q_len)
-    local = (sums.index_select(1, stop) - sums.index_select(1, start)) / (stop - start).clamp_min(1)[:, None]
+    local = (sums.index_select(2, stop) - sums.index_select(2, start)) / (stop - start).clamp_min(1)[:, None]
     keys = k.float()
     relevance = (local.float() * keys).sum(-1)
     n, missing = num_tiles(k_len), -k_len % TILE
-    relevance = torch.nn.functional.pad(relevance, (0, missing), value=float("-inf")).unflatten(1, (n, TILE))
-    keys = torch.nn.functional.pad(keys, (0, 0, 0, missing)).unflatten(1, (n, TILE))
+    relevance = torch.nn.functional.pad(relevance, (0, missing), value=float("-inf")).unflatten(2, (n, TILE))
+    keys = torch.nn.functional.pad(keys, (0, 0, 0, missing)).unflatten(2, (n, TILE))
     best = relevance.topk(min(count, TILE), dim=-1)
     held = (best.values > float("-inf")).float()[..., None]
-    chosen = keys.gather(2, best.indices[..., None].expand(*best.indices.shape, keys.shape[-1]))
-    return (chosen * held).sum(2) / held.sum(2)
+    chosen = keys.gather(3, best.indices[..., None].expand(*best.indices.shape, keys.shape[-1]))
+    return (chosen * held).sum(3) / held.sum(3)

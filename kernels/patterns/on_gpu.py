@@ -1,6 +1,7 @@
 """A layer's index in a few launches on a GPU: what its heads read of the prompt and choose, straight to its place.
 
-What does not depend on the prompt is laid out once for each length: entries of fixed patterns, and where lists begin.
+What does not depend on the prompt is laid out once for each length, on any device: entries of fixed patterns, and where
+lists begin. Layers with the same patterns share it.
 
 Shapes: B batch, H query heads, R query tiles, N key tiles.
 """
@@ -29,19 +30,57 @@ from kernels.patterns.rows import offsets_of
 from kernels.patterns.skip_softmax import SkipSoftmax
 from kernels.patterns.vertical_slash import VerticalSlash
 
+# Kinds whose index depends on nothing but lengths.
+_LAID_OUT = (Dense, Fixed, SkipSoftmax)
 _Kinds = tuple[tuple[type[Pattern], tuple[int, ...], tuple[Pattern, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """An index without what is chosen, on the host, and its parts on the device."""
+    """An index without what is chosen: its shapes, without memory, and its parts on the device.
+
+    entries: diagonals, then columns, in one tensor, so that one copy of it is all that is made of them; offsets: None
+    where there are no lists, of `total` entries.
+    """
 
     index: SparseIndex
-    diagonals: Copy
-    columns: Copy
-    offsets: Copy
+    entries: Copy
+    offsets: Copy | None
     skip: Copy | None
     total: int
+
+    def fields(self, *, own: bool) -> dict[str, Any]:
+        """What changes hands of it; `own`: its diagonals and columns are written to."""
+        entries = self.entries.read()
+        if own:
+            entries = entries.clone()
+        index = self.index
+        lists = (
+            no_lists(index.batch, index.num_heads, index.num_rows, device=entries.device)
+            if self.offsets is None
+            else {
+                "offsets": self.offsets.read(),
+                "tiles": torch.empty(self.total, dtype=torch.int32, device=entries.device),
+            }
+        )
+        return {
+            "diagonals": entries[: index.diagonals.numel()].view(index.diagonals.shape),
+            "columns": entries[_begin(index) :].view(index.columns.shape),
+            **lists,
+        }
+
+    def with_fields(self, fields: Mapping[str, Tensor]) -> SparseIndex:
+        """The index on the device."""
+        index = self.index
+        return SparseIndex.built(
+            widths=index.widths(), q_len=index.q_len, k_len=index.k_len, **fields, dense_tail=index.dense_tail,
+            skip=None if self.skip is None else self.skip.read(),
+        )  # fmt: skip
+
+
+def _begin(index: SparseIndex) -> int:
+    """Where columns begin behind diagonals: at a multiple of 16 bytes, as Triton likes tensors to."""
+    return -(-index.diagonals.numel() // 4) * 4
 
 
 def build(
@@ -55,14 +94,20 @@ def build(
 ) -> SparseIndex | None:
     """The index of a layer, as LayerPlan.build says; None where its kinds or tensors are not for these launches.
 
-    They choose columns, diagonals and tiles by number, not by mass, and read half precision on a GPU.
+    They choose columns, diagonals and tiles by number, not by mass, and read half precision on a GPU; or choose nothing
+    and are of several kinds, on any device.
     """
+    key = tuple((kind, tuple(heads), tuple(patterns[head] for head in heads)) for kind, heads in kinds.items())
+    if all(issubclass(kind, _LAID_OUT) for kind in kinds):
+        if len(kinds) == 1:
+            return None
+        layout = _layout(key, tuple(q.shape), k.shape[2], window, q.device)
+        return layout.with_fields(layout.fields(own=False))
     chosen = [*kinds.get(VerticalSlash, ()), *kinds.get(BlockSparse, ())]
-    fixed = all(issubclass(kind, (Dense, Fixed, SkipSoftmax, VerticalSlash, BlockSparse)) for kind in kinds)
+    fixed = all(issubclass(kind, (*_LAID_OUT, VerticalSlash, BlockSparse)) for kind in kinds)
     by_mass = any(getattr(patterns[head], "coverage", None) is not None for head in chosen)
     if not chosen or not fixed or by_mass or cpu.serves(q) or not triton.serves(q):
         return None
-    key = tuple((kind, tuple(heads), tuple(patterns[head] for head in heads)) for kind, heads in kinds.items())
     # Where a kernel turns out not to build, torch serves this call and those to come.
     with suppress(CannotBuildError):
         return _build(patterns, kinds, _layout(key, tuple(q.shape), k.shape[2], window, q.device), q, k, scale, window)
@@ -78,11 +123,7 @@ def _build(
     scale: float,
     window: int | None,
 ) -> SparseIndex:
-    made = {
-        "diagonals": layout.diagonals.read().clone(), "columns": layout.columns.read().clone(),
-        "offsets": layout.offsets.read(),
-        "tiles": torch.empty(layout.total, dtype=torch.int32, device=q.device),
-    }  # fmt: skip
+    made = layout.fields(own=bool(kinds.get(VerticalSlash)))
     lines = None
     some: Any
     if heads := kinds.get(VerticalSlash, ()):
@@ -105,11 +146,7 @@ def _build(
             lines = None
     else:
         triton.fill(made, lines, None)
-    index = layout.index
-    return SparseIndex.built(
-        widths=index.widths(), q_len=index.q_len, k_len=index.k_len, **made, dense_tail=index.dense_tail,
-        skip=None if layout.skip is None else layout.skip.read(),
-    )  # fmt: skip
+    return layout.with_fields(made)
 
 
 @lru_cache(maxsize=64)
@@ -151,7 +188,10 @@ def _layout(kinds: _Kinds, shape: tuple[int, ...], k_len: int, window: int | Non
         index = cat_heads(parts, torch.tensor(place), place)
         # An expanded tensor has no memory of its own to copy.
         skip = None if index.skip is None else Copy.of(index.skip.contiguous(), device)
-        entries = {
-            name: Copy.of(getattr(index, name).contiguous(), device) for name in ("diagonals", "columns", "offsets")
-        }
-    return _Layout(index=index, **entries, skip=skip, total=total)
+        offsets = Copy.of(index.offsets.contiguous(), device) if total else None
+        diagonals, columns = index.diagonals.flatten(), index.columns.flatten()
+        gap = diagonals.new_full((_begin(index) - len(diagonals),), PAD)
+        entries = Copy.of(torch.cat([diagonals, gap, columns]), device)
+        shapes: Any = {name: getattr(index, name).to("meta") for name in ("diagonals", "columns", "tiles", "offsets")}
+        bare = SparseIndex.built(widths=index.widths(), q_len=q_len, k_len=k_len, **shapes, dense_tail=index.dense_tail)
+    return _Layout(index=bare, entries=entries, offsets=offsets, skip=skip, total=total)

@@ -14,6 +14,7 @@ import torch
 from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
+from kernels.scored import scored_attention
 from profiling.gpu import model
 from profiling.gpu.launches import Counts, as_on_gpu, counting
 from profiling.gpu.steps import Setting
@@ -23,6 +24,7 @@ from profiling.speed.decode_steps import fill
 LAYERS = {
     "vertical-slash": [make("vertical_slash", vertical=80, slash=90)],
     "A-shape": [make("a_shape", sink=64, window=64)],
+    "A-shape and dense": [make("a_shape", sink=64, window=64), make("dense")],
     "block-sparse": [make("block_sparse", blocks=2)],
     "all three": [
         make("vertical_slash", vertical=80, slash=90),
@@ -58,6 +60,18 @@ def decode(chosen: bool, scores: bool, length: int) -> Counts:
     return counts
 
 
+def scored(length: int) -> Counts:
+    """A prompt with the sum of each key's probabilities, as H2O takes it in: the second of its length."""
+    q = torch.randn(1, 4, length, 64, dtype=torch.float16)
+    k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
+    with torch.no_grad():
+        with counting(run=False):
+            scored_attention(q, k, v, backend="triton")
+        with counting(run=False) as counts:
+            scored_attention(q, k, v, backend="triton")
+    return counts
+
+
 def model_step(length: int) -> Counts:
     """One token of a model of three layers with OmniKV: the first is dense, the second chooses, the third follows.
 
@@ -85,6 +99,7 @@ def main() -> None:
             ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False, True),
         ):  # fmt: skip
             found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
+        found[f"prompt, scores, {length}"] = asdict(scored(length))
         found[f"model step, OmniKV, {length}"] = asdict(model_step(length))
     environment = {"torch": torch.__version__, "triton": version("triton"), "device": None}
     print(json.dumps({"environment": environment, "counts": found}, indent=1))
