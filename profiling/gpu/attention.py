@@ -1,4 +1,4 @@
-"""Attention of a prefill beside torch's dense kernels, FlexAttention and FlashInfer, at the published sizes.
+"""Attention of a prefill beside torch's dense kernels, FlexAttention, FlashInfer and vLLM, at the published sizes.
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim.
 """
@@ -14,8 +14,9 @@ import torch
 
 from kernels.index import TILE, num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
+from profiling.gpu import vllm_sparse
 from profiling.gpu.steps import Rows, Setting
-from profiling.speed.attention_speed import Size, Speed, inputs, measure, paper_patterns, patterns_for
+from profiling.speed.attention_speed import Size, Speed, check, inputs, measure, paper_patterns, patterns_for
 from profiling.speed.latency import in_turn, medians
 
 _LENGTHS = {"attention": (32_768, 8192, 131_072), "long": (262_144, 524_288, 2**20), "others": (8192, 32_768)}
@@ -29,6 +30,8 @@ def pieces(step: str, setting: Setting) -> list[str]:
     if step != "others":
         return [str(length) for length in lengths] if step == "attention" or not setting.small else []
     flash = [f"flashinfer {length}" for length in lengths] if find_spec("flashinfer") else []
+    if find_spec("vllm"):
+        flash += [f"vllm {length}" for length in lengths]
     return [*flash, *(f"flex {length}" for length in lengths if not setting.small)]
 
 
@@ -38,6 +41,8 @@ def run(piece: str, setting: Setting) -> dict[str, Any]:
     size = size_of(int(length), setting)
     if what == ["flashinfer"]:
         return {"size": asdict(size), "flashinfer": _flashinfer(size, setting)}
+    if what == ["vllm"]:
+        return {"size": asdict(size), "vllm": _vllm(size, setting)}
     repeats = 0 if setting.small else 1 if size.length > 131_072 else 3
     speeds = measure(size, patterns(size, setting), repeats=repeats, flex=what == ["flex"])
     return {"size": asdict(size), "speeds": [asdict(speed) for speed in speeds]}
@@ -82,17 +87,27 @@ def _flashinfer(size: Size, setting: Setting) -> list[dict[str, Any]]:
     return [{"seconds": taken, "flops": float(mask.sum()) * group * 4 * TILE * TILE * size.head_dim}]
 
 
+def _vllm(size: Size, setting: Setting) -> list[dict[str, Any]]:
+    """vLLM's vertical-slash attention over the entries of a vertical-slash index."""
+    q, k, v = inputs(size)
+    (pattern,) = [each for each in patterns(size, setting) if each.kind == "vertical_slash"]
+    index = LayerPlan([pattern] * size.heads, size.kv_heads).build(q, k)
+    run = vllm_sparse.attention(q, k, v, index)
+    check(run(), q, k, v, index, "vLLM's sparse_attn_func")
+    taken = medians(in_turn({"": run}, repeats=3, device=size.device))[""]
+    return [{"seconds": taken, "flops": float(index.flops(size.head_dim).sum())}]
+
+
 def lines(rows: Rows) -> list[Sequence[str]]:
     """TF/s count computed tiles; the factors are against torch's fastest dense kernel, with the index and without."""
     head = ("tokens", "pattern", "density", "dense ms", "dense TF/s", "ours, every key TF/s", "sparse ms", "TF/s")
     table: list[Sequence[str]] = [(*head, "index ms", "index share", "x dense", "without index", "flex ms")]
     for row in rows.values():
         size = Size(**row["size"])
-        for each in row.get("flashinfer", ()):
-            rate = f"{each['flops'] / each['seconds'] / 1e12:.0f}"
-            table.append(
-                (str(size.length), "block_sparse, FlashInfer", "", "", "", "", _ms(each["seconds"]), rate, *[""] * 5)
-            )
+        for name, kind in (("flashinfer", "block_sparse, FlashInfer"), ("vllm", "vertical_slash, vLLM")):
+            for each in row.get(name, ()):
+                rate = _rate(each["flops"], each["seconds"])
+                table.append((f"{size.length:,}", kind, "", "", "", "", _ms(each["seconds"]), rate, *[""] * 5))
         for speed in (Speed(**each) for each in row.get("speeds", ())):
             whole = speed.sparse_seconds + speed.build_seconds
             table.append(

@@ -23,6 +23,7 @@ from profiling.gpu.variants import (
     compile_estimate,
     compile_fill,
     compile_for,
+    compile_scores,
     compile_tables,
 )
 
@@ -33,6 +34,8 @@ ATTENTION = (
     "diagonals, columns", "lists", "diagonals, lists, columns", "diagonals, columns, parts", "a serving engine",
     "diagonals, columns, descriptors", "lists, descriptors",
 )  # fmt: skip
+# Those whose heads the sweep times, by its name for them.
+_SORTS = {"diagonals, columns": "paired", "lists": "lists"}
 DECODE = ("all keys", "tokens, scores")
 
 
@@ -68,6 +71,7 @@ def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
     else:
         built = {**compile_estimate(target, **how), "choice": compile_choice(target, n=16_385)}
         built |= {"choice of a layer": compile_fill(target), "tables": compile_tables(target)}
+        built |= {"scores of a prompt": compile_scores(target, **how)}
     return {name: _facts(build, target) for name, build in built.items()}
 
 
@@ -89,6 +93,24 @@ def _facts(build: Build, target: str, launch: Launch | None = None, dim: int = 0
             # The loop of tiles that carry a mask comes next.
             facts["masked"] = asdict(rest[0]) if rest else None
     return facts
+
+
+def beside_measured(predicted: Rows, swept: Rows) -> list[Sequence[str]]:
+    """A line for each of the table's builds that was both compiled here and timed by the sweep; else only a header."""
+    table: list[Sequence[str]] = [("heads", "dim", "build", "at most TF/s", "bound by", "measured TF/s", "share")]
+    for piece, kernels in predicted.items():
+        _, dim, *_ = piece.split()
+        facts = kernels.get("attention", {})
+        for row in swept.values():
+            if row and facts.get("predicted") and (row["dim"], row["build"]) == (int(dim), facts["launch"]):
+                most, found = facts["predicted"]["flops"], row["flops"] / row["seconds"]
+                if _SORTS.get(piece.partition(": ")[2].removesuffix(", descriptors")) == row["sort"]:
+                    numbers = (f"{found / 1e12:.0f}", f"{found / most:.0%}")
+                    build = ", ".join(f"{name} {row['build'][name]}" for name in ("rows", "keys", "warps", "stages"))
+                    build += ", descriptors" * row["build"]["descriptors"]
+                    bound = facts["predicted"]["bound"]
+                    table.append((row["sort"], dim, build, f"{most / 1e12:.0f}", bound, *numbers))
+    return table
 
 
 def lines(rows: Rows) -> list[Sequence[str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from profiling.gpu.builds import beside_measured
+
 
 def page(record: Mapping[str, Any]) -> str:
     """Device and versions, what went wrong, and a table for each step."""
@@ -23,6 +25,11 @@ def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n**{len(failed)} pieces failed.**" if failed else "\nNothing failed."
     for name, piece, error in failed:
         yield f"- {name}, {piece}: `{' '.join(error.split())[:300]}`"
+    rows = {name: step["rows"] for name, step in record["steps"].items()}
+    known = beside_measured(rows.get("predicted", {}), rows.get("sweep", {}))
+    if len(known) > 1:
+        yield "\n## What the time model allows at most, and what was measured\n"
+        yield from markdown(known)
     for name, step in record["steps"].items():
         yield f"\n## {step['title']}\n"
         yield from markdown(step["table"])

@@ -24,6 +24,8 @@ FILES = {
     "tests/runtime/test_traffic.py": 1,
     "tests/runtime/test_gpu_low_memory.py": 1,
 }
+# The conformance of what is timed afterwards.
+_KERNELS = "tests/kernels/"
 # Has parts of minutes, which are a step of their own.
 _LONG = "tests/runtime/test_gpu_low_memory.py"
 # What shows on the CPU that the pieces run: two tests of one file.
@@ -35,10 +37,11 @@ def pieces(step: str, setting: Setting) -> list[str]:
     if not (_ROOT / _LONG).is_file():
         return []
     if setting.small:
-        return [f"{_REHEARSED} 0/20"] if step == "tests" else []
+        return [f"{_REHEARSED} 0/20"] if step == "conformance" else []
     if step == "slow tests":
         return [f"{_LONG} {at}/2 slow" for at in range(2)]
-    return [f"{file} {at}/{count}" for file, count in FILES.items() for at in range(count)]
+    wanted = {file: n for file, n in FILES.items() if file.startswith(_KERNELS) == (step == "conformance")}
+    return [f"{file} {at}/{count}" for file, count in wanted.items() for at in range(count)]
 
 
 class _Slice:

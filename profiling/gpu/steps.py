@@ -60,6 +60,13 @@ class Step:
 STEPS = (
     Step(name="device", title="The device", module="profiling.gpu.device", seconds=60),
     Step(name="check", title="Self-check: every kernel once", module="profiling.gpu.self_check", seconds=90, workers=4),
+    Step(
+        name="conformance",
+        title="Kernels against the reference on this device",
+        module="profiling.gpu.pytest_files",
+        seconds=120,
+        workers=6,
+    ),
     Step(name="attention", title="Attention, the published sizes", module="profiling.gpu.attention", seconds=90),
     Step(name="builds", title="Builds compiled for the sweep", module="profiling.gpu.sweep", seconds=90, workers=8),
     Step(name="sweep", title="Sweep of the launch table", module="profiling.gpu.sweep", seconds=45),
@@ -72,9 +79,11 @@ STEPS = (
     ),
     Step(name="decode", title="Decode: one token's attention", module="profiling.gpu.decode", seconds=60),
     Step(name="model", title="An 8B shape from end to end", module="profiling.gpu.model", seconds=150),
-    Step(name="tests", title="Tests that need a GPU", module="profiling.gpu.pytest_files", seconds=120, workers=6),
+    Step(
+        name="tests", title="Other tests that need a GPU", module="profiling.gpu.pytest_files", seconds=120, workers=6
+    ),
     Step(name="long", title="Attention at 256K to 1M tokens", module="profiling.gpu.attention", seconds=180),
-    Step(name="others", title="FlexAttention and FlashInfer", module="profiling.gpu.attention", seconds=150),
+    Step(name="others", title="FlexAttention, FlashInfer and vLLM", module="profiling.gpu.attention", seconds=150),
     Step(name="costs", title="The cost table of a search", module="profiling.gpu.commands", seconds=240),
     Step(name="commands", title="A model of your own", module="profiling.gpu.commands", seconds=600),
     Step(name="slow tests", title="Tests of 512K and 1M tokens", module="profiling.gpu.pytest_files", seconds=300),

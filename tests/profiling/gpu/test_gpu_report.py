@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from artifacts import HeadwiseError
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
 from profiling import gpu_report
-from profiling.gpu import pytest_files, self_check, sweep
+from profiling.gpu import builds, pytest_files, self_check, sweep, vllm_sparse
+from profiling.gpu.page import page
 from profiling.gpu.steps import STEPS, Setting
 
 
@@ -114,6 +118,68 @@ def row(sort: str, seconds: float, table: float, *, own: bool = False, **build: 
         "sort": sort, "dim": 128, "build": fields, "target": "sm_90", "own": own, "seconds": seconds,
         "table_seconds": table, "flops": 1e9,
     }  # fmt: skip
+
+
+def test_the_time_model_stands_beside_what_was_measured() -> None:
+    swept = {
+        "a": row("paired", 2e-6, 3e-6, rows=2, warps=8), "b": row("paired", 3e-6, 3e-6), "c": row("lists", 5e-6, 5e-6),
+    }  # fmt: skip
+
+    def facts(letter: str, **more: Any) -> dict[str, Any]:
+        return {"attention": {"launch": swept[letter]["build"], "predicted": {"flops": 1e15, "bound": "L2"}} | more}
+
+    compiled = {
+        "sm_90 128 attention: diagonals, columns": facts("a"),
+        "sm_90 128 attention: diagonals, columns, parts": facts("b"),
+        "sm_90 128 attention: lists": facts("c"),
+        "sm_90 64 attention: lists": facts("c"),
+        "sm_90 128 decode: all keys": {"split_kernel": {}},
+    }
+    head, *found = builds.beside_measured(compiled, swept)
+    assert [line[0] for line in found] == ["paired", "lists"] and len(head) == len(found[0])
+    assert found[0][2:] == ("rows 2, keys 64, warps 8, stages 3", "1000", "L2", "500", "50%")
+    assert builds.beside_measured(compiled, {}) == [head] == builds.beside_measured({}, swept)
+    steps = {
+        "sweep": {"rows": swept, "title": "Sweep"}, "predicted": {"rows": compiled, "title": "Builds"},
+    }  # fmt: skip
+    for step in steps.values():
+        step |= {"failed": {}, "not_run": [], "table": []}  # type: ignore[assignment]
+    record = {"environment": {"device": "x"}, "command": "", "setting": {"small": False}, "steps": steps}
+    titles = [line for line in page(record).splitlines() if line.startswith("## ")]
+    assert titles[0] == "## What the time model allows at most, and what was measured" and len(titles) == 3
+    swept.clear()
+    assert "time model" not in page(record)
+
+
+@pytest.mark.parametrize("length", [640, 700])
+def test_what_vllm_is_given_names_the_index_s_keys(length: int) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 4, length, 32), torch.randn(1, 2, length, 32)
+    index = LayerPlan([make("vertical_slash", vertical=90, slash=130)] * 4, 2).build(q, k)
+    given = vllm_sparse.entries(index)
+    assert {x.dtype for x in given.values()} == {torch.int32}
+    expected = index.to_mask()
+    key, query = torch.arange(length), torch.arange(length)[:, None]
+    for head in range(4):
+        mask = torch.zeros(length, length, dtype=torch.bool)
+        for at in range(given["block_count"].shape[-1]):
+            tiles = given["block_offset"][0, head, at, : given["block_count"][0, head, at]]
+            columns = given["column_index"][0, head, at, : given["column_count"][0, head, at]]
+            assert bool((tiles.diff() > 0).all()) and int(tiles[-1]) == 64 * at
+            held = torch.isin(key // 64 * 64, tiles)
+            # Nothing is named twice: it would count twice.
+            assert not bool(held[columns.long()].any()) and len(columns.unique()) == len(columns)
+            held[columns.long()] = True
+            mask[64 * at : 64 * (at + 1)] = held
+        assert torch.equal(mask & (key <= query), expected[0, head])
+
+
+def test_a_vllm_without_the_kernel_says_so() -> None:
+    assert vllm_sparse.missing() is not None
+    index = dense_index(1, 2, 70, 70, torch.device("cpu"))
+    x = torch.zeros(1, 2, 70, 32)
+    with pytest.raises(RuntimeError, match="vllm"):
+        vllm_sparse.attention(x, x, x, index)
 
 
 def test_the_fastest_builds_are_kept_where_they_are_clearly_faster(
