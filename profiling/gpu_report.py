@@ -2,8 +2,8 @@
 
 Self-check, the tests that need a GPU, a sweep of the builds of the attention kernel, attention at 8K to 1M tokens
 beside torch's kernels, FlexAttention, FlashInfer and vLLM, decode and offload, and an 8B shape from end to end; what is
-worth most comes first. A piece has a time limit and runs outside of this process: a crash, a hang or a lack of memory costs
-that piece alone.
+worth most comes first. A piece has a time limit and runs outside of this process: a crash, a hang or a lack of memory
+costs that piece alone.
 
     python -m profiling.gpu_report --out gpu/ --minutes 9
 

@@ -40,7 +40,7 @@ class _Layout:
     """An index without what is chosen: its shapes, without memory, and its parts on the device.
 
     entries: diagonals, then columns, in one tensor, so that one copy of it is all that is made of them; offsets: None
-    where there are no lists, of `total` entries.
+    where no head lists tiles, `total` of them.
     """
 
     index: SparseIndex
@@ -188,10 +188,11 @@ def _layout(kinds: _Kinds, shape: tuple[int, ...], k_len: int, window: int | Non
         index = cat_heads(parts, torch.tensor(place), place)
         # An expanded tensor has no memory of its own to copy.
         skip = None if index.skip is None else Copy.of(index.skip.contiguous(), device)
-        offsets = Copy.of(index.offsets.contiguous(), device) if total else None
+        listing = any(kind is BlockSparse for kind, _, _ in kinds)
+        lists = Copy.of(index.offsets.contiguous(), device) if listing else None
         diagonals, columns = index.diagonals.flatten(), index.columns.flatten()
         gap = diagonals.new_full((_begin(index) - len(diagonals),), PAD)
         entries = Copy.of(torch.cat([diagonals, gap, columns]), device)
         shapes: Any = {name: getattr(index, name).to("meta") for name in ("diagonals", "columns", "tiles", "offsets")}
         bare = SparseIndex.built(widths=index.widths(), q_len=q_len, k_len=k_len, **shapes, dense_tail=index.dense_tail)
-    return _Layout(index=bare, entries=entries, offsets=offsets, skip=skip, total=total)
+    return _Layout(index=bare, entries=entries, offsets=lists, skip=skip, total=total)

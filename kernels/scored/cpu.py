@@ -14,6 +14,8 @@ from kernels.native import build
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why this backend cannot serve the call; None where it can."""
+    if k.dtype != q.dtype:
+        return f"it reads keys and values of the queries' dtype, not {k.dtype}"
     return attention.supports(q, k, v)
 
 

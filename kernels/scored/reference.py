@@ -5,6 +5,8 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,13 +24,14 @@ def scored_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.scored.scored_attention; any number of queries."""
     q_len, k_len = q.shape[2], k.shape[2]
-    absent = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
+    how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
+    how |= {"scale": scale, "softcap": softcap, "scores": "sum"}
     outs, sums, scores = [], [], torch.zeros(k.shape[:3], device=k.device)
     for begin in range(0, q_len, _QUERIES):
         end = min(begin + _QUERIES, q_len)
         seen = k_len - q_len + end
         some = (q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen])
-        out, lse, mass = reference.decode_attention(*some, scale=scale, softcap=softcap, scores="sum", **absent)
+        out, lse, mass = reference.decode_attention(*some, **how)
         assert mass is not None
         outs.append(out.transpose(1, 2))
         sums.append(lse)

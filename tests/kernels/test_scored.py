@@ -58,7 +58,7 @@ def test_interpreted_kernels_agree_with_the_reference(name, interpreted):
     assert found["launches"] == ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
 
 
-@pytest.mark.parametrize("name", ["slices of a cache", "NaN among values", "own scale"])
+@pytest.mark.parametrize("name", ["slices of a cache", "NaN among values", "own scale", "float8"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_other_backends_are_put_to_the_same(name, backend):
     case = scored_cases.CASES[name]
