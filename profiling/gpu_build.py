@@ -8,7 +8,8 @@ with a mask, beside the goal.
     python -m profiling.gpu_build --target sm_90 --head-dims 128
     python -m profiling.gpu_build --json docs/results/gpu_builds.json
 
-The exit status is 3 where a build spills, uses local memory, does not fit, or is to copy ahead and waits for each copy.
+The exit status is 3 where a build spills, uses local memory, does not fit, is to copy ahead and waits for each copy,
+or, for Hopper, multiplies otherwise than by wgmma with weights from registers and all else from shared memory.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
             if (facts.get("loop") or {}).get("local"):
                 yield f"{piece} {name}: its hot loop reads or writes local memory"
             loop = facts.get("loop") or {}
+            if piece.startswith("sm_90") and "launch" in facts and not 0 < loop["both_shared"] < loop["tensor"]:
+                yield f"{piece} {name}: not wgmma of queries and keys in shared memory, and of weights in registers"
             # Of two stages nothing else is wanted.
             ahead = (facts.get("launch") or {}).get("stages", 0) > 2
             if ahead and loop.get("async_copies") and not loop["under_way"]:

@@ -11,7 +11,7 @@ import torch
 
 from kernels.attention.triton_launch import Launch
 from kernels.index import TILE
-from profiling.gpu.compiled import DESCRIBED, TARGETS, Build
+from profiling.gpu.compiled import DESCRIBED, EIGHT_BITS, TARGETS, Build
 from profiling.gpu.machine_code import hot_loops, whole
 from profiling.gpu.steps import Rows, Setting
 from profiling.gpu.time_model import DEVICES, predict, programs
@@ -32,7 +32,7 @@ GOAL = 450e12 / 989e12
 # Of the sorts of calls those that differ most.
 ATTENTION = (
     "diagonals, columns", "lists", "diagonals, lists, columns", "diagonals, columns, parts", "a serving engine",
-    "diagonals, columns, descriptors", "lists, descriptors",
+    "a serving engine, fp8", "diagonals, columns, descriptors", "lists, descriptors",
 )  # fmt: skip
 # Those whose heads the sweep times, by its name for them.
 _SORTS = {"diagonals, columns": "paired", "lists": "lists"}
@@ -46,7 +46,8 @@ def names(targets: Sequence[str], dims: Sequence[int], *, every: bool = False) -
     return [
         f"{target} {dim} {kind}"
         for target, dim, kind in itertools.product(targets, dims, kinds)
-        if "descriptors" not in kind or (target in DESCRIBED and dim <= 256 and not dim & (dim - 1))
+        if ("descriptors" not in kind or (target in DESCRIBED and dim <= 256 and not dim & (dim - 1)))
+        and ("fp8" not in kind or target in EIGHT_BITS)
     ]
 
 
@@ -65,7 +66,8 @@ def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
     how: dict[str, Any] = {"head_dim": int(dim), "dtype": torch.bfloat16}
     if kind == "attention":
         launch, build = compile_for(target, **how, **VARIANTS[variant.strip()])
-        return {"attention": _facts(build, target, launch, int(dim))}
+        itemsize = VARIANTS[variant.strip()].get("cache", torch.bfloat16).itemsize
+        return {"attention": _facts(build, target, launch, dim=int(dim), itemsize=itemsize)}
     if kind == "decode":
         built = compile_decode(target, **how, **DECODE_VARIANTS[variant.strip()])
     else:
@@ -75,7 +77,7 @@ def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
     return {name: _facts(build, target) for name, build in built.items()}
 
 
-def _facts(build: Build, target: str, launch: Launch | None = None, dim: int = 0) -> dict[str, Any]:
+def _facts(build: Build, target: str, launch: Launch | None = None, **of: int) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "registers": build.registers, "spilled": build.spilled, "shared": build.shared, "warps": build.warps,
     }  # fmt: skip
@@ -87,7 +89,7 @@ def _facts(build: Build, target: str, launch: Launch | None = None, dim: int = 0
     if launch is not None:
         facts["launch"] = asdict(launch)
         if loops and target in DEVICES:
-            sizes = {"queries": launch.rows * TILE, "keys": launch.keys, "dim": dim}
+            sizes = {"queries": launch.rows * TILE, "keys": launch.keys, **of}
             best, *rest = (predict(loop, build, target, **sizes) for loop in loops)
             facts["predicted"] = asdict(best)
             # The loop of tiles that carry a mask comes next.

@@ -23,6 +23,8 @@ TARGETS: dict[str, tuple[tuple[str, int | str, int], int]] = {
 }
 # Those whose copy engine reads tiles by descriptors.
 DESCRIBED = ("sm_90", "sm_100")
+# Those that read float8_e4m3fn.
+EIGHT_BITS = ("sm_89", "sm_90", "sm_100")
 # The instruction that multiplies matrices on each target.
 MATRIX_UNIT = {
     "sm_80": "mma.sync",
@@ -35,6 +37,8 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",

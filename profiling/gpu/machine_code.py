@@ -12,7 +12,11 @@ _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _TENSOR = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "QGMMA")
 # A wait for asynchronous copies, and how many groups of them may still be under way after it.
 _WAIT = re.compile(r"SB0, 0x([0-9a-f]+)")
-_ACCUMULATED = re.compile(r"HGMMA\.64x(\d+)x16")
+_ACCUMULATED = re.compile(r"HGMMA\.64x(\d+)x")
+# A product of a warp group whose left operand comes from shared memory, too, has one descriptor for both.
+_BOTH_SHARED = re.compile(r"\s*R\d+, gdesc")
+# Of each row of an operand an instruction reads 32 bytes, whatever the number format; the left operand has 64 rows.
+_BYTES_OF_A_ROW, _LEFT_ROWS = 32, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,8 @@ class Code:
     """Counts of instructions: all of them, and by what they do.
 
     under_way: the most groups of copies that a wait leaves under way; 0 where all that is copied is waited for at once.
+    both_shared: products that read both operands from shared memory; shared_bytes: what all products of a warp group
+    (wgmma) read from there. The left operand of the others lies in registers.
     """
 
     instructions: int
@@ -29,11 +35,18 @@ class Code:
     bulk_copies: int
     local: int
     under_way: int
+    both_shared: int = 0
+    shared_bytes: int = 0
 
     @classmethod
     def of(cls, code: Sequence[tuple[str, str]]) -> Code:
         """Counted from the instructions' names and operands."""
         names = [name for name, _ in code]
+        products = [
+            (int(found[1]), bool(_BOTH_SHARED.match(operands)))
+            for name, operands in code
+            if (found := _ACCUMULATED.match(name))
+        ]
         waits = [_WAIT.search(operands) for name, operands in code if name == "DEPBAR.LE"]
 
         def count(*starts: str) -> int:
@@ -47,6 +60,8 @@ class Code:
             bulk_copies=count("UTMALDG", "UBLKCP"),
             local=count("LDL", "STL"),
             under_way=max((int(found[1], 16) for found in waits if found), default=0),
+            both_shared=sum(both for _, both in products),
+            shared_bytes=sum(_BYTES_OF_A_ROW * (columns + _LEFT_ROWS * both) for columns, both in products),
         )
 
 

@@ -48,10 +48,13 @@ def candidates(sort: str, dim: int, *, small: bool = False) -> list[Launch]:
         Launch(rows=1, keys=keys, warps=warps, stages=stages)
         for keys, warps, stages in ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 3), (32, 4, 4), (64, 8, 3))
     ]
+    # Of 128 registers a thread two programs fit a multiprocessor, of more one.
     two = [
-        Launch(rows=2, keys=keys, warps=8, stages=stages, registers=255)
-        for keys, stages in ((128, 3), (64, 3), (128, 2), (64, 4), (32, 4))
-    ]
+        Launch(rows=2, keys=keys, warps=8, stages=stages, registers=registers)
+        for keys, stages, registers in (
+            (128, 3, 255), (32, 3, 128), (64, 3, 255), (32, 4, 128), (128, 2, 255), (64, 4, 255), (32, 4, 255),
+        )
+    ]  # fmt: skip
     if dim > 128:
         one = [Launch(rows=1, keys=keys, warps=8, stages=stages) for keys, stages in ((32, 3), (64, 2), (32, 2))]
         two = [Launch(rows=2, keys=32, warps=8, stages=stages, registers=255) for stages in (3, 2)]

@@ -1,9 +1,10 @@
 """How fast a build of the attention kernel can be at most: its hot loop against the limits of the device.
 
 A step of one program multiplies `queries` x `keys` twice, takes an exponential of each logit, issues the instructions
-of its loop once a warp, and reads its keys and values from the L2 cache. Programs on one multiprocessor overlap; within
-a program Triton runs products and softmax one after the other. The model knows no latency but one: a loop that does not
-copy its keys and values ahead waits for them twice a step. It bounds from above.
+of its loop once a warp, reads its keys and values from the L2 cache, writes them to shared memory and reads what it
+multiplies from there. Programs on one multiprocessor overlap; within a program Triton runs products and softmax one
+after the other. The model knows no latency but one: a loop that does not copy its keys and values ahead waits for them
+twice a step. It bounds from above.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _L2_LATENCY = 262
 class Device:
     """Limits a cycle and multiprocessor, and dense bf16 operations a second of the whole device.
 
-    From NVIDIA's papers on the A100 and H100; the L2 cache's 5,120 bytes a cycle are the A100's, for both.
+    From NVIDIA's papers on the A100 and H100; the L2 cache's 5,120 bytes a cycle are the A100's, for both. Shared
+    memory has 32 banks of 4 bytes (CUDA C++ Programming Guide, compute capability 9.0).
     """
 
     flops: float
@@ -37,6 +39,7 @@ class Device:
     instructions_a_cycle: int = 4
     l2_bytes_a_cycle: float = 5120.0
     memory_bytes: float = 3.35e12
+    shared_bytes_a_cycle: int = 128
 
 
 DEVICES = {
@@ -62,17 +65,21 @@ def programs(build: Build, target: str) -> int:
     return min(_REGISTERS // registers, _WARPS // build.warps, shared // (build.shared + _SHARED_OF_A_PROGRAM))
 
 
-def predict(loop: Code, build: Build, target: str, *, queries: int, keys: int, dim: int) -> Prediction:
-    """What the build reaches at most on the device of that target (DEVICES)."""
+def predict(
+    loop: Code, build: Build, target: str, *, queries: int, keys: int, dim: int, itemsize: int = 2
+) -> Prediction:
+    """What the build reaches at most on the device of that target (DEVICES); itemsize: bytes of a key's number."""
     device, resident = DEVICES[target], programs(build, target)
     work = 4.0 * queries * keys * dim
     tensor = work / device.flops_a_cycle
+    read = 2.0 * keys * dim * itemsize
     issue = loop.instructions * build.warps / device.instructions_a_cycle
     cycles = {
         "tensor cores": tensor,
         "issue": issue,
         "exponentials": queries * keys / device.exponentials_a_cycle,
-        "L2": 2.0 * 2 * keys * dim / (device.l2_bytes_a_cycle / device.multiprocessors),
+        "L2": read / (device.l2_bytes_a_cycle / device.multiprocessors),
+        "shared memory": (loop.shared_bytes * build.warps / 4 + read) / device.shared_bytes_a_cycle,
         "products, then softmax": (tensor + issue) / resident,
     }
     if loop.async_copies and not loop.under_way:

@@ -38,6 +38,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "skipping": {"skip": True},
     "skipping, a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16, "skip": True},
     "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
+    "a serving engine, fp8": {
+        "columns": True,
+        "tail": True,
+        "ragged": True,
+        "page": 16,
+        "cache": torch.float8_e4m3fn,
+    },
     "everything": {
         "tiles": True,
         "columns": True,
@@ -82,8 +89,12 @@ def compile_for(
     skip: bool = False,
     splits: int = 1,
     descriptors: bool = False,
+    cache: torch.dtype | None = None,
 ) -> tuple[Launch, Build]:
-    """Compile the launch that a call of this sort would make on the target, or would by descriptors."""
+    """Compile the launch that a call of this sort would make on the target, or would by descriptors.
+
+    cache: the number format of keys and values, that of the queries where there is none.
+    """
     architecture = "hip" if target.startswith("gfx") else target
     v_dim = v_dim or head_dim
     sizes: dict[str, Any] = {"dim": max(head_dim, v_dim), "itemsize": dtype.itemsize}
@@ -102,7 +113,7 @@ def compile_for(
         ragged=Ragged.left_padded([length], length, length) if ragged else None,
     )
     q = torch.empty(1, heads, length, head_dim, dtype=dtype)
-    k, v = (torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim))
+    k, v = (torch.empty(1, kv_heads, length, dim, dtype=cache or dtype) for dim in (head_dim, v_dim))
     table = None
     if page is not None:
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))

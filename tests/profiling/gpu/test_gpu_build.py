@@ -55,7 +55,11 @@ BUILD = Build(shared=132_624, registers=238, spilled=0, assembly="", warps=8, ma
 
 def test_the_hot_loop_is_the_leanest_of_those_that_multiply_most() -> None:
     loop, second = hot_loops(MACHINE)
-    assert loop == Code(instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0, under_way=0)
+    # 64 x 16 with 64 x 16, both from shared memory, and 64 x 16 from registers with 128 x 16, 2 bytes each.
+    assert loop == Code(
+        instructions=5, tensor=2, exponentials=1, async_copies=1, bulk_copies=0, local=0, under_way=0, both_shared=1,
+        shared_bytes=2 * 16 * (64 + 64 + 128),
+    )  # fmt: skip
     assert (second.instructions, second.local, second.under_way) == (6, 1, 2)
     everything = whole(MACHINE)
     assert (everything.tensor, everything.local, everything.instructions) == (6, 2, 24)
@@ -83,6 +87,10 @@ def test_the_model_by_hand() -> None:
     # Two programs hide each other's softmax: the tensor cores are what is left.
     two = predict(loop, replace(BUILD, registers=120, shared=60_000), "sm_90", queries=128, keys=64, dim=128)
     assert two.bound == "tensor cores" and two.flops == DEVICES["sm_90"].flops
+    # 128 bytes a cycle: what both warp groups multiply, and the step's keys and values.
+    assert found.cycles["shared memory"] == 2 * 2 * 64 * 128 / 128
+    crowded = predict(replace(loop, shared_bytes=2**18), BUILD, "sm_90", queries=128, keys=64, dim=128)
+    assert crowded.bound == "shared memory" and crowded.cycles["shared memory"] == 2 * 2**18 / 128 + 256
     waiting = predict(replace(loop, under_way=0), BUILD, "sm_90", queries=128, keys=64, dim=128)
     assert waiting.bound == "waiting for copies"
     assert waiting.cycles[waiting.bound] == pytest.approx(1824 + 2 * 262 + found.cycles["L2"])
@@ -105,7 +113,15 @@ def test_what_is_known_of_a_build_for_hopper(tmp_path: Path, monkeypatch: pytest
 
 
 def facts(**changes: Any) -> dict[str, dict[str, Any]]:
-    one = {"registers": 200, "spilled": 0, "shared": 1000, "warps": 4, "loop": {"local": 0}} | changes
+    loop = {"local": 0, "both_shared": 8, "tensor": 16}
+    one: dict[str, Any] = {
+        "registers": 200,
+        "spilled": 0,
+        "shared": 1000,
+        "warps": 4,
+        "launch": {"stages": 2},
+    } | changes
+    one["loop"] = loop | changes.get("loop", {})
     return {"sm_90 128 attention: lists": {"attention": one}}
 
 
@@ -117,6 +133,10 @@ def facts(**changes: Any) -> dict[str, dict[str, Any]]:
         (
             {"loop": {"async_copies": 8, "under_way": 0}, "launch": {"stages": 3}},
             "its hot loop waits for each copy that it starts",
+        ),
+        *(
+            ({"loop": loop}, "not wgmma of queries and keys in shared memory, and of weights in registers")
+            for loop in ({"both_shared": 0}, {"both_shared": 16})
         ),
         ({"shared": 10**6}, "1000000 bytes of shared memory, the device has 232448"),
     ],
