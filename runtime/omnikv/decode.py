@@ -195,12 +195,14 @@ class OmniKV:
             assert seen.scores is not None
             cache.remember(self._by_choice(role, seen.scores))
 
-    def choice(self, role: Role, scores: Tensor, q_len: int) -> Tensor:
+    def choice(self, layer: int, role: Role, scores: Tensor, q_len: int) -> Tensor:
         """What a filter layer's scores (B, G, K) in a decode step choose: (B, U, C) int32, ascending and padded.
 
         For callers that hold no cache of ours: by the scores of this step alone. See choose_each for many sequences.
         """
-        return self._choose(self._by_choice(role, scores), q_len, None, None)
+        chosen = self._choose(self._by_choice(role, scores), q_len, None, None)
+        self._reads.add(layer, chosen)
+        return chosen
 
     def choose_each(self, layer: int, role: Role, scores: Tensor, ends: Tensor, most: int) -> Tensor:
         """What a filter layer's scores (B, G, K) of one new token of each sequence choose: (B, U, C) int32.

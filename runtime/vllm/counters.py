@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Counters:
         # Requests that decode by chosen tokens, in all steps, and in the latest.
         self.decodes: Counter[str] = Counter()
         self._chosen = 0
+        # Tokens that such a request reads in a step, on average: asked when somebody asks, since that waits for a GPU.
+        self.read: Callable[[], float | None] = lambda: None
         self._indices: Counter[int] = Counter()
         # Indices of all steps before the latest, and whether dense attention was faster in that.
         self._before, self._any_slower = 0, False
@@ -104,22 +106,26 @@ class Counters:
     def report(self) -> dict[str, Any]:
         """{"prefills": {"sparse": n, reason: n}, "tokens": {the same in tokens}, "density": share or None}.
 
-        Where there is a decode section, "decode" has {"chosen": n, reason: n}: a request counts in each of its steps.
-        A chunk of a prompt counts as a prefill, whatever the number of layers.
+        A chunk of a prompt counts as a prefill, whatever the number of layers. Where there is a decode section,
+        "decode" has {"chosen": n, reason: n}: a request counts in each of its steps; "tokens_read" is how many tokens
+        a KV head of a layer that is served then read, on average.
         """
         self._settle()
         report = {"prefills": dict(+self.pieces), "tokens": dict(+self.tokens), "density": self.density}
-        return report | {"decode": dict(+self.decodes)} if +self.decodes else report
+        return report | {"decode": dict(+self.decodes), "tokens_read": self.read()} if +self.decodes else report
 
     def line(self) -> str | None:
         """What to say in the log, None where nothing is new or the last line is too recent."""
-        now, total = time.monotonic(), self.pieces.total()
+        now, total = time.monotonic(), self.pieces.total() + self.decodes.total()
         if total == self._said or now - self._logged < _LOGGED:
             return None
         self._logged, self._said = now, total
-        counts = ", ".join(f"{count} {how}" for how, count in sorted((+self.pieces).items(), key=lambda pair: -pair[1]))
         density = "" if self.density is None else f"; density of the sparse layers {self.density:.2f}"
-        return f"prefills so far: {counts}{density}"
+        line = f"prefills so far: {_told(self.pieces)}{density}"
+        if not +self.decodes:
+            return line
+        read = self.read()
+        return f"{line}; decode: {_told(self.decodes)}{'' if read is None else f', {read:.0f} tokens read each'}"
 
     def keep(self) -> None:
         """Bring the file up to date, if there is one and it is old enough."""
@@ -137,3 +143,8 @@ class Counters:
         new = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         new.write_text(json.dumps(self.report()) + "\n")
         os.replace(new, self._file)
+
+
+def _told(counts: Counter[str]) -> str:
+    """12 sparse, 3 short: the most first."""
+    return ", ".join(f"{count} {how}" for how, count in sorted((+counts).items(), key=lambda pair: -pair[1])) or "none"

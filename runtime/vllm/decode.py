@@ -34,7 +34,7 @@ class Chooser:
 
     def __init__(self, omni: OmniKV, *, requests: int, longest: int) -> None:
         """requests: the most in a step. longest: tokens of the longest sequence."""
-        self._omni = omni
+        self._omni, self._longest = omni, longest
         self._requests, self._most = requests, min(omni.count(longest), longest)
         # (requests, U, slots) int32 of each filter layer, and how many of the slots are in use in the step.
         self._slots: dict[int, Tensor] = {}
@@ -51,6 +51,13 @@ class Chooser:
     def captures(self) -> bool:
         """Whether a step of single tokens can be replayed for others."""
         return self._omni.coverage is None and self._omni.group is None
+
+    def tokens_read(self) -> float | None:
+        """Tokens that a KV head of a layer that is served read for a request in a step, on average; None before any.
+
+        Waits for a GPU.
+        """
+        return self._omni.tokens_read
 
     def takes(self, q_len: int) -> bool:
         """Whether requests with so many new tokens are served one by one.
@@ -127,6 +134,22 @@ class Chooser:
                 self._choose(layer, role, done.scores, ones.ends, some)
             output[rows] = done.out[:, :, 0] if v_scale == 1 else done.out[:, :, 0] * v_scale
 
+    def rehearse(self, layer: int, role: Role, query: Tensor, cache: Tensor, ours: bool, **how: Any) -> None:
+        """Take what a filter layer takes in a step of the most requests with the longest contexts, and keep the slots.
+
+        query: (T, H, D) of any tokens. cache: of one page, which stands for all.
+        """
+        width = -(-self._longest // parted(cache, ours)[0].shape[1])
+        table, ends = (
+            torch.full(shape, value, dtype=torch.int32, device=query.device)
+            for shape, value in (((self._requests, width), 0), ((self._requests,), 1))
+        )
+        q = query.new_zeros(self._requests, *query.shape[1:])
+        self.attend(
+            layer, role, Ones((), slice(0, self._requests), table, ends, None), q, cache, q.clone(), ours, **how
+        )
+        self.begin()
+
     def _choose(self, layer: int, role: Role, scores: Tensor, ends: Tensor, some: slice) -> None:
         """Fill the slots of some requests by their scores (n, G, K)."""
         found = self._omni.choose_each(layer, role, scores, ends[some], self._most)
@@ -176,7 +199,7 @@ class Chooser:
         if role.filters:
             done = decode_attention(q, **keys, scores=self._omni.scores, **how)
             assert done.scores is not None
-            self._chosen[request, layer] = self._omni.choice(role, done.scores[..., :k_len], q.shape[2])
+            self._chosen[request, layer] = self._omni.choice(layer, role, done.scores[..., :k_len], q.shape[2])
             return done.out
         assert role.filter is not None
         chosen = self._chosen.get((request, role.filter))

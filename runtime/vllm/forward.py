@@ -27,8 +27,10 @@ from runtime.vllm.batch import KEY, Batch, Ones, Piece, Rest
 from runtime.vllm.dense import Stream, attend_densely
 from runtime.vllm.pages import Keys, given, paged, parted, quantised, store
 from runtime.vllm.served import Served, number_of, served
-from runtime.vllm.snapkv import Snap, keep
+from runtime.vllm.snapkv import Snap, keep, rehearse
 
+# Tokens of a page, where it is not known yet.
+_PAGE = 64
 # Whatever the parent is.
 _Parent: Any = object
 
@@ -146,16 +148,27 @@ class SparseImpl(_Parent):
         return output
 
     def _rehearse(self, layer: Any, query: Tensor) -> None:
-        """In vLLM's profiling run, take what the last chunk of the longest prompt takes: vLLM leaves room for it.
+        """In vLLM's profiling run, take what a step of this layer takes beside its output: vLLM leaves room for it.
 
-        Query is (T, H, D) with the most tokens that a step has.
+        That is the index of the last chunk of the longest prompt, the scores and slots of decode by chosen tokens at
+        the longest context, and the copies of the longest prompt of which a part is kept. Query is (T, H, D) with the
+        most tokens that a step has.
         """
         assert self._served is not None
         k_len = self._served.longest
         q = query[-k_len:].transpose(0, 1)[None]
-        turns = self._served.turns(layer, self.num_heads, self.num_kv_heads)
+        turns, snap = self._served.turns(layer, self.num_heads, self.num_kv_heads), self._served.keeps(layer)
         if turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
             turns.plan.build(q, query.new_zeros(1, self.num_kv_heads, k_len, query.shape[-1]), scale=self.scale)
+        # One page that stands for all of a context's.
+        stored = self._served.eight_bits(layer) or query.dtype
+        cache = query.new_zeros(1, self.num_kv_heads, _PAGE, 2 * query.shape[-1], dtype=stored)
+        if (role := self._served.role(layer)) is not None and role.filters:
+            number = number_of(layer.layer_name)
+            assert number is not None and self._served.chooser is not None
+            self._served.chooser.rehearse(number, role, query, cache, self.ours, **self._how())
+        if isinstance(snap, Snap):
+            rehearse(snap, query, parted(cache, self.ours), k_len, **self._how())
 
     def _by_patterns(self, turns: Turns, batch: Batch, call: Call, piece: Piece) -> SparseIndex | None:
         """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""

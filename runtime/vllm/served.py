@@ -76,6 +76,8 @@ class Served:
         self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
         atexit.register(self.counters.close)
         self.chooser = self._chooser(config)
+        if self.chooser is not None:
+            self.counters.read = self.chooser.tokens_read
         # One of the builders counts the pieces that they all see.
         self.counting: Any = None
 

@@ -109,6 +109,16 @@ def keep(
         attend_few(query, cache, output, some, some.kept[snap], **how)
 
 
+def rehearse(snap: Snap, query: Tensor, cache: tuple[Tensor, Tensor], prompt: int, **how: Any) -> None:
+    """Take what it takes to keep a part of a prompt of so many tokens.
+
+    query: (T, H, D) of any tokens. cache: pages (P, S, G, D), the first of which stands for all and is written to.
+    """
+    pages = torch.zeros(-(-prompt // cache[0].shape[1]), dtype=torch.int32, device=query.device)
+    q = query.new_zeros(1, query.shape[1], min(snap.window, prompt), query.shape[2])
+    _move(snap, q, cache, pages, prompt, scale=how["scale"], softcap=how["softcap"])
+
+
 def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, prompt: int, **how: Any) -> None:
     """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages (N,), head by head."""
     heads_of: dict[artifacts.SnapKV, list[int]] = {}

@@ -33,6 +33,7 @@ from tests.runtime.test_vllm_parts import (
     D,
     G,
     H,
+    Parent,
     ParentsBuilder,
     by_choice,
     chosen_by,
@@ -168,7 +169,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
     served.role = lambda layer: served.chooser.role(number_of(layer.layer_name))
-    served.omni, served.turns, served.tell = omni, lambda *_: None, lambda: None
+    served.turns, served.tell = lambda *_: None, lambda: None
     return section
 
 
@@ -202,7 +203,7 @@ def test_a_captured_step_is_replayed_for_any_requests(
         read += buffers.check(section, lengths)
         rows += sum(engine.served.chooser.gains(length) for length in lengths)
     # What was read is counted on the device: of two layers with G heads.
-    assert engine.served.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
+    assert engine.served.chooser.tokens_read() == pytest.approx(read / (rows * 2 * G))
 
 
 def test_steps_have_the_same_memory_whoever_is_served(
@@ -246,6 +247,36 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: 
     assert getattr(metadata, KEY).ones.k_len == 512 + (0 if engine.impl.ours else 3)
     budget = 5 if isinstance(section.budget, float) else 4
     assert engine.served.counters.report()["decode"] == {"chosen": budget}
+
+
+def test_the_profiling_run_takes_what_a_step_will_take(
+    engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import runtime.vllm.decode as decode
+
+    scored: list[Any] = []
+    attend, rest = decode.decode_attention, Parent.forward
+
+    def noted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+        done = attend(q, k, v, **how)
+        if done.scores is not None:
+            scored.append((q.shape, done.scores.shape))
+        return done
+
+    monkeypatch.setattr(decode, "decode_attention", noted)
+    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
+    buffers = Buffers(engine)
+    buffers.forward(None)
+    chooser = engine.served.chooser
+    (slots,) = chooser._slots.values()
+    held = slots.data_ptr()
+    assert slots.shape == (REQUESTS, 1 if section.head_map is None else 3, 40 if section.head_map is None else 103)
+    # Nothing is chosen by that.
+    assert chooser.tokens_read() is None and not chooser._width
+    monkeypatch.setattr(Parent, "forward", rest)
+    buffers.fill(STEPS[0])
+    buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
+    assert len(scored) == 2 and scored[0] == scored[1] and slots.data_ptr() == held
 
 
 def test_batches_in_parts_are_refused() -> None:

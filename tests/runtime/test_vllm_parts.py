@@ -605,6 +605,21 @@ def test_counters_keep_a_file(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["headwise-0.json"]
 
 
+def test_counters_say_a_line_of_decode_too() -> None:
+    counters = Counters()
+    counters.step([("sparse", 100)], chosen=2)
+    assert counters.line() is None
+    counters._logged -= 60
+    assert counters.line() == "prefills so far: 1 sparse; decode: 2 chosen"
+    # Nothing is new, then decode alone is.
+    counters._logged -= 60
+    assert counters.line() is None
+    counters.read = lambda: 47.6
+    counters.step([], chosen=3)
+    assert counters.line() == "prefills so far: 1 sparse; decode: 5 chosen, 48 tokens read each"
+    assert counters.report()["tokens_read"] == 47.6
+
+
 @pytest.fixture
 def files(build: Any, artifact_for: Any, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """files(**section of the artifact) -> the paths of a tiny model and of an artifact for it."""

@@ -167,3 +167,19 @@ def test_windows_of_requests_that_were_given_up_go() -> None:
     assert windows.of("layer", 4, Piece(0, 0, 20, 20, 30), q, 16) is None
     again = windows.of("layer", 4, Piece(0, 0, 12, 12, 12), q[:, :, :12], 16)
     assert again is not None and torch.equal(again, q[:, :, :12])
+
+
+@pytest.mark.parametrize("policies", [(A, A), (A, B)])
+def test_the_profiling_run_moves_the_longest_prompt(
+    engine: Any, policies: tuple[artifacts.SnapKV, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import runtime.vllm.snapkv as snapkv
+
+    copied: list[torch.Size] = []
+    gathered = snapkv.gathered
+    monkeypatch.setattr(snapkv, "gathered", lambda *args: (copied.append((found := gathered(*args)).shape), found)[1])
+    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
+    engine.served.keeps, engine.served.turns = lambda _: Snap(policies), lambda *_: None
+    query = torch.randn(10, H, D)
+    engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
+    assert copied == [(1, G, engine.served.longest, D)] * 2

@@ -23,11 +23,12 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class Engine:
-    """A vLLM engine that remembers how the scheduler cut each prompt."""
+    """A vLLM engine that remembers how the scheduler cut each prompt, and what was drafted for each step."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.cuts: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[list[int]]] = {}
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
 
@@ -37,6 +38,8 @@ class Engine:
                 self.cuts[new.req_id] = [new.num_computed_tokens]
             for request, tokens in planned.num_scheduled_tokens.items():
                 self.cuts[request].append(tokens)
+                drafts = planned.scheduled_spec_decode_tokens.get(request, [])
+                self.drafts.setdefault(request, []).append(list(drafts))
             return planned
 
         scheduler.schedule = recorded
@@ -106,6 +109,22 @@ class Transformers:
         with self._applied(artifact):
             cache = self._new_cache() if artifact is None else load(artifact).new_cache(self.model)
             return self._generate(cache, prompt, chunks or [len(prompt)], tokens)
+
+    def verified(
+        self, prompt: Sequence[int], drafts: Sequence[Sequence[int]], *, artifact: str, tokens: int
+    ) -> list[int]:
+        """What is generated where these drafts are verified step by step, with the token before them in one call."""
+        with self._applied(artifact):
+            cache = self._new_cache()
+            made = self._generate(cache, prompt, [len(prompt)], 1)
+            for drafted in drafts:
+                out = self.model(torch.tensor([[made[-1], *drafted]]), past_key_values=cache, use_cache=True)
+                best = out.logits[0].argmax(-1).tolist()
+                right = next((i for i, token in enumerate(drafted) if token != best[i]), len(drafted))
+                made += best[: right + 1]
+                if right < len(drafted):
+                    cache.crop(cache.get_seq_length() - (len(drafted) - right))
+        return made[:tokens]
 
     def continued(
         self,

@@ -42,6 +42,7 @@ def test_alone_and_together(model: str, artifact: Any, transformers: Transformer
         found = stats()
     # Steps after the prompt's, of the three prompts that are longer than the budget.
     assert found["prefills"] == {"sparse": 6, "short": 2} and found["decode"] == {"chosen": 2 * 3 * (TOKENS - 1)}
+    assert 1 < found["tokens_read"] < 200 if name == "covered" else found["tokens_read"] == 48
     # The section makes a difference, or agreement would say nothing.
     without = artifact()
     assert wanted != [transformers.tokens(ids, artifact=without, tokens=TOKENS) for ids in PROMPTS]
@@ -70,17 +71,28 @@ def test_chunks_and_cached_prefixes(model: str, artifact: Any, transformers: Tra
         assert list(each.outputs[0].token_ids) == wanted, chunks
 
 
+def test_what_was_preempted_chooses_again(model: str, artifact: Any, transformers: Transformers) -> None:
+    path, prompts = artifact((None,) * 3, decode=decode("by head")), [prompt(330, 20 + i) for i in range(3)]
+    # A request grows from 11 pages to 15: not all three can end together.
+    small = {"block_size": 32, "num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_batched_tokens": 512}
+    with engine(model, path, **small) as served:
+        made = served.tokens(prompts, 150)
+        again = [cut for cut in served.cuts.values() if sum(cut) > 330 + 150]
+    assert made == [transformers.tokens(ids, artifact=path, tokens=150) for ids in prompts]
+    assert again
+
+
 # Each of the last tokens has been seen before, so something is drafted after it.
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 def drafted(
     model: str, path: str, prompts: list[list[int]], drafts: dict[str, Any]
-) -> tuple[list[list[int]], list[int], Any]:
-    """Tokens with drafts, the lengths of all steps, and what was served."""
+) -> tuple[list[list[int]], list[list[list[int]]], Any]:
+    """Tokens with drafts, what was drafted for each step behind a prompt, and what was served."""
     with engine(model, path, speculative_config=drafts) as served:
         made = [served.tokens([ids], TOKENS)[0] for ids in prompts]
-        return made, [length for each in served.cuts.values() for length in each[2:]], stats()
+        return made, [each[1:] for each in served.drafts.values()], stats()
 
 
 @pytest.fixture
@@ -108,6 +120,20 @@ def test_drafts(model: str, artifact: Any, transformers: Transformers, eagle: st
     with get_context("spawn").Pool(1) as apart:
         made, steps, found = apart.apply(drafted, (model, path, prompts, drafts))
     assert made == [transformers.tokens(ids, artifact=path, tokens=TOKENS) for ids in prompts]
-    assert any(length > 1 for length in steps) and found["prefills"] == {"sparse": 2}
+    assert any(drafts for each in steps for drafts in each) and found["prefills"] == {"sparse": 2}
     # Layers of what makes drafts are the parent's.
     assert ("a draft model's, or another backend's" in found["layers"]) == (method != "ngram")
+
+
+def test_drafts_are_verified_by_chosen_tokens(model: str, artifact: Any, transformers: Transformers) -> None:
+    path = artifact(decode=decode("by head"))
+    prompts = [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
+    with get_context("spawn").Pool(1) as apart:
+        made, steps, found = apart.apply(drafted, (model, path, prompts, NGRAMS))
+    # Drafts that are verified together choose together.
+    wanted = [
+        transformers.verified(ids, drafts, artifact=path, tokens=TOKENS)
+        for ids, drafts in zip(prompts, steps, strict=True)
+    ]
+    assert made == wanted and {len(drafts) > 0 for each in steps for drafts in each} == {False, True}
+    assert found["decode"] == {"chosen": sum(map(len, steps))} and found["tokens_read"] == 48
