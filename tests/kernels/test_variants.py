@@ -29,7 +29,8 @@ if reason:
 arguments = ["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]
 sys.exit(pytest.main(arguments))
 """
-SUITE = [str(Path(__file__).with_name(name)) for name in ("test_attention.py", "test_decode.py", "test_errors.py")]
+FILES = ("test_attention.py", "test_decode.py", "test_eight_bits.py", "test_errors.py")
+SUITE = [str(Path(__file__).with_name(name)) for name in FILES]
 # All engines at every odd size, and what bad indices and bad numbers do.
 WHICH = "(cpu or native or broken or padding or infinite or soft_cap) and not 4097 and not 1000 and not heads"
 
