@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
@@ -35,7 +35,7 @@ class Ragged:
         for number in (number for part in self._columns for number in part):
             if not isinstance(number, int):
                 raise ValueError(f"rows, starts and lengths must be integers, got {number!r}")
-        for s, (row, q_start, q_len, k_start, k_len) in enumerate(zip(*self._columns, strict=True)):
+        for s, (row, q_start, q_len, k_start, k_len) in enumerate(self.sequences):
             if not 0 < q_len <= k_len:
                 raise ValueError(f"sequence {s}: q_len must be between 1 and k_len={k_len}, got {q_len}")
             if min(row, q_start, k_start) < 0:
@@ -94,7 +94,12 @@ class Ragged:
     @property
     def flat(self) -> list[int]:
         """row, q_start, q_len, k_start, k_len of one sequence after another."""
-        return [number for sequence in zip(*self._columns, strict=True) for number in sequence]
+        return [number for sequence in self.sequences for number in sequence]
+
+    @property
+    def sequences(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """row, q_start, q_len, k_start and k_len of one sequence after another."""
+        return zip(*self._columns, strict=True)
 
     def table(self, device: torch.device) -> Tensor:
         """(S, 5) int32 of row, q_start, q_len, k_start, k_len; made once for each device, without waiting for it."""
@@ -104,7 +109,7 @@ class Ragged:
 
     def fault(self, q_shape: Sequence[int], k_shape: Sequence[int] | None) -> str | None:
         """Why the sequences do not lie in q (B, H, Q, D) and k (B, G, K, D; None for paged keys); None if they do."""
-        for s, (row, q_start, q_len, k_start, k_len) in enumerate(zip(*self._columns, strict=True)):
+        for s, (row, q_start, q_len, k_start, k_len) in enumerate(self.sequences):
             if row >= q_shape[0] or q_start + q_len > q_shape[2]:
                 where = f"rows {q_start} to {q_start + q_len} of batch element {row}"
                 return f"sequence {s} has its queries in {where}, q is {tuple(q_shape)}"

@@ -23,6 +23,7 @@ from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.dilated import Dilated
 from kernels.patterns.growth import Growth
 from kernels.patterns.memory_units import MemoryUnits
+from kernels.patterns.paged import Keys, Paged, of_sequence
 from kernels.patterns.skip_softmax import SkipSoftmax
 from kernels.patterns.static import Static, freeze
 from kernels.patterns.strided import Strided
@@ -168,14 +169,20 @@ class LayerPlan:
         scale: float | None = None,
         window: int | None = None,
         ragged: Ragged | None = None,
+        block_table: Tensor | None = None,
+        k_len: int | None = None,
     ) -> SparseIndex:
         """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys (B, G, K, D).
 
         Args:
-            q, k: queries and keys; with `ragged` each of its sequences has its queries last.
+            q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a block table k is a
+                cache (pages, page size, G, D) of q's dtype, or of 8 bits, which are read in q's dtype.
             scale: factor on the logits; D ** -0.5 if None.
             window: a sliding layer's window: a query sees itself and the window - 1 keys before it.
             ragged: where the sequences lie, if they are not all as long as the tensors.
+            block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i * page size and on.
+                Patterns that choose by keys read them where they lie.
+            k_len: with a block table and without `ragged`, K.
 
         Sizes that grow are those for K keys, or for each sequence's own number of them: what a sequence gets does not
         depend on the others of its batch.
@@ -185,30 +192,32 @@ class LayerPlan:
         """
         if not q.dim() == k.dim() == 4:
             raise ValueError(f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D")
-        if q.shape[3] != k.shape[3] or (ragged is None and q.shape[0] != k.shape[0]):
-            raise ValueError(f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(k.shape)}")
-        if q.shape[1] != len(self.patterns) or k.shape[1] != self.num_kv_heads:
+        keys: Keys = k
+        if block_table is not None:
+            lengths = (k_len,) * q.shape[0] if ragged is None else ragged.k_lens
+            keys = Paged.of(k, block_table, lengths, q.dtype)
+        if q.shape[3] != keys.shape[3] or (ragged is None and q.shape[0] != keys.shape[0]):
+            raise ValueError(f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(keys.shape)}")
+        if q.shape[1] != len(self.patterns) or keys.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "
-                f"got {q.shape[1]} and {k.shape[1]}"
+                f"got {q.shape[1]} and {keys.shape[1]}"
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if ragged is None:
-            index = self.at(k.shape[2])._build(q, k, scale, window)
+            index = self.at(keys.shape[2])._build(q, keys, scale, window)
         else:
-            if fault := ragged.fault(q.shape, k.shape):
+            if fault := ragged.fault(q.shape, keys.shape if block_table is None else None):
                 raise ValueError(fault)
             parts = []
-            for row, q_start, q_len, k_start, k_len in zip(
-                ragged.rows, ragged.q_starts, ragged.q_lens, ragged.k_starts, ragged.k_lens, strict=True
-            ):
-                one = slice(row, row + 1)
-                queries, keys = q[one, :, q_start : q_start + q_len], k[one, :, k_start : k_start + k_len]
-                parts.append(self.at(k_len)._build(queries, keys, scale, window))
+            for s, (row, q_start, q_len, k_start, length) in enumerate(ragged.sequences):
+                queries = q[row : row + 1, :, q_start : q_start + q_len]
+                some = of_sequence(keys, s, row, k_start, length)
+                parts.append(self.at(length)._build(queries, some, scale, window))
             index = cat_sequences(parts, ragged)
         return with_dense_tail(index.changed(window=window), self.dense_tail)
 
-    def _build(self, q: Tensor, k: Tensor, scale: float, window: int | None) -> SparseIndex:
+    def _build(self, q: Tensor, k: Keys, scale: float, window: int | None) -> SparseIndex:
         if not 0 < q.shape[2] <= k.shape[2]:
             raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}")
         if self.dense_tail and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE:

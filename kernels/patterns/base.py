@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from kernels.index import SparseIndex
+from kernels.patterns.paged import Keys
 
 
 def _no_size(value: object) -> str | None:
@@ -54,7 +55,7 @@ class Pattern:
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,
@@ -65,7 +66,7 @@ class Pattern:
             largest: h patterns of this kind, one a head; no later pattern may be larger or differ in `last_q`.
             heads: the h query heads of q that they belong to.
             q: (B, H, Q, D) queries, the last Q of the K positions.
-            k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
+            k: (B, G, K, D) keys, or pages that hold them; query head i reads KV head i // (H // G).
             scale: factor on the logits.
             window: in a sliding layer, how many keys a query sees, itself included: nothing is chosen for what lies
                 beyond. The index may name it all the same; it has a window of its own.
@@ -82,7 +83,7 @@ class Pattern:
         patterns: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,

@@ -6,17 +6,20 @@ Shapes: B batch, h heads of this kind, R query tiles, N key tiles, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from kernels.breaker import CannotBuildError
 from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
-from kernels.patterns import cpu
+from kernels.patterns import cpu, triton
 from kernels.patterns.base import SHARE, Pattern
 from kernels.patterns.choose import best_places
+from kernels.patterns.paged import Keys, of_heads, part
 from kernels.patterns.rows import offsets_of, put
 
 # Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its cores.
@@ -48,7 +51,7 @@ class BlockSparse(Pattern):
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,
@@ -134,27 +137,31 @@ def _best_tiles(
     return best_places(scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first)[..., 1:]
 
 
-def mean_of_tiles(x: Tensor, heads: Sequence[int], *, lead: int) -> Tensor:
+def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
     """Mean over each tile of positions of some heads of x (B, heads, length, D), fp32 (B, h, tiles, D).
 
     `lead` positions of the first tile are missing.
     """
     low, high = min(heads), max(heads) + 1
-    pooled = _pool_all(x[:, low:high], lead=lead)
+    if not cpu.serves(x) and triton.serves(x):
+        # Where it turns out not to build, torch serves this call and those to come.
+        with suppress(CannotBuildError):
+            return triton.mean_of_tiles(x, heads, lead=lead)
+    pooled = _pool_all(of_heads(x, slice(low, high)), lead=lead)
     if list(heads) == list(range(low, high)):
         return pooled
-    return pooled.index_select(1, on_device(tuple(head - low for head in heads), x.device))
+    return pooled.index_select(1, on_device(tuple(head - low for head in heads), pooled.device))
 
 
-def _pool_all(x: Tensor, *, lead: int) -> Tensor:
+def _pool_all(x: Keys, *, lead: int) -> Tensor:
     if cpu.serves(x):
         return cpu.mean_pool(x, lead=lead)
     cut = min((TILE - lead) % TILE, x.shape[2])
-    end = x.shape[2] - (x.shape[2] - cut) % TILE
-    body = x[:, :, cut:end].unflatten(2, ((end - cut) // TILE, TILE))
-    some = chunks(body.shape[2], 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)
-    pieces = [x[:, :, None, :cut], *(body[:, :, each] for each in some), x[:, :, None, end:]]
-    means = [piece.mean(3, dtype=torch.float32) for piece in pieces if piece.shape[2] and piece.shape[3]]
+    tiles = (x.shape[2] - cut) // TILE
+    some = chunks(tiles, 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)
+    bounds = [(0, cut), *((cut + each.start * TILE, cut + each.stop * TILE) for each in some)]
+    pieces = (part(x, *each) for each in (*bounds, (cut + tiles * TILE, x.shape[2])) if each[0] < each[1])
+    means = [piece.unflatten(2, (-1, min(TILE, piece.shape[2]))).mean(3, dtype=torch.float32) for piece in pieces]
     return means[0] if len(means) == 1 else torch.cat(means, dim=2)
 
 

@@ -14,7 +14,7 @@
 #include <optional>
 #include <vector>
 
-#include "../native/engines.h"
+#include "../attention/index.h"
 
 namespace {
 
@@ -38,19 +38,24 @@ struct Group {
   std::vector<Member<elem>> members;
 };
 
+// All K keys of an element of the batch.
+inline Sequence whole(int64_t b, int64_t K) { return {b, 0, 0, 0, K}; }
+
 // Calls visit(member, i, key0, s): for the member's i-th last query and each tile of a chunk, the 64 scores from key0 on,
 // -inf where the query does not see the key. Queries that see none of the tile are left out.
 template <class Engine, class T, class Visit>
-void for_each_row(const Strided<T>& ks, const Group<typename Engine::elem>& group, int64_t K, int64_t D, int64_t window,
+void for_each_row(const Keys<T>& ks, const Group<typename Engine::elem>& group, int64_t K, int64_t D, int64_t window,
                   int64_t chunk, Visit visit) {
   using elem = typename Engine::elem;
   const int inner = round_up(D, Engine::INNER);
   const auto panel = allocate<elem>(inner * TILE);
   const auto scores = allocate<float>(TILE * TILE);
+  const auto wide = allocate<T>(ks.stored.eight() ? TILE * D : 0);
+  const Sequence keys = whole(group.b, K);
   for (int64_t key0 = chunk * CHUNK; key0 < std::min(K, (chunk + 1) * CHUNK); key0 += TILE) {
     const T* rows[TILE];
     const int have = std::min<int64_t>(TILE, K - key0);
-    for (int j = 0; j < have; ++j) rows[j] = ks.at(group.b, group.g, key0 + j);
+    for (int j = 0; j < have; ++j) rows[j] = ks.at(keys, group.b, group.g, key0 + j, D, wide.get(), j);
     pack_k<Engine>(rows, have, D, inner, panel.get());
     for (const auto& member : group.members)
       for (int64_t block = 0; block < member.blocks(); ++block) {
@@ -72,18 +77,20 @@ void for_each_row(const Strided<T>& ks, const Group<typename Engine::elem>& grou
 }
 
 template <class Engine, class T>
-void estimate_with(const at::Tensor& q, const at::Tensor& k, at::IntArrayRef heads, at::IntArrayRef last_q, float factor,
-                   int64_t window, at::Tensor& vertical, at::Tensor& slash) {
+void estimate_with(const at::Tensor& q, const at::Tensor& k, const std::optional<at::Tensor>& table, at::IntArrayRef heads,
+                   at::IntArrayRef last_q, float factor, int64_t window, at::Tensor& vertical, at::Tensor& slash) {
   using elem = typename Engine::elem;
-  const int64_t B = q.size(0), Q = q.size(2), D = q.size(3), K = k.size(2), share = q.size(1) / k.size(1);
+  const int64_t B = q.size(0), Q = q.size(2), D = q.size(3), K = vertical.size(2), G = k.size(table ? 2 : 1);
+  const int64_t share = q.size(1) / G;
   const int64_t h = heads.size(), chunks = (K + CHUNK - 1) / CHUNK;
   const int inner = round_up(D, Engine::INNER);
-  const Strided<T> qs(q), ks(k);
+  const Strided<T> qs(q);
+  const Keys<T> ks(k, table);
   const Exp2<6> exp2(factor);
 
   std::vector<Group<elem>> groups;
   for (int64_t b = 0; b < B; ++b)
-    for (int64_t g = 0; g < k.size(1); ++g) {
+    for (int64_t g = 0; g < G; ++g) {
       Group<elem> group{b, g, {}};
       for (int64_t i = 0; i < h; ++i)
         if (heads[i] / share == g) {
@@ -168,43 +175,45 @@ void estimate_with(const at::Tensor& q, const at::Tensor& k, at::IntArrayRef hea
   });
 }
 
-// See kernels.patterns.vertical_slash.estimate. window 0 is none.
+// See kernels.patterns.last_queries.estimate. K keys, in pages if there is a table; window 0 is none.
 std::tuple<at::Tensor, at::Tensor> vertical_slash_estimate(const at::Tensor& q, const at::Tensor& k,
+                                                           const std::optional<at::Tensor>& table, int64_t K,
                                                            at::IntArrayRef heads, at::IntArrayRef last_q, double scale,
                                                            int64_t window, std::string engine) {
-  const int64_t K = k.size(2);
   at::Tensor vertical = at::empty({q.size(0), int64_t(heads.size()), K}, q.options().dtype(at::kFloat));
   at::Tensor slash = at::empty_like(vertical);
   const float factor = static_cast<float>(scale) * LOG2E;
   if (!window) window = K;
   if (q.scalar_type() == at::kBFloat16 && engine == "brgemm")
-    estimate_with<Brgemm, at::BFloat16>(q, k, heads, last_q, factor, window, vertical, slash);
+    estimate_with<Brgemm, at::BFloat16>(q, k, table, heads, last_q, factor, window, vertical, slash);
 #if defined(__AVX512BF16__)
   else if (q.scalar_type() == at::kBFloat16 && engine == "dot")
-    estimate_with<Blocked<Dot>, at::BFloat16>(q, k, heads, last_q, factor, window, vertical, slash);
+    estimate_with<Blocked<Dot>, at::BFloat16>(q, k, table, heads, last_q, factor, window, vertical, slash);
 #endif
   else if (q.scalar_type() == at::kBFloat16)
-    estimate_with<Blocked<Float>, at::BFloat16>(q, k, heads, last_q, factor, window, vertical, slash);
+    estimate_with<Blocked<Float>, at::BFloat16>(q, k, table, heads, last_q, factor, window, vertical, slash);
   else if (q.scalar_type() == at::kHalf)
-    estimate_with<Blocked<Float>, at::Half>(q, k, heads, last_q, factor, window, vertical, slash);
+    estimate_with<Blocked<Float>, at::Half>(q, k, table, heads, last_q, factor, window, vertical, slash);
   else
-    estimate_with<Blocked<Float>, float>(q, k, heads, last_q, factor, window, vertical, slash);
+    estimate_with<Blocked<Float>, float>(q, k, table, heads, last_q, factor, window, vertical, slash);
   return {vertical, slash};
 }
 
 template <class T>
-void pool_with(const at::Tensor& x, int64_t lead, at::Tensor& out) {
-  const int64_t H = x.size(1), L = x.size(2), D = x.size(3), tiles = out.size(2);
-  const Strided<T> xs(x);
+void pool_with(const at::Tensor& x, const std::optional<at::Tensor>& table, int64_t L, int64_t lead, at::Tensor& out) {
+  const int64_t H = out.size(1), D = out.size(3), tiles = out.size(2);
+  const Keys<T> xs(x, table);
   float* const to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, x.size(0) * H * tiles, 16, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, out.size(0) * H * tiles, 16, [&](int64_t begin, int64_t end) {
+    std::vector<T> wide(xs.stored.eight() ? D : 0);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t tile = i % tiles, head = i / tiles % H, b = i / tiles / H;
       const int64_t from = std::max<int64_t>(tile * TILE - lead, 0), until = std::min((tile + 1) * TILE - lead, L);
+      const Sequence all = whole(b, L);
       float* mean = to + i * D;
       std::fill_n(mean, D, 0.0f);
       for (int64_t row = from; row < until; ++row) {
-        const T* __restrict one = xs.at(b, head, row);
+        const T* __restrict one = xs.at(all, b, head, row, D, wide.data(), 0);
         for (int64_t d = 0; d < D; ++d) mean[d] += cast<float>(one[d]);
       }
       for (int64_t d = 0; d < D; ++d) mean[d] /= until - from;
@@ -212,14 +221,16 @@ void pool_with(const at::Tensor& x, int64_t lead, at::Tensor& out) {
   });
 }
 
-// Mean over each tile of 64 positions, fp32 (B, H, tiles, D); `lead` positions of the first tile are missing.
-at::Tensor mean_pool(const at::Tensor& x, int64_t lead) {
-  const int64_t tiles = (lead + x.size(2) + TILE - 1) / TILE;
-  at::Tensor out = at::empty({x.size(0), x.size(1), tiles, x.size(3)}, x.options().dtype(at::kFloat));
+// Mean over each tile of 64 of `length` positions, in pages if there is a table, fp32 (B, H, tiles, D); `lead` positions
+// of the first tile are missing. Those of 8 bits are read as fp32.
+at::Tensor mean_pool(const at::Tensor& x, const std::optional<at::Tensor>& table, int64_t length, int64_t lead) {
+  const int64_t tiles = (lead + length + TILE - 1) / TILE;
+  at::Tensor out = at::empty({(table ? *table : x).size(0), x.size(table ? 2 : 1), tiles, x.size(3)},
+                             x.options().dtype(at::kFloat));
   switch (x.scalar_type()) {
-    case at::kHalf: pool_with<at::Half>(x, lead, out); break;
-    case at::kBFloat16: pool_with<at::BFloat16>(x, lead, out); break;
-    default: pool_with<float>(x, lead, out);
+    case at::kHalf: pool_with<at::Half>(x, table, length, lead, out); break;
+    case at::kBFloat16: pool_with<at::BFloat16>(x, table, length, lead, out); break;
+    default: pool_with<float>(x, table, length, lead, out);
   }
   return out;
 }
@@ -366,9 +377,9 @@ at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::Int
 
 TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
-      "vertical_slash_estimate(Tensor q, Tensor k, int[] heads, int[] last_q, float scale, int window, str engine) -> "
-      "(Tensor, Tensor)");
-  m.def("mean_pool(Tensor x, int lead) -> Tensor");
+      "vertical_slash_estimate(Tensor q, Tensor k, Tensor? block_table, int k_len, int[] heads, int[] last_q, "
+      "float scale, int window, str engine) -> (Tensor, Tensor)");
+  m.def("mean_pool(Tensor x, Tensor? block_table, int length, int lead) -> Tensor");
   m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced, Tensor? ends, Tensor? counts) -> Tensor");
   m.def(
       "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, Tensor offsets, int first, int reach, "

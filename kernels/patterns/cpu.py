@@ -13,31 +13,38 @@ import torch
 from torch import Tensor
 
 from kernels.native import build
+from kernels.patterns.paged import Keys
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def serves(x: Tensor) -> bool:
-    """Whether native code serves builders on these tensors; torch does where it does not."""
+def serves(x: Keys) -> bool:
+    """Whether native code serves builders on these tensors, or pages; torch does where it does not."""
     return x.device.type == "cpu" and x.dtype in _DTYPES and build.load() is None
 
 
 def estimate(
-    q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+    q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.patterns.vertical_slash.estimate."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    """See kernels.patterns.last_queries.estimate."""
     fastest = torch.ops.headwise.engines(q.dtype)[0]
     found: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
-        q, k, heads, last_q, scale, window or 0, fastest
+        q if q.stride(-1) == 1 else q.contiguous(), *_where(k), heads, last_q, scale, window or 0, fastest
     )
     return found
 
 
-def mean_pool(x: Tensor, *, lead: int) -> Tensor:
+def mean_pool(x: Keys, *, lead: int) -> Tensor:
     """Mean over each tile of positions, fp32 (B, heads, tiles, D); `lead` positions of the first tile are missing."""
-    pooled: Tensor = torch.ops.headwise.mean_pool(x if x.stride(-1) == 1 else x.contiguous(), lead)
+    pooled: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead)
     return pooled
+
+
+def _where(k: Keys) -> tuple[Tensor, Tensor | None, int]:
+    """Keys as operators take them: the tensor or the cache, the block table, and how many they are."""
+    if isinstance(k, Tensor):
+        return k if k.stride(-1) == 1 else k.contiguous(), None, k.shape[2]
+    return k.cache, k.table.contiguous(), k.k_len
 
 
 def best_places(

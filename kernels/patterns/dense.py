@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.index import SparseIndex, empty_entries, no_lists, num_rows, num_tiles
 from kernels.patterns.base import Pattern
+from kernels.patterns.paged import Keys
 from kernels.ragged import Ragged
 
 
@@ -31,7 +32,7 @@ class Dense(Pattern):
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,

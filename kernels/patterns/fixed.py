@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.copies import Copy, on_device
 from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows, num_tiles
 from kernels.patterns.base import Pattern
+from kernels.patterns.paged import Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Fixed(Pattern):
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,

@@ -6,7 +6,7 @@ in a run n KV heads with m query heads each, S keys that the last queries can se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.breaker import CannotBuildError
 from kernels.copies import on_device
 from kernels.patterns import cpu, triton
+from kernels.patterns.paged import Keys, of_heads, of_sequence, parts
 
 # Bytes of attention rows held at once: on a GPU enough to be busy at 128K tokens and little at 1M; on a CPU what stays
 # near its cores and is not handed back to the system after each use.
@@ -37,7 +38,7 @@ class _Run:
 
 @torch.no_grad()
 def estimate(
-    q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None = None
+    q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention mass of each column and each diagonal from the last queries (Algorithm 2, lines 1-6).
 
@@ -72,24 +73,30 @@ def estimate(
         for b in range(batch):
             # Scaled before the product: a product of fp16 could be too large.
             queries = q[b, :, -run.last :].index_select(0, chosen).mul_(scale)
-            keys = k[b, run.kv.start : run.kv.stop, k_len - seen :]
-            columns, distances = _masses(queries, keys, run.last, window)
+            keys = of_heads(of_sequence(k, b, b, 0, k_len), slice(run.kv.start, run.kv.stop))
+            some = (each[0] for each in parts(keys, k_len - seen))
+            columns, distances = _masses(queries, some, len(run.kv), seen, run.last, window)
             vertical[b, :, k_len - seen :].index_copy_(0, members, columns)
             slash[b, :, :seen].index_copy_(0, members, distances)
     return vertical, slash
 
 
-def _masses(queries: Tensor, keys: Tensor, last: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Mass by key and by distance, (n * m, S) fp32 each, of queries (n * m, L, D) on keys (n, S, D)."""
-    (heads, _, dim), (kv_heads, seen, _) = queries.shape, keys.shape
+def _masses(
+    queries: Tensor, parts_of_keys: Iterable[Tensor], kv_heads: int, seen: int, last: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Mass by key and by distance, (n * m, S) fp32 each, of queries (n * m, L, D) on keys (n, S, D), some at a time."""
+    heads, _, dim = queries.shape
     # Rows stand in a wider buffer, each one further right than the one above seen from the diagonal, so that one
     # strided view lines the diagonals up. Rows of a multiple of 8 numbers are what matrix units write best.
     margin = last + -(last + seen) % 8
-    logits = torch.empty(kv_heads, heads // kv_heads * last, margin + seen, dtype=queries.dtype, device=keys.device)
+    logits = queries.new_empty(kv_heads, heads // kv_heads * last, margin + seen)
     logits[..., :margin] = float("-inf")
-    torch.bmm(queries.view(kv_heads, -1, dim), keys.transpose(1, 2), out=logits[..., margin:])
+    at = margin
+    for keys in parts_of_keys:
+        torch.bmm(queries.view(kv_heads, -1, dim), keys.transpose(1, 2), out=logits[..., at : at + keys.shape[1]])
+        at += keys.shape[1]
     rows = logits.view(heads, last, margin + seen)
-    corner = torch.ones(last, last, dtype=torch.bool, device=keys.device)
+    corner = torch.ones(last, last, dtype=torch.bool, device=queries.device)
     rows[..., -last:].masked_fill_(corner.triu(1), float("-inf"))
     if window is not None:
         # Query r is key seen - last + r: it sees no key at or below r + seen - last - window.

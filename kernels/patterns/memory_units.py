@@ -18,6 +18,7 @@ from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.fixed import counted, reach
+from kernels.patterns.paged import Keys, of_heads, parts
 from kernels.patterns.rows import offsets_of, put
 
 # Bytes of fp32 scores held at once, and of running sums over queries.
@@ -48,7 +49,7 @@ class MemoryUnits(Pattern):
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,
@@ -64,7 +65,7 @@ class MemoryUnits(Pattern):
         return build
 
 
-def _units(q: Tensor, k: Tensor, heads: Sequence[int], patterns: Sequence[MemoryUnits]) -> Tensor:
+def _units(q: Tensor, k: Keys, heads: Sequence[int], patterns: Sequence[MemoryUnits]) -> Tensor:
     """The representatives (B, h, U, D) of some heads. Those of one size go together, as scratch has room."""
     group = q.shape[1] // k.shape[1]
     alike: dict[tuple[int, int], list[int]] = {}
@@ -76,11 +77,10 @@ def _units(q: Tensor, k: Tensor, heads: Sequence[int], patterns: Sequence[Memory
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
             mine = tuple(heads[place] for place in some)
-            queries, keys = (
-                x.index_select(1, on_device(which, x.device))
-                for x, which in ((q, mine), (k, tuple(head // group for head in mine)))
-            )
-            made.append(representatives(queries, keys, window, count))
+            first, last = min(mine) // group, max(mine) // group
+            queries = q.index_select(1, on_device(mine, q.device))
+            kv_heads = on_device(tuple(head // group - first for head in mine), q.device)
+            made.append(representatives(queries, of_heads(k, slice(first, last + 1)), kv_heads, window, count))
             order += some
     if len(made) == 1:
         return made[0]
@@ -123,22 +123,30 @@ def select(
     )
 
 
-def representatives(q: Tensor, k: Tensor, window: int, count: int) -> Tensor:
+def representatives(q: Tensor, k: Keys, kv_heads: Tensor, window: int, count: int) -> Tensor:
     """The mean of each unit's `count` best keys, (B, h, U, D) fp32, by the mean product with the queries after them.
 
-    q (B, h, Q, D) and k (B, h, K, D). Only queries of the call within `window` of a key count; keys that none follows
-    are all alike.
+    q (B, h, Q, D) and k (B, G, K, D), of which each head reads the one that `kv_heads` (h,) says. Only queries of the
+    call within `window` of a key count; keys that none follows are all alike.
     """
     q_len, k_len = q.shape[2], k.shape[2]
     window = min(window, k_len)
     # Sums over windows are differences of running sums, which fp32 would round away.
     sums = torch.nn.functional.pad(q.to(torch.float64).cumsum(2), (0, 0, 1, 0))
-    after = torch.arange(k_len, device=k.device) - (k_len - q_len) + 1
-    start, stop = after.clamp(0, q_len), (after + window).clamp(0, q_len)
-    local = (sums.index_select(2, stop) - sums.index_select(2, start)) / (stop - start).clamp_min(1)[:, None]
-    keys = k.float()
-    relevance = (local.float() * keys).sum(-1)
-    n, missing = num_tiles(k_len), -k_len % TILE
+    found, at = [], 0
+    for keys in parts(k):
+        after = torch.arange(at, at + keys.shape[2], device=q.device) - (k_len - q_len) + 1
+        start, stop = after.clamp(0, q_len), (after + window).clamp(0, q_len)
+        local = (sums.index_select(2, stop) - sums.index_select(2, start)) / (stop - start).clamp_min(1)[:, None]
+        found.append(_best_of_tiles(local.float(), keys.index_select(1, kv_heads).float(), count))
+        at += keys.shape[2]
+    return torch.cat(found, dim=2)
+
+
+def _best_of_tiles(local: Tensor, keys: Tensor, count: int) -> Tensor:
+    """The mean of the `count` keys (B, h, n, D) of each tile with the largest products with `local`, fp32."""
+    relevance = (local * keys).sum(-1)
+    n, missing = num_tiles(keys.shape[2]), -keys.shape[2] % TILE
     relevance = torch.nn.functional.pad(relevance, (0, missing), value=float("-inf")).unflatten(2, (n, TILE))
     keys = torch.nn.functional.pad(keys, (0, 0, 0, missing)).unflatten(2, (n, TILE))
     best = relevance.topk(min(count, TILE), dim=-1)

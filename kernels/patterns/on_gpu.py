@@ -23,9 +23,10 @@ from kernels.index import PAD, SparseIndex, empty_entries, no_lists, num_rows, n
 from kernels.joining import cat_heads
 from kernels.patterns import cpu, triton
 from kernels.patterns.base import Pattern
-from kernels.patterns.block_sparse import BlockSparse, chunks, mean_of_tiles
+from kernels.patterns.block_sparse import BlockSparse, chunks
 from kernels.patterns.dense import Dense
 from kernels.patterns.fixed import Fixed
+from kernels.patterns.paged import Keys
 from kernels.patterns.rows import offsets_of
 from kernels.patterns.skip_softmax import SkipSoftmax
 from kernels.patterns.vertical_slash import VerticalSlash
@@ -87,7 +88,7 @@ def build(
     patterns: Sequence[Pattern],
     kinds: Mapping[type[Pattern], Sequence[int]],
     q: Tensor,
-    k: Tensor,
+    k: Keys,
     *,
     scale: float,
     window: int | None,
@@ -119,24 +120,29 @@ def _build(
     kinds: Mapping[type[Pattern], Sequence[int]],
     layout: _Layout,
     q: Tensor,
-    k: Tensor,
+    k: Keys,
     scale: float,
     window: int | None,
 ) -> SparseIndex:
     made = layout.fields(own=bool(kinds.get(VerticalSlash)))
-    lines = None
+    lines = pooled = None
     some: Any
+    if listed := kinds.get(BlockSparse, ()):
+        of = [head // (q.shape[1] // k.shape[1]) for head in listed]
+        pooled = triton.means(q, k, listed, of, q_lead=(k.shape[2] - q.shape[2]) % 64)
     if heads := kinds.get(VerticalSlash, ()):
         some = [patterns[head] for head in heads]
         sizes = tuple((head, max(p.vertical, 64), max(p.slash, 64)) for head, p in zip(heads, some, strict=True))
-        vertical, near, far = triton.masses(q, k, heads, [p.last_q for p in some], scale=scale, window=window)
+        how: Any = {"scale": scale, "window": window, "beside": pooled}
+        vertical, near, far = triton.masses(q, k, heads, [p.last_q for p in some], **how)
         lines = triton.Lines(vertical=vertical, near=near, far=far, heads=sizes)
-    if heads := kinds.get(BlockSparse, ()):
-        queries = mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % 64).flatten(0, 1)
-        keys = mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0).flatten(0, 1)
+    elif pooled is not None:
+        triton.run(pooled.alone(), q.device)
+    if pooled is not None:
+        queries, keys = pooled.queries.flatten(0, 1), pooled.keys.flatten(0, 1)
         n = keys.shape[1]
-        some = [patterns[head] for head in heads]
-        beside = tuple((head, max(p.blocks, 2) - 1) for head, p in zip(heads, some, strict=True))
+        some = [patterns[head] for head in listed]
+        beside = tuple((head, max(p.blocks, 2) - 1) for head, p in zip(listed, some, strict=True))
         reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
         for part in chunks(queries.shape[1], 4 * len(queries) * n, q.device):
             scores = torch.bmm(queries[:, part], keys.transpose(1, 2))

@@ -14,6 +14,7 @@ from kernels.copies import on_device
 from kernels.index import SparseIndex
 from kernels.patterns.base import Pattern
 from kernels.patterns.dense import dense_index
+from kernels.patterns.paged import Keys
 
 
 def _no_factor(value: object) -> str | None:
@@ -42,7 +43,7 @@ class SkipSoftmax(Pattern):
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,

@@ -1,8 +1,8 @@
 """What builders do to whole prompts, in Triton on GPUs: prepares and launches triton_kernels.py.
 
 In torch the estimate writes the attention of the last queries out, four bytes a key for each of them, and reads it
-again several times; here it stays on the chip. All choices of a layer are one launch. Means over tiles stay in torch:
-they read each number once in any case.
+again several times; here it stays on the chip. Means over tiles, of queries and of keys, are made in the launch that
+reads the keys first, or in one of their own. All choices of a layer are one launch.
 
 Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K key length, D head dim.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from kernels.breaker import failure
 from kernels.copies import on_device
 from kernels.dispatch import say_once
 from kernels.index import TILE, num_tiles
+from kernels.patterns.paged import Keys
 from kernels.triton_calls import KernelCall, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
@@ -32,13 +34,15 @@ _MOST_FOR_TWO = 128
 # Programs that keep every GPU busy to the end, and chunks of keys whose sums are put together afterwards.
 _PROGRAMS = 1024
 _MOST_CHUNKS = 64
+# What a launch that makes no means beside is told of them.
+_COUNTS = ("pooled", "q_wanted", "k_wanted", "q_tiles", "k_tiles", "q_lead", "k_lead", "q_programs")
 
 
 # Scores of a row that a program takes at a time.
 _CHUNK = 4096
 
 
-def serves(x: Tensor) -> bool:
+def serves(x: Keys) -> bool:
     """Whether Triton serves builders on these tensors: half precision on a GPU that it compiles for."""
     fits = x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM
     return fits and unavailable(x.device) is None and _built(x.device)
@@ -63,7 +67,7 @@ def best_places(
 ) -> Tensor:
     """See kernels.patterns.choose.best_places."""
     places, launch = choice(scores, sizes, forced=forced, ends=ends, counts=counts)
-    _run(launch, scores.device)
+    run(launch, scores.device)
     return places
 
 
@@ -125,7 +129,7 @@ class Lists:
 
 def fill(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None) -> None:
     """Write what is chosen to diagonals, columns and tiles of an index, all in one launch."""
-    _run(choices(made, lines, lists), made["diagonals"].device)
+    run(choices(made, lines, lists), made["diagonals"].device)
 
 
 def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None) -> KernelCall:
@@ -159,7 +163,7 @@ def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None
 
 
 def estimate(
-    q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+    q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """See kernels.patterns.last_queries.estimate. The sums have an order of their own, each time the same."""
     vertical, near, far = masses(q, k, heads, last_q, scale=scale, window=window)
@@ -169,21 +173,103 @@ def estimate(
     return vertical, slash
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Means:
+    """Memory for means over tiles of queries and of keys, (B, h, tiles, D) fp32, and what a launch needs to fill it."""
+
+    queries: Tensor
+    keys: Tensor
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    programs: int
+
+    def alone(self) -> KernelCall:
+        """A launch that does nothing else."""
+        return KernelCall(
+            module=_MODULE,
+            kernel="means_kernel",
+            grid=(self.programs,),
+            arguments=self.arguments,
+            constants=self.constants,
+            options={"num_warps": 4, "enable_fp_fusion": True},
+        )
+
+
+def means(
+    q: Tensor, k: Keys, q_heads: Sequence[int], k_heads: Sequence[int], *, q_lead: int = 0, k_lead: int = 0
+) -> Means:
+    """The means of some heads of queries and of keys, of as many or of one alone; `lead` as in `mean_of_tiles`."""
+    arguments = _where(q, k)
+    made, programs = [], []
+    for name, x, heads, lead in (("q", q, q_heads, q_lead), ("k", k, k_heads, k_lead)):
+        # Heads one after the other that are the same are read once.
+        starts = [i for i, head in enumerate(heads) if not i or head != heads[i - 1]]
+        places = [(heads[i], i, j) for i, j in pairwise([*starts, len(heads)])]
+        tiles = num_tiles(lead + x.shape[2])
+        made.append(torch.empty(x.shape[0], len(heads), tiles, x.shape[3], dtype=torch.float32, device=q.device))
+        programs.append(x.shape[0] * len(places) * tiles)
+        arguments |= {
+            f"{name}_means": made[-1], f"{name}_wanted": len(places), f"{name}_tiles": tiles, f"{name}_lead": lead,
+            f"{name}_places": on_device(tuple(n for place in places for n in place), q.device, torch.int32),
+        }  # fmt: skip
+    arguments |= {"pooled": max(len(q_heads), len(k_heads)), "q_programs": programs[0]}
+    return Means(queries=made[0], keys=made[1], arguments=arguments, constants=_sizes(q, k), programs=sum(programs))
+
+
+def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
+    """See kernels.patterns.block_sparse.mean_of_tiles."""
+    none = torch.empty(1, 1, 0, x.shape[3], dtype=x.dtype, device=x.device)
+    found = means(none, x, (), heads, k_lead=lead)
+    run(found.alone(), x.device)
+    return found.keys
+
+
+def _where(q: Tensor, k: Keys) -> dict[str, Any]:
+    """Arguments that say where queries and keys lie."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if isinstance(k, Tensor):
+        held = k if k.stride(-1) == 1 else k.contiguous()
+        # Pages that are absent are never read; some tensor has to stand there.
+        pages, width, order = held, 0, (0, 1, 2)
+    else:
+        held, pages, width, order = k.cache, k.table.contiguous(), k.table.shape[1], (0, 2, 1)
+    return {
+        "q": q, "k": held, "pages": pages, "pages_width": width, "q_len": q.shape[2], "k_len": k.shape[2],
+        **{f"q_{axis}": q.stride(i) for i, axis in enumerate(("batch", "head", "row"))},
+        **{f"k_{axis}": held.stride(i) for i, axis in zip(order, ("batch", "head", "row"), strict=True)},
+    }  # fmt: skip
+
+
+def _sizes(q: Tensor, k: Keys) -> dict[str, Any]:
+    """What is compiled in of queries and keys."""
+    sizes = dict(zip(("D", "D0", "D1"), (q.shape[3], *split(q.shape[3])), strict=True))
+    return {**sizes, "PAGE": 0 if isinstance(k, Tensor) else k.cache.shape[1]}
+
+
 def masses(
-    q: Tensor, k: Tensor, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+    q: Tensor,
+    k: Keys,
+    heads: Sequence[int],
+    last_q: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
+    beside: Means | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The estimate with its diagonals in two parts: (B, h, K), and two (B, h, distances) that add up to their mass."""
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    """The estimate with its diagonals in two parts: (B, h, K), and two (B, h, distances) that add up to their mass.
+
+    beside: means of the same queries and keys, which are filled as well.
+    """
     how = plan(q, k, heads, last_q, scale=scale, window=window)
     shape, seen = (q.shape[0], len(heads)), how.arguments["tiles"] * TILE
     partial = torch.empty(*shape, how.blocks * TILE, how.chunks, dtype=torch.float32, device=q.device)
-    _run(how.normalisers(partial), q.device)
+    run(how.normalisers(partial, beside), q.device)
     # Nobody writes to keys that no query sees.
     new = torch.empty if window is None else torch.zeros
     vertical = new(*shape, k.shape[2], dtype=torch.float32, device=q.device)
     near, far = torch.empty(2, *shape, seen, dtype=torch.float32, device=q.device)
     for block in range(how.blocks):
-        _run(how.masses(block, partial, vertical, near, far), q.device)
+        run(how.masses(block, partial, vertical, near, far), q.device)
     return vertical, near, far
 
 
@@ -198,14 +284,16 @@ class Plan:
     blocks: int
     chunks: int
 
-    def normalisers(self, partial: Tensor) -> KernelCall:
-        """The log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64, chunks)."""
+    def normalisers(self, partial: Tensor, beside: Means | None = None) -> KernelCall:
+        """The log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64, chunks), and these means."""
+        more: dict[str, Any] = dict.fromkeys(("q_means", "k_means", "q_places", "k_places"), partial)
+        more |= dict.fromkeys(_COUNTS, 0) if beside is None else beside.arguments
         return KernelCall(
             module=_MODULE,
             kernel="normalisers_kernel",
-            grid=(self.programs, self.blocks),
-            arguments=self.arguments | {"normalisers": partial},
-            constants=self.constants,
+            grid=(self.programs + (beside.programs if beside else 0), self.blocks),
+            arguments=more | self.arguments | {"normalisers": partial, "programs": self.programs},
+            constants=self.constants | {"MEANS": beside is not None},
             options=self.options,
         )
 
@@ -224,7 +312,7 @@ class Plan:
 
 def plan(
     q: Tensor,
-    k: Tensor,
+    k: Keys,
     heads: Sequence[int],
     last_q: Sequence[int],
     *,
@@ -242,16 +330,13 @@ def plan(
     chunk = -(-tiles // min(_MOST_CHUNKS, -(-_PROGRAMS // (batch * groups))))
     chunks = -(-tiles // chunk)
     arguments: dict[str, Any] = {
-        "q": q, "k": k,
+        **_where(q, k),
         "members": on_device(tuple(n for group in members for member in group for n in member), q.device),
         "scale": scale * _LOG2E, "heads": len(heads), "groups": groups, "group_size": group_size,
-        "q_len": q_len, "k_len": k_len, "tiles": tiles, "chunk": chunk, "chunks": chunks, "rows": blocks * TILE,
-        "window": window or 0,
+        "tiles": tiles, "chunk": chunk, "chunks": chunks, "rows": blocks * TILE, "window": window or 0,
     }  # fmt: skip
-    for name, x in (("q", q), ("k", k)):
-        arguments |= {f"{name}_{axis}": x.stride(i) for i, axis in enumerate(("batch", "head", "row"))}
     constants = {
-        **dict(zip(("D", "D0", "D1"), (dim, *split(dim)), strict=True)),
+        **_sizes(q, k),
         "MEMBERS": len(members[0]), "WINDOW": window is not None and window < k_len,
     }  # fmt: skip
     build = choose(target or architecture(q.device), dim=dim, itemsize=q.element_size(), has_tiles=False)
@@ -277,5 +362,6 @@ def _members(heads: Sequence[int], last: Sequence[int], group_size: int, most: i
     return [some + [(*some[0][:2], 0)] * (size - len(some)) for some in groups]
 
 
-def _run(call: KernelCall, device: torch.device) -> None:
+def run(call: KernelCall, device: torch.device) -> None:
+    """Launch a kernel of the builders."""
     run_calls([call], device, "builders", str(device))

@@ -5,7 +5,11 @@ C chunks of tiles, at most 64; M queries of a program.
 
 The last queries of MEMBERS heads that share a KV head stand in one product, MEMBERS * 64 rows, so that its keys are
 read once for all of them. Query blocks and key tiles are counted from the end: block or tile 0 ends with the last
-position, and the distance between block b and tile t is 64 * (t - b) + row - column, whatever the lengths.
+position, and the distance between block b and tile t is 64 * (t - b) + row - column, whatever the lengths. Means are of
+tiles on the grid of positions, counted from the first.
+
+If PAGE > 0, keys lie in pages of so many tokens: k_batch is the stride of a page, and `pages` (B, pages_width) int32
+says which page holds keys i * PAGE and on.
 """
 
 from __future__ import annotations
@@ -26,18 +30,107 @@ def _members(group, q_len, block, members, MEMBERS: tl.constexpr):
 
 
 @triton.jit
+def _element(k, pages, batch, k_batch, pages_width, PAGE: tl.constexpr):
+    """The keys and the pages of an element of the batch."""
+    if PAGE == 0:
+        k += batch * k_batch
+    else:
+        pages += batch * pages_width
+    return k, pages
+
+
+@triton.jit
+def _rows(k, pages, start, last, present, k_page, k_row, PAGE: tl.constexpr):
+    """Where 64 keys from `start` on lie, `last` being the last that is there: a base and the offsets of their rows.
+
+    They touch two pages at most; only smaller ones need a look-up for each row. What is selected is multiplied by a
+    stride afterwards (kernels.attention.triton_step).
+    """
+    column = tl.arange(0, TILE)
+    if PAGE == 0:
+        k += start.to(tl.int64) * k_row
+        rows = column * k_row
+    else:
+        key = start + column
+        if PAGE < 64:
+            page = tl.load(pages + key // PAGE, mask=present, other=0)
+        else:
+            first = tl.maximum(start, 0) // PAGE
+            page = tl.where(key < (first + 1) * PAGE, tl.load(pages + first), tl.load(pages + last // PAGE))
+        rows = page.to(tl.int64) * k_page + (key % PAGE).to(tl.int64) * k_row
+    return k, rows
+
+
+@triton.jit
+def _store_mean(
+    x, rows, present, count, means, entry, tiles, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """The mean of elements FIRST ... FIRST + WIDTH of some rows, to all places of a head."""
+    column = FIRST + tl.arange(0, WIDTH)
+    mean = tl.sum(load_rows(x, rows, present, FIRST, WIDTH, D, True).to(tl.float32), 0) / count
+    for place in tl.range(tl.load(entry + 1), tl.load(entry + 2)):
+        tl.store(means + (place * tiles).to(tl.int64) * D + column, mean, mask=column < D)
+
+
+@triton.jit
+def _mean_of_tile(
+    at, x, pages, means, places, x_batch, x_head, x_row, pages_width, heads, wanted, tiles, length, lead,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The mean of the at-th of all tiles, to means (B, heads, tiles, D) fp32; `lead` rows of the first are missing.
+
+    places (wanted, 3): a head of x and the range of places in means that its own go to.
+    """
+    tile = at % tiles
+    entry = places + at // tiles % wanted * 3
+    batch = (at // tiles // wanted).to(tl.int64)
+    x, pages = _element(x, pages, batch, x_batch, pages_width, PAGE)
+    start = tile * TILE - lead
+    last = tl.minimum(start + TILE, length) - 1
+    row = start + tl.arange(0, TILE)
+    present = (row >= 0) & (row <= last)
+    x, rows = _rows(x + tl.load(entry).to(tl.int64) * x_head, pages, start, last, present, x_batch, x_row, PAGE)
+    count = (last - tl.maximum(start, 0) + 1).to(tl.float32)
+    means += (batch * heads * tiles + tile) * D
+    _store_mean(x, rows, present, count, means, entry, tiles, 0, D0, D)
+    if D1 > 0:
+        _store_mean(x, rows, present, count, means, entry, tiles, D0, D1, D)
+
+
+@triton.jit
+def _means(
+    at, q, k, pages, q_means, k_means, q_places, k_places,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
+    heads, q_wanted, k_wanted, q_tiles, k_tiles, q_len, k_len, q_lead, k_lead, q_programs,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The at-th mean: of queries first, then of keys."""
+    if at < q_programs:
+        _mean_of_tile(
+            at, q, pages, q_means, q_places, q_batch, q_head, q_row, 0, heads, q_wanted, q_tiles, q_len, q_lead,
+            D, D0, D1, 0,
+        )  # fmt: skip
+    else:
+        _mean_of_tile(
+            at - q_programs, k, pages, k_means, k_places, k_batch, k_head, k_row, pages_width, heads, k_wanted, k_tiles,
+            k_len, k_lead, D, D0, D1, PAGE,
+        )  # fmt: skip
+
+
+@triton.jit
 def _logits(
-    q0, q1, k, tile, block, k_len, k_row, scale, window,
+    q0, q1, k, pages, tile, block, k_len, k_page, k_row, scale, window,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Logits (M, 64) of a query block on a key tile in powers of two, -inf for what is not seen; and the keys."""
     start = k_len - (tile + 1) * TILE
     column = tl.arange(0, TILE)
     present = start + column >= 0
-    k += start.to(tl.int64) * k_row
-    logits = tl.dot(q0, tl.trans(load_rows(k, column * k_row, present, 0, D0, D, True)))
+    k, rows = _rows(k, pages, start, start + TILE - 1, present, k_page, k_row, PAGE)
+    logits = tl.dot(q0, tl.trans(load_rows(k, rows, present, 0, D0, D, True).to(q0.dtype)))
     if D1 > 0:
-        logits = tl.dot(q1, tl.trans(load_rows(k, column * k_row, present, D0, D1, D, True)), logits)
+        logits = tl.dot(q1, tl.trans(load_rows(k, rows, present, D0, D1, D, True).to(q0.dtype)), logits)
     row = tl.arange(0, MEMBERS * TILE) % TILE
     distance = (tile - block) * TILE + row[:, None] - column[None, :]
     seen = (distance >= 0) & present[None, :]
@@ -47,22 +140,50 @@ def _logits(
 
 
 _SIZES = ["heads", "groups", "group_size", "q_len", "k_len", "tiles", "chunk", "chunks", "rows", "window", "block"]
+_MEANS = ["pooled", "q_wanted", "k_wanted", "q_tiles", "k_tiles", "q_lead", "k_lead", "q_programs"]
 
 
-@triton.jit(do_not_specialize=_SIZES[:-1])
+@triton.jit(do_not_specialize=["q_len", "k_len", *_MEANS])
+def means_kernel(
+    q, k, pages, q_means, k_means, q_places, k_places,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
+    q_len, k_len, pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_lead, k_lead, q_programs,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Means over tiles of queries and of keys, to (B, pooled, tiles, D) fp32 each: a tile a program, queries first."""
+    _means(
+        tl.program_id(0), q, k, pages, q_means, k_means, q_places, k_places,
+        q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
+        pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_len, k_len, q_lead, k_lead, q_programs, D, D0, D1, PAGE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=[*_SIZES[:-1], *_MEANS, "programs"])
 def normalisers_kernel(
-    q, k, normalisers, members,
+    q, k, pages, normalisers, members, q_means, k_means, q_places, k_places,
     scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
     heads, groups, group_size, q_len, k_len, tiles, chunk, chunks, rows, window,
+    pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_lead, k_lead, q_programs, programs,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a query block's logits over a chunk of key tiles: normalisers (B, h, rows, C) fp32, natural.
 
     members (groups, MEMBERS, 3): head, place among the heads asked for, and number of last queries; the heads of a
     group share a KV head, and a place without one repeats a head with 0 queries.
+    If MEANS, programs from the `programs`-th on do what means_kernel does.
     """
+    if MEANS:  # noqa: SIM102 (compiled in)
+        if tl.program_id(0) >= programs:
+            if tl.program_id(1) == 0:
+                _means(
+                    tl.program_id(0) - programs, q, k, pages, q_means, k_means, q_places, k_places,
+                    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
+                    pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_len, k_len, q_lead, k_lead, q_programs,
+                    D, D0, D1, PAGE,
+                )  # fmt: skip
+            return
     group = tl.program_id(0) % groups
     part = tl.program_id(0) // groups % chunks
     batch = (tl.program_id(0) // groups // chunks).to(tl.int64)
@@ -70,7 +191,8 @@ def normalisers_kernel(
     head, place, query, asked = _members(group, q_len, block, members, MEMBERS)
     if tl.max(asked.to(tl.int32)) == 0:
         return
-    k += batch * k_batch + tl.load(members + group * MEMBERS * 3) // group_size * k_head
+    k, pages = _element(k, pages, batch, k_batch, pages_width, PAGE)
+    k += tl.load(members + group * MEMBERS * 3) // group_size * k_head
     q += batch * q_batch
     q_rows = head * q_head + query.to(tl.int64) * q_row
     q0 = load_rows(q, q_rows, asked, 0, D0, D, True)
@@ -79,8 +201,12 @@ def normalisers_kernel(
         q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
     top = tl.full([MEMBERS * TILE], LOWEST, tl.float32)
     total = tl.zeros([MEMBERS * TILE], tl.float32)
-    for tile in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tiles), num_stages=STAGES):
-        logits, _ = _logits(q0, q1, k, tile, block, k_len, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW)
+    # The page of a key is looked up before it: what is copied ahead takes twice as many stages.
+    LEVELS: tl.constexpr = 2 if PAGE > 0 else 1
+    for tile in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tiles), num_stages=1 + (STAGES - 1) * LEVELS):
+        logits, _ = _logits(
+            q0, q1, k, pages, tile, block, k_len, k_batch, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW, PAGE
+        )
         highest = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - highest) + tl.sum(tl.exp2(logits - highest[:, None]), 1)
         top = highest
@@ -104,12 +230,12 @@ def _over_queries(weights, MEMBERS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def masses_kernel(
-    q, k, normalisers, members, vertical, near, far,
+    q, k, pages, normalisers, members, vertical, near, far,
     scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
     heads, groups, group_size, q_len, k_len, tiles, chunk, chunks, rows, window, block,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """What one query block attends to, by key and by distance (MInference 1.0, Algorithm 2, lines 3-6).
 
@@ -125,7 +251,8 @@ def masses_kernel(
     head, place, query, asked = _members(group, q_len, block, members, MEMBERS)
     if tl.max(asked.to(tl.int32)) == 0:
         return
-    k += batch * k_batch + tl.load(members + group * MEMBERS * 3) // group_size * k_head
+    k, pages = _element(k, pages, batch, k_batch, pages_width, PAGE)
+    k += tl.load(members + group * MEMBERS * 3) // group_size * k_head
     q += batch * q_batch
     q_rows = head * q_head + query.to(tl.int64) * q_row
     q0 = load_rows(q, q_rows, asked, 0, D0, D, True)
@@ -148,8 +275,11 @@ def masses_kernel(
     # Column c of the skewed weights holds what lies c, or c - 64, keys before the row's own place in the tile.
     skew = (row[:, None] - column[None, :]) & (TILE - 1)
     first = tl.maximum(part * chunk, block)
-    for tile in tl.range(first, tl.minimum((part + 1) * chunk, tiles), num_stages=STAGES):
-        logits, key = _logits(q0, q1, k, tile, block, k_len, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW)
+    LEVELS: tl.constexpr = 2 if PAGE > 0 else 1
+    for tile in tl.range(first, tl.minimum((part + 1) * chunk, tiles), num_stages=1 + (STAGES - 1) * LEVELS):
+        logits, key = _logits(
+            q0, q1, k, pages, tile, block, k_len, k_batch, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW, PAGE
+        )
         weights = tl.exp2(logits - normaliser[:, None])
         there = live & (key >= 0)[None, :]
         _keep(vertical, member * k_len + key[None, :], _over_queries(weights, MEMBERS), there, ADD)

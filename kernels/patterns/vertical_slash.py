@@ -18,6 +18,7 @@ from kernels.index import TILE, SparseIndex, no_lists, num_rows, num_tiles
 from kernels.patterns.base import SHARE, Pattern
 from kernels.patterns.choose import ascending, best_places
 from kernels.patterns.last_queries import estimate
+from kernels.patterns.paged import Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class VerticalSlash(Pattern):
         largest: Sequence[Self],
         heads: Sequence[int],
         q: Tensor,
-        k: Tensor,
+        k: Keys,
         *,
         scale: float,
         window: int | None = None,

@@ -71,7 +71,12 @@ def run(piece: str, setting: Setting | None = None) -> dict[str, Any]:
     if kind == "decode":
         built = compile_decode(target, **how, **DECODE_VARIANTS[variant.strip()])
     else:
-        built = {**compile_estimate(target, **how), "choice": compile_choice(target, n=16_385)}
+        built = {
+            name + (f", pages of {page}" if page else ""): build
+            for page in (None, 64, 16)
+            for name, build in compile_estimate(target, **how, page=page).items()
+        }
+        built |= {"choice": compile_choice(target, n=16_385)}
         built |= {"choice of a layer": compile_fill(target), "tables": compile_tables(target)}
         built |= {"scores of a prompt": compile_scores(target, **how)}
     return {name: _facts(build, target) for name, build in built.items()}

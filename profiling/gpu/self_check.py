@@ -239,6 +239,22 @@ def _scores(setting: Setting) -> tuple[float, float]:
     return max(wrong, mass / _MASS_ERROR), 1.0
 
 
+def _index_in_pages(setting: Setting) -> tuple[float, float]:
+    """A layer's index from pages, large and small, and from a tensor: how many entries differ."""
+    n, wrong = _length(setting), 0
+    q, k, v = _inputs(setting, n - 60, n)
+    # Means have a launch of their own where nothing else reads the keys.
+    for patterns in ([make(kind, **sizes) for kind, sizes in _LISTS], [make("block_sparse", blocks=2)] * _HEADS):
+        plan = LayerPlan(patterns, _KV_HEADS)
+        expected = plan.build(q, k)
+        for size in (16, 64, 100):
+            cache, _, table = _paged(k, v, size)
+            found = plan.build(q, cache, block_table=table, k_len=n)
+            for name in ("diagonals", "tiles", "columns"):
+                wrong += int((getattr(found, name) != getattr(expected, name)).sum())
+    return float(wrong), 0.0
+
+
 def _two_ways(setting: Setting) -> tuple[float, float]:
     """A layer whose dense heads torch serves, of a whole prompt and of a chunk."""
     n, error = _length(setting), 0.0
@@ -261,6 +277,7 @@ _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "estimate": _estimate,
     "choice": _choice,
     "a layer's index": _layer,
+    "a layer's index, pages": _index_in_pages,
     "decode, all keys": lambda s: _decode(s, chosen=False),
     "decode, chosen keys": lambda s: _decode(s, chosen=True),
     "scores of a prompt": _scores,
@@ -274,4 +291,6 @@ _CHECKS: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "decode, 5 queries": lambda s: _decode(s, chosen=False, q_len=5),
 }
 # Which launch every kernel between them.
-_REHEARSED = ("choice", "decode, chosen keys", "attention, pages of 16, lists", "scores of a prompt")
+_REHEARSED = (
+    "choice", "decode, chosen keys", "attention, pages of 16, lists", "scores of a prompt", "a layer's index, pages",
+)  # fmt: skip

@@ -12,6 +12,7 @@ from kernels.attention.triton_launch import Launch, choose
 from kernels.decode import triton as decode
 from kernels.index import SparseIndex, lists, num_tiles
 from kernels.patterns import triton as builders
+from kernels.patterns.paged import Keys, Paged
 from kernels.ragged import Ragged
 from kernels.scored import triton as scored
 from kernels.triton_calls import KernelCall
@@ -137,15 +138,23 @@ def compile_tables(target: str) -> Build:
     return _compile(backend.tables(index, 2, None, alone=(1,)), target)
 
 
-def compile_estimate(target: str, *, head_dim: int, dtype: torch.dtype, window: int | None = None) -> dict[str, Build]:
-    """Compile the launches of vertical-slash's estimate for a layer on the target, by name."""
+def compile_estimate(
+    target: str, *, head_dim: int, dtype: torch.dtype, window: int | None = None, page: int | None = None
+) -> dict[str, Build]:
+    """Compile the launches that read queries and keys for a layer's index on the target, by name."""
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
+    where: Keys = k
+    if page is not None:
+        cache, table = k.reshape(256 // page, page, 2, head_dim), torch.zeros(1, 256 // page, dtype=torch.int32)
+        where = Paged.of(cache, table, [256], dtype)
     architecture = "hip" if target.startswith("gfx") else target
     heads, last = range(4), [128] * 4
-    plan = builders.plan(q, k, heads, last, scale=1.0, window=window, target=architecture)
-    some = torch.empty(1, 4, 256)
+    plan = builders.plan(q, where, heads, last, scale=1.0, window=window, target=architecture)
+    means, some = builders.means(q, where, heads, [0, 0, 1, 1]), torch.empty(1, 4, 256)
     launches = {
+        "means": means.alone(),
         "normalisers": plan.normalisers(some),
+        "normalisers, means": plan.normalisers(some, means),
         "masses": plan.masses(0, some, some, some, some),
         "more masses": plan.masses(1, some, some, some, some),
     }

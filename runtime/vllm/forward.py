@@ -18,14 +18,12 @@ from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.attention.checks import EIGHT_BITS
 from kernels.index import SparseIndex
-from kernels.patterns import Dense, LayerPlan
-from kernels.patterns.fixed import Fixed
 from runtime.attention.reasons import message, name_of
 from runtime.attention.turns import Turns
 from runtime.omnikv.roles import Role
 from runtime.vllm.batch import KEY, Batch, Ones, Piece, Rest
 from runtime.vllm.dense import Stream, attend_densely
-from runtime.vllm.pages import Keys, given, paged, parted, quantised, store
+from runtime.vllm.pages import Keys, given, parted, quantised, store
 from runtime.vllm.served import Served, number_of, served
 from runtime.vllm.snapkv import Snap, keep, rehearse
 
@@ -158,17 +156,19 @@ class SparseImpl(_Parent):
         k_len = self._served.longest
         q = query[-k_len:].transpose(0, 1)[None]
         turns, snap = self._served.turns(layer, self.num_heads, self.num_kv_heads), self._served.keeps(layer)
-        if turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
-            turns.plan.build(q, query.new_zeros(1, self.num_kv_heads, k_len, query.shape[-1]), scale=self.scale)
         # One page that stands for all of a context's.
         stored = self._served.eight_bits(layer) or query.dtype
         cache = query.new_zeros(1, self.num_kv_heads, _PAGE, 2 * query.shape[-1], dtype=stored)
+        k, v = parted(cache, self.ours)
+        if turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
+            table = torch.zeros(1, -(-k_len // _PAGE), dtype=torch.int32, device=query.device)
+            turns.plan.build(q, k, scale=self.scale, block_table=table, k_len=k_len)
         if (role := self._served.role(layer)) is not None and role.filters:
             number = number_of(layer.layer_name)
             assert number is not None and self._served.chooser is not None
             self._served.chooser.rehearse(number, role, query, cache, self.ours, **self._how())
         if isinstance(snap, Snap):
-            rehearse(snap, query, parted(cache, self.ours), k_len, **self._how())
+            rehearse(snap, query, (k, v), k_len, **self._how())
 
     def _by_patterns(self, turns: Turns, batch: Batch, call: Call, piece: Piece) -> SparseIndex | None:
         """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""
@@ -180,9 +180,9 @@ class SparseImpl(_Parent):
         built: list[SparseIndex] = []
 
         def sparse(out: Tensor) -> Tensor:
-            keys = self._keys(turns.plan, batch, call, piece)
+            keys = self._keys(batch, call, piece)
             how = self._how(keys.scales[0])
-            index = turns.plan.build(q, keys.dense, scale=how["scale"])
+            index = turns.plan.build(q, keys.k, scale=how["scale"], block_table=keys.table, k_len=piece.k_len)
             built.append(index)
             sparse_attention(*(q, keys.k, keys.v, index), block_table=keys.table, out=out.transpose(0, 1)[None], **how)
             return out if keys.scales[1] == 1 else out.mul_(keys.scales[1])
@@ -202,13 +202,11 @@ class SparseImpl(_Parent):
         softcap, sinks = self.logits_soft_cap or None, getattr(self, "sinks", None)
         return {"scale": self.scale * k_scale, "softcap": softcap, "sinks": sinks}
 
-    def _keys(self, plan: LayerPlan, batch: Batch, call: Call, piece: Piece) -> Keys:
+    def _keys(self, batch: Batch, call: Call, piece: Piece) -> Keys:
         if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and call.value is not None:
             assert call.key is not None
             return given(call.key[piece.rows], call.value[piece.rows])
-        read = call.query.dtype if reads_keys(plan) else None
-        found = paged(call.cache, _pages(batch, piece, call.cache), piece.k_len, self.ours, read)
-        return found._replace(scales=_scales(call))
+        return Keys(*parted(call.cache, self.ours), _pages(batch, piece, call.cache)[None], _scales(call))
 
     def _decode(self, role: Role, call: Call, ones: Ones) -> None:
         """Write what requests with one new token attend to by the decode section."""
@@ -281,11 +279,6 @@ def _plain(layer: Any, query: Tensor, output: Tensor) -> Tensor:
 
 def _pages(batch: Batch, piece: Piece, kv_cache: Tensor) -> Tensor:
     return batch.block_table[piece.request, : -(-piece.k_len // kv_cache.shape[2])]
-
-
-def reads_keys(plan: LayerPlan) -> bool:
-    """Whether an index of the plan depends on what the keys are, not only on how many."""
-    return not all(isinstance(pattern, Fixed | Dense) for pattern in plan.patterns)
 
 
 def is_ours(parent: type) -> bool | None:

@@ -15,14 +15,11 @@ _MANY = 16
 
 
 class Keys(NamedTuple):
-    """Keys and values of one sequence: as tensors, or in pages that a block table names.
+    """Keys and values of one sequence: tensors (1, G, K, D), or caches (P, S, G, D) with `table` (1, N) int32.
 
-    dense: (1, G, K, D) keys, which indices are built from; of no content where none reads them.
-    k and v: what attention reads: (1, G, K, D), or caches (P, S, G, D) with `table` (1, N) int32.
-    scales: what keys and values are to be multiplied by; dense keys by the first as well.
+    scales: what keys and values are to be multiplied by.
     """
 
-    dense: Tensor
     k: Tensor
     v: Tensor
     table: Tensor | None = None
@@ -32,7 +29,7 @@ class Keys(NamedTuple):
 def given(key: Tensor, value: Tensor) -> Keys:
     """The keys of a sequence that has no others than those of this step: (K, G, D) each."""
     k, v = (x.transpose(0, 1)[None] for x in (key, value))
-    return Keys(k, k, v)
+    return Keys(k, v)
 
 
 def parted(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
@@ -69,22 +66,3 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     rows = ((page[:, None] * heads + torch.arange(heads)) * (2 * size) + row[:, None]).view(-1)
     for at, new in ((rows, key), (rows + size, value)):
         flat.index_copy_(0, at, new[: len(slots)].reshape(-1, width // 2))
-
-
-def paged(cache: Tensor, pages: Tensor, k_len: int, ours: bool, read: torch.dtype | None) -> Keys:
-    """Keys of a sequence in these pages (N,); attention reads them where they lie.
-
-    read: the dtype in which the index to be built reads the keys, which are gathered only then; None where it does not.
-    """
-    k, v = parted(cache, ours)
-    if read is not None:
-        dense = gathered(k, pages, k_len).to(read)
-    else:
-        dense = k.new_empty(1).expand(1, k.shape[2], k_len, k.shape[3])
-    return Keys(dense, k, v, pages[None])
-
-
-def gathered(held: Tensor, pages: Tensor, k_len: int) -> Tensor:
-    """The keys or values (1, G, K, D) of a sequence out of (P, S, G, D), by its pages (N,): a copy of whole pages."""
-    found = held.transpose(1, 2).index_select(0, pages).transpose(0, 1)
-    return found.reshape(1, held.shape[2], -1, held.shape[3])[:, :, :k_len]

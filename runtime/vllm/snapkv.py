@@ -20,7 +20,6 @@ from kernels.index import PAD
 from runtime.caches.snapkv import elect, left_of, votes_of
 from runtime.vllm.batch import Batch, Few, Piece
 from runtime.vllm.dense import attend_few
-from runtime.vllm.pages import gathered
 
 
 class Snap(NamedTuple):
@@ -140,6 +139,12 @@ def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, pr
         to = torch.arange(count, device=q.device)
         for held, whole in zip(cache, (k, v), strict=True):
             held[table[to // size], to % size, heads[:, None]] = whole[0, heads[:, None], rows]
+
+
+def gathered(held: Tensor, pages: Tensor, k_len: int) -> Tensor:
+    """The keys or values (1, G, K, D) of a sequence out of (P, S, G, D), by its pages (N,): a copy of whole pages."""
+    found = held.transpose(1, 2).index_select(0, pages).transpose(0, 1)
+    return found.reshape(1, held.shape[2], -1, held.shape[3])[:, :, :k_len]
 
 
 def _cut(piece: Piece) -> list[Piece]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -36,17 +37,22 @@ LAYERS = {
 LENGTHS = (128, 256)
 
 
-def prefill(name: str, length: int) -> Counts:
-    """The second call of a plan: what is made once is there."""
+def prefill(name: str, length: int, *, pages: bool) -> Counts:
+    """The second call of a plan: what is made once is there. pages: keys and values lie in pages of 64."""
     q = torch.randn(1, 4, length, 64, dtype=torch.float16)
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
+    where: dict[str, Any] = {}
+    if pages:
+        k, v = (x[0].transpose(0, 1).unflatten(0, (-1, 64)) for x in (k, v))
+        where = {"block_table": torch.arange(length // 64, dtype=torch.int32).flip(0)[None]}
+    more = {"k_len": length} if pages else {}
     patterns = LAYERS[name]
     plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
     with torch.no_grad(), as_on_gpu():
         with counting(run=False):
-            plan.build(q, k)
+            plan.build(q, k, **where, **more)
         with counting(run=False) as counts:
-            sparse_attention(q, k, v, plan.build(q, k), backend="triton")
+            sparse_attention(q, k, v, plan.build(q, k, **where, **more), **where, backend="triton")
     return counts
 
 
@@ -94,7 +100,8 @@ def main() -> None:
     found = {}
     for length in LENGTHS:
         for name in LAYERS:
-            found[f"prefill, {name}, {length}"] = asdict(prefill(name, length))
+            found[f"prefill, {name}, {length}"] = asdict(prefill(name, length, pages=False))
+            found[f"prefill, {name}, pages, {length}"] = asdict(prefill(name, length, pages=True))
         for what, chosen, scores in (
             ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False, True),
         ):  # fmt: skip

@@ -151,6 +151,16 @@ def test_a_layer_has_torch_s_index(name: str) -> None:
     assert entries <= 4 and keys <= 4 * TILE * TILE
 
 
+@pytest.mark.parametrize("name", triton_builders.MEANS)
+def test_means_are_torch_s(name: str) -> None:
+    assert max(triton_builders.means_error(name, DEVICE)) <= triton_builders.ERROR
+
+
+@pytest.mark.parametrize("name", triton_builders.PAGED)
+def test_a_layer_finds_in_pages_what_it_finds_in_a_tensor(name: str) -> None:
+    assert triton_builders.paged_error(name, DEVICE) == (0, 0)
+
+
 @pytest.mark.parametrize("name", triton_tables.TABLES)
 def test_tables_name_what_each_query_tile_wants(name: str) -> None:
     assert tuple(triton_tables.tables_error(name, DEVICE)) == (0, 0)

@@ -82,6 +82,12 @@ def test_interpreted_estimate_agrees_with_torch(name: str, interpreted: dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(triton_builders.MEANS, "means, 5 missing, D 80, batch 2"))
+def test_interpreted_means_are_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    assert max(interpreted[name]) <= triton_builders.ERROR
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(triton_builders.CHOICES, "choice of 130"))
 def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert tuple(interpreted[name]) == (0, 0)
@@ -90,6 +96,16 @@ def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[f
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(triton_builders.LAYERS, "layer in a window of 130"))
 def test_an_interpreted_layer_has_torch_s_index(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+    assert tuple(interpreted[name]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", sampled(triton_builders.PAGED, "pages: 100 of 300, pages of 37", "pages: 64 of 450, pages of 128")
+)
+def test_an_interpreted_layer_finds_in_pages_what_it_finds_in_a_tensor(
+    name: str, interpreted: dict[str, tuple[float, float]]
+) -> None:
     assert tuple(interpreted[name]) == (0, 0)
 
 

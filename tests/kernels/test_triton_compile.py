@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -64,13 +65,24 @@ def test_value_dim_may_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "head_dim", "window"),
-    sampled([*((target, 128, None) for target in TARGETS), ("sm_90", 256, None), ("sm_90", 80, 9)], ("sm_90", 80, 9)),
+    ("target", "head_dim", "window", "page"),
+    sampled(
+        [
+            *((target, 128, None, page) for target in TARGETS for page in (None, 64, 16)),
+            *(("sm_90", dim, window, page) for dim, window in ((256, None), (80, 9)) for page in (None, 128, 16)),
+        ],
+        ("sm_90", 80, 9, None),
+        ("sm_90", 80, 9, 128),
+    ),
 )
-def test_estimate_compiles_without_spills(target: str, head_dim: int, window: int | None) -> None:
+def test_estimate_compiles_without_spills(target: str, head_dim: int, window: int | None, page: int | None) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    for name, built in compile_estimate(target, head_dim=head_dim, dtype=torch.bfloat16, window=window).items():
-        assert built.fault(target, torch.bfloat16) is None, name
+    how: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "window": window, "page": page}
+    built = compile_estimate(target, **how)
+    # Means are no products.
+    assert built.pop("means").spilled == 0
+    for name, one in built.items():
+        assert one.fault(target, torch.bfloat16) is None, name
 
 
 @pytest.mark.parametrize(

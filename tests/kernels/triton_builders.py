@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD
-from kernels.patterns import LayerPlan, make
+from kernels.patterns import LayerPlan, make, triton
+from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
+from tests.kernels import paged_builds
 
 # Of masses of up to 1: the sums have another order.
 ERROR = 1e-5
@@ -75,6 +77,28 @@ def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
     return errors[0], errors[1]
 
 
+# Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile lacks.
+MEANS: dict[str, tuple[tuple[int, int, int, int], tuple[int, ...], int]] = {
+    "means of a token": ((1, 1, 1, 64), (0,), 0),
+    "means of whole tiles": ((1, 2, 128, 64), (0, 1), 0),
+    "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), (0, 2, 3), 5),
+    "means, all but one missing, D 160": ((1, 3, 130, 160), (1, 2), 63),
+    "means of heads asked for twice": ((2, 3, 70, 32), (0, 0, 2, 2, 2), 0),
+    "means of less than is missing": ((1, 1, 3, 16), (0,), 10),
+}
+
+
+def means_error(name: str, device: torch.device) -> tuple[float, float]:
+    """The largest absolute error of means against torch's of the same inputs in fp32."""
+    shape, heads, lead = MEANS[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device).half()
+    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        found, expected = (mean_of_tiles(each, heads, lead=lead) for each in (x, x.float()))
+    assert triton.serves(x) and found.shape == expected.shape
+    return float((found - expected).abs().max().nan_to_num(nan=float("inf"))), 0.0
+
+
 # Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several sequences also ragged.
 CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
@@ -115,6 +139,28 @@ def _wild(taken: Tensor, poisoned: Tensor) -> int:
     """How many of the places that were taken hold NaN or are none."""
     wild = (taken != PAD) & poisoned.gather(-1, taken.clamp(max=poisoned.shape[-1] - 1).long()).isnan()
     return int((wild | (taken < 0)).sum())
+
+
+# Layers whose keys lie in pages: of each sort that the kernels tell apart.
+PAGED = {
+    f"pages: {name}": paged_builds.CASES[name]
+    for name in (
+        "100 of 300, pages of 16", "257 of 257, pages of 64", "64 of 450, pages of 128", "100 of 300, pages of 37",
+        "257 of 257, pages of 100", "a token", "batch 2, one KV head, D 80", "batch 2, pages of 1,000",
+        "window of 65, pages of 192", "keys and values of a page in turn", "bfloat16", "D 160",
+        "float8_e4m3fn read in float16", "float8_e5m2 read in float16",
+    )
+}  # fmt: skip
+
+
+def paged_error(name: str, device: torch.device) -> tuple[float, float]:
+    """How many numbers of masses and means, and how many entries of an index, are not what dense keys give."""
+    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        found = paged_builds.differences(PAGED[name], device)
+        # Torch would have served in its place, unnoticed.
+        assert triton.serves(torch.empty(1, dtype=torch.float16, device=device))
+    read = sum(abs(found.pop(part)) for part in ("vertical", "slash", "means"))
+    return float(read), float(sum(map(abs, found.values())))
 
 
 # Query and key length, batch and window of a layer, whose index three launches make on a GPU and many in torch.

@@ -1,8 +1,8 @@
 """Cases of the Triton kernel, small enough for its interpreter.
 
 As a script (TRITON_INTERPRET=1 python tests/kernels/triton_cases.py [NAME ...]) it interprets them, or those named, and
-prints one JSON object: the largest errors of out and lse of each case, of both masses of each estimate, and wrong
-places of each choice.
+prints one JSON object: the largest errors of out and lse of each case, of both masses of each estimate, of means, and
+wrong places of each choice.
 """
 
 from __future__ import annotations
@@ -227,6 +227,10 @@ def error(name: str, device: torch.device) -> tuple[float, float]:
         return triton_builders.estimate_error(triton_builders.ESTIMATES[name], device)
     if name in triton_builders.LAYERS:
         return triton_builders.layer_error(name, device)
+    if name in triton_builders.MEANS:
+        return triton_builders.means_error(name, device)
+    if name in triton_builders.PAGED:
+        return triton_builders.paged_error(name, device)
     if name in triton_tables.TABLES:
         return triton_tables.tables_error(name, device)
     return triton_builders.choice_error(name, device)
@@ -237,8 +241,8 @@ def main(names: list[str]) -> None:
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    builders = (triton_builders.ESTIMATES, triton_builders.CHOICES, triton_builders.LAYERS)
-    names = names or [*SMALL, *(name for cases in builders for name in cases), *triton_tables.TABLES]
+    of_builders = (getattr(triton_builders, kind) for kind in ("ESTIMATES", "MEANS", "CHOICES", "LAYERS", "PAGED"))
+    names = names or [*SMALL, *(name for cases in of_builders for name in cases), *triton_tables.TABLES]
     with memory_checked(), bfloat16.as_on_a_device():
         print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import artifacts
 from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
 from runtime.attention.turns import Turns
 from runtime.vllm.__main__ import main
 from runtime.vllm.batch import Piece, is_long, prefills_of, requests_of, rest_of
@@ -26,7 +27,7 @@ from runtime.vllm.counters import Counters
 from runtime.vllm.dense import Stream
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import Options, options_of, ranges
-from runtime.vllm.pages import paged, quantised, store
+from runtime.vllm.pages import parted, quantised, store
 from runtime.vllm.served import Served, number_of
 from tests.runtime.omnikv import DECODE
 
@@ -181,9 +182,7 @@ def test_our_pages_hold_what_was_stored(dtype: torch.dtype, length: int, padded_
     # Padding at the end of a step has no slot.
     slots = torch.cat([pages[at // PAGE].long() * PAGE + at % PAGE, torch.full((2,), -1)])
     store(cache, key, value, slots)
-    keys = paged(cache, pages, length, ours=True, read=dtype)
-    assert torch.equal(keys.dense[0].transpose(0, 1), key[:length])
-    for held, given in ((keys.k, key), (keys.v, value)):
+    for held, given in zip(parted(cache, ours=True), (key, value), strict=True):
         assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], given[:length])
     # Pages of others are as they were.
     others = [page for page in range(1, 7) if page not in pages]
@@ -205,14 +204,12 @@ class Parent:
         for i, (start, end) in enumerate(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])):
             if end > start:
                 k_len = int(common.seq_lens[i])
-                keys = paged(
-                    cache, common.block_table_tensor[i, : -(-k_len // PAGE)], k_len, ours=False, read=cache.dtype
-                )
+                (k, v), table = parted(cache, ours=False), common.block_table_tensor[i, None, : -(-k_len // PAGE)]
                 q = query[start:end].transpose(0, 1)[None]
-                index = LayerPlan([make("dense")] * H, G).build(q, keys.dense)
-                output[start:end] = reference(
-                    q, keys.k, keys.v, index, scale=self.scale, softcap=None, block_table=keys.table
-                )[0][0].transpose(0, 1)
+                index = dense_index(1, H, end - start, k_len, q.device)
+                output[start:end] = reference(q, k, v, index, scale=self.scale, softcap=None, block_table=table)[0][
+                    0
+                ].transpose(0, 1)
         return output
 
 
@@ -521,24 +518,27 @@ def test_several_layers_that_fall_back_count_once() -> None:
     assert counters.report()["tokens"] == {"sparse": 30, "short": 7, "out of memory": 150}
 
 
-@pytest.mark.parametrize(
-    ("patterns", "gathered"), [(("a_shape", "dense"), False), (("a_shape", "vertical_slash"), True)]
-)
-def test_keys_are_gathered_only_where_an_index_reads_them(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, patterns: tuple[str, str], gathered: bool
-) -> None:
-    sizes: dict[str, Any] = {"a_shape": {"sink": 64, "window": 64}, "vertical_slash": {"vertical": 70, "slash": 70}}
-    plan = LayerPlan([make(kind, **sizes.get(kind, {})) for kind in patterns] * 2, G)
+@pytest.mark.parametrize("kind", ["vertical_slash", "block_sparse", "memory_units"])
+def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    sizes = {
+        "vertical_slash": {"vertical": 70, "slash": 70},
+        "block_sparse": {"blocks": 2},
+        "memory_units": {"sink": 1, "window": 1, "units": 1},
+    }
+    plan = LayerPlan([make("a_shape", sink=64, window=64), make(kind, **sizes[kind])] * 2, G)
     engine.served.turns = lambda *_: Turns(plan)
-    seen: list[Tensor] = []
+    seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
-    monkeypatch.setattr(LayerPlan, "build", lambda self, q, k, **how: (seen.append(k), build(self, q, k, **how))[1])
+    monkeypatch.setattr(
+        LayerPlan, "build", lambda self, q, k, **how: (seen.append((k, how)), build(self, q, k, **how))[1]
+    )
     (out,), (parts,), _ = serve(engine, step((100, 300)))
     q, k, v = (x.transpose(0, 1)[None] for x in parts)
     expected, _ = reference(q, k, v, build(plan, q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
     torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
-    (dense,) = seen
-    assert dense.shape == k.shape and (dense.untyped_storage().nbytes() >= k.nbytes) == gathered
+    ((held, how),) = seen
+    assert held.shape[1:] == (PAGE, G, D) and not held.is_contiguous()
+    assert how["k_len"] == 300 and how["block_table"].shape == (1, -(-300 // PAGE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
@@ -551,7 +551,7 @@ def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
     build = LayerPlan.build
 
     def noted(self: LayerPlan, q: Tensor, k: Tensor, **how: Any) -> Any:
-        built.append((q.shape[2], k.shape[2]))
+        built.append((q.shape[2], how["k_len"]))
         return build(self, q, k, **how)
 
     monkeypatch.setattr(LayerPlan, "build", noted)
