@@ -154,7 +154,7 @@ def _ways(config: Rivals, loaded: LoadedModel, folder: Path) -> dict[str, _Way]:
     ways: dict[str, Callable[[], _Way]] = {
         MODEL: lambda: _Way(serve, lambda: dense(loaded.model, MODEL)),
         KERNEL: lambda: _Way(serve, lambda: dense(loaded.model, KERNEL)),
-        HEADWISE: lambda: _Way(serve, lambda: headwise.apply(loaded.model, check_weights=False)),
+        HEADWISE: lambda: _Way(serve, lambda: headwise.apply(loaded.model, check_weights=False, strict=True)),
         OPENVINO: lambda: _Way(_pipeline(config, loaded, folder, sparse=False)),
         XATTENTION: lambda: _Way(_pipeline(config, loaded, folder, sparse=True)),
     }

@@ -55,7 +55,11 @@ class Method:
         """The method at work on the model, until it is left."""
         if self.applied is not None:
             return self.applied(model)
-        return dense(model, self.dense) if self.headwise is None else self.headwise.apply(model, check_weights=False)
+        return (
+            dense(model, self.dense)
+            if self.headwise is None
+            else self.headwise.apply(model, check_weights=False, strict=True)
+        )
 
     def asked(self, model: Any) -> AbstractContextManager[object]:
         """The same where prompts are answered: what sdpa prefills Headwise's kernel decodes, many times as fast."""

@@ -86,7 +86,7 @@ def compared(
     rows: list[Row] = []
     first: list[float] | None = None
     for name, each in some.items():
-        with each.apply(loaded.model, check_weights=False):
+        with each.apply(loaded.model, check_weights=False, strict=True):
             drift = logits.drift()
         kl = [float(part.mean()) for part in np.split(drift.kl, len(flat))]
         row = _row(name, densities[name], seconds.get(name), drift, kl, list(prompts), first)

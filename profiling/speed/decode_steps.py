@@ -43,7 +43,7 @@ def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Se
     return both + [
         Method(
             name if offload == "auto" else f"{name}, {offload}",
-            partial(headwise.apply, model),
+            partial(headwise.apply, model, strict=True),
             partial(headwise.new_cache, model, offload=offload),
             sparse=True,
             artifact=headwise.artifact.content_sha256 or "",
@@ -56,7 +56,9 @@ def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Se
 def of_cache(loaded: LoadedModel, name: str, kind: CacheKind) -> Method:
     """A cache under a policy, with dense prefill."""
     headwise = with_policy(loaded, kind.policy)
-    return Method(name, partial(headwise.apply, loaded.model), lambda: kind.changed(headwise.new_cache(loaded.model)))
+    return Method(
+        name, partial(headwise.apply, loaded.model, strict=True), lambda: kind.changed(headwise.new_cache(loaded.model))
+    )
 
 
 @torch.no_grad()

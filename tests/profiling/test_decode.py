@@ -110,6 +110,20 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
         decode.main([*options, "--beside", str(second), "--beside", str(second)])
 
 
+def test_a_kernel_that_fails_is_no_row_of_dense_attention(
+    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr("runtime.omnikv.decode.OmniKV._choose", failing)
+    out, cfg = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.1)
+    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--trials", "0"]
+    with pytest.raises(HeadwiseError, match="a kernel failed with RuntimeError: no such instruction"):
+        decode.main([*options, "--text-length", "200", "--forced", "20", str(cfg), "--json", str(out)])
+    assert not out.exists()
+
+
 def test_one_prefill_serves_what_chooses_by_the_last_query_alone(
     loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path
 ) -> None:
