@@ -10,7 +10,7 @@ for an address may not be looked at for anything else.
 
 Columns are gathered in every program. Copied once per head to where they lie end to end they would come as tiles do. By
 the compiler's count that saves 3 to 6% of this one loop's instructions (20% where keys lie in pages), whose mask costs
-more: about 1% of a prefill, for another launch and C * (D + E) numbers of each query head.
+more: by estimate 1% of a prefill (4% in pages), for another launch and C * (D + E) numbers of each query head.
 
 `place` is (held, at, half, floor, position, exists, k_len, dense, dense_last, part, parts): which diagonals the head
 has, the first query tile, of each query its tile of the two, the last key that it no longer sees, its position and

@@ -157,13 +157,13 @@ def split_kernel(
     tl.store(totals + to, total, mask=alive)
     tl.store(partial + to[:, None] * E + at_e[None, :], acc, mask=alive[:, None] & (at_e < E)[None, :])
     # A zero weight times a value that is NaN or infinite is NaN: where one shows everything is done again with care, a
-    # few columns at a time so as to take no more registers.
+    # few keys and columns at a time so as to take no more registers.
     if tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) != 0:
         for e_first in range(0, E, 16):
             again, _, _ = _keys(
                 queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop,
                 window, k_batch, k_row, v_batch, v_row, e_first,
-                D, BLOCK_D, E, 16, ROWS, KEYS, 1, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, False, True,
+                D, BLOCK_D, E, 16, ROWS, 16, 1, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, False, True,
             )  # fmt: skip
             e = e_first + tl.arange(0, 16)
             tl.store(partial + to[:, None] * E + e[None, :], again, mask=alive[:, None] & (e < E)[None, :])
