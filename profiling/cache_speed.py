@@ -119,7 +119,7 @@ def _filled(config: CacheSpeed, loaded: LoadedModel, headwise: Headwise, context
     generator = torch.Generator().manual_seed(config.seed)
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocabulary, (1, context), generator=generator).to(loaded.model.device)
-    with headwise.apply(loaded.model, check_weights=False) as handle:
+    with headwise.apply(loaded.model, check_weights=False, strict=True) as handle:
         cache = handle.new_cache()
         for part in bar(ids.split(_CHUNK, dim=1), desc=f"prefill {context}"):
             loaded.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -141,7 +141,7 @@ def _times(
             batch = batches if isinstance(batches, int) else batches[name]
             token = torch.zeros(batch, 1, dtype=torch.long, device=loaded.model.device)
             current[:] = [caches[name], token]
-            return methods[name].apply(loaded.model, check_weights=False)
+            return methods[name].apply(loaded.model, check_weights=False, strict=True)
 
         return enter
 

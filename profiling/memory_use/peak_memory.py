@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> Grown:
     if options.config is None:
         with dense(model, KERNEL if options.own_dense else MODEL):
             return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
-    with load(options.config).apply(model, check_weights=False, low_memory=options.low_memory) as handle:
+    with load(options.config).apply(model, check_weights=False, strict=True, low_memory=options.low_memory) as handle:
         return _grown(model, options.length, lambda: handle.new_cache(offload=options.offload))
 
 

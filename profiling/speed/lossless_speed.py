@@ -44,7 +44,7 @@ def measure_lossless(
     found = []
     for prompt in bar(prompts, desc="lossless decode"):
         ids = torch.tensor([prompt.input_ids], device=model.device)
-        with headwise.apply(model) as handle:
+        with headwise.apply(model, strict=True) as handle:
             cache = handle.new_cache(offload="never")
             model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
         took: dict[str, list[float]] = {"dense": [], "lossless": []}
@@ -53,7 +53,7 @@ def measure_lossless(
             with apply_dense(model):
                 dense, seconds = _write(model, ids, cache, tokens)
                 took["dense"] += [seconds] if turn else []
-            with headwise.apply(model) as handle:
+            with headwise.apply(model, strict=True) as handle:
                 mine, seconds = _write(model, ids, cache, tokens, custom_generate=handle.lossless(drafts=drafts))
                 took["lossless"] += [seconds] if turn else []
                 stats = handle.stats()["lossless"]

@@ -103,7 +103,7 @@ class Cached:
 
     def applied(self) -> AbstractContextManager[object]:
         """The method at work on the model."""
-        return self._headwise.apply(self._model)
+        return self._headwise.apply(self._model, strict=True)
 
     def feed(self, begin: int, end: int) -> Stretch:
         """Feed tokens [begin, end), those before having been fed."""

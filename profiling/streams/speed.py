@@ -57,7 +57,7 @@ def _decoding(
 ) -> Enter:
     model, headwise = loaded.model, with_policy(loaded, method.policy)
     cache = headwise.new_cache(model)
-    with headwise.apply(model):
+    with headwise.apply(model, strict=True):
         for part in ids.split(_CHUNK, dim=1):
             model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
@@ -68,7 +68,7 @@ def _decoding(
 
     @contextmanager
     def enter() -> Iterator[None]:
-        with headwise.apply(model, check_weights=False):
+        with headwise.apply(model, check_weights=False, strict=True):
             current[:] = [decode]
             yield
 
