@@ -26,7 +26,7 @@ from artifacts import HeadwiseError, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.files import atomic_write
 from kernels.native.build import cache_folder
-from profiling.gpu import builds_kept, sources
+from profiling.gpu import builds_kept, sources, sweep
 from profiling.gpu.page import page
 from profiling.gpu.steps import STEPS, Setting, Step
 from profiling.gpu.supervisor import Idle, Outcome, end_all, run_pieces
@@ -91,8 +91,9 @@ def _all_steps(config: Config, deadline: float, environment: dict[str, str], idl
             if not (pieces := step.load().pieces(step.name, config.setting)):
                 continue
             record["steps"][step.name] = _step(step, pieces, config, ledger, deadline, environment, idle)
-            if step.name == "sweep":
-                record["table"] = builds_kept.keep(record["steps"]["sweep"]["rows"], facts, config.out, config.setting)
+            if step.name in sweep.SWEEPS:
+                timed = sweep.timed(record["steps"])
+                record["table"] = builds_kept.keep(timed, facts, config.out, config.setting)
             _write(record, config.out)
     return record
 

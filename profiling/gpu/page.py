@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from profiling.gpu.builds import beside_measured
+from profiling.gpu.sweep import timed
 
 
 def page(record: Mapping[str, Any]) -> str:
@@ -25,8 +26,7 @@ def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n**{len(failed)} pieces failed.**" if failed else "\nNothing failed."
     for name, piece, error in failed:
         yield f"- {name}, {piece}: `{' '.join(error.split())[:300]}`"
-    rows = {name: step["rows"] for name, step in record["steps"].items()}
-    known = beside_measured(rows.get("predicted", {}), rows.get("sweep", {}))
+    known = beside_measured(record["steps"].get("predicted", {}).get("rows", {}), timed(record["steps"]))
     if len(known) > 1:
         yield "\n## What the time model allows at most, and what was measured\n"
         yield from markdown(known)

@@ -1,13 +1,13 @@
 """Times every build of the attention kernel that fits, so that the launch table need not be guessed.
 
 The step "builds" compiles them, several at a time, into Triton's cache on disk; the step "sweep" times one after the
-other. A build whose result is wrong has no time.
+other. A build whose result is wrong has no time. The published sizes' head dim comes first, "other" ones much later.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
@@ -23,16 +23,19 @@ from profiling.speed.latency import in_turn, medians
 
 # What heads of a layer hold -> the patterns that stand for it. Lists are served one query tile a program.
 SORTS = {"paired": ("vertical_slash", "a_shape"), "lists": ("block_sparse",)}
+# The steps that time them.
+SWEEPS = ("sweep", "other sweep")
 _LENGTH, _SMALL_LENGTH = 32_768, 130
 
 
 def pieces(step: str, setting: Setting) -> list[str]:
     """One for each build, such as "paired 128 rows=2 keys=64 warps=8 stages=3 registers=255"."""
-    if step == "builds" and setting.small:
+    compiles, other = step.endswith("builds"), step.startswith("other")
+    if setting.small and (compiles or other):
         return []
-    dims = (64,) if setting.small else (128, 64, 256)
+    dims = (64,) if setting.small else (64, 256) if other else (128,)
     return [
-        f"{'compile ' * (step == 'builds')}{sort} {dim} {_words(build)}"
+        f"{'compile ' * compiles}{sort} {dim} {_words(build)}"
         for dim, sort in itertools.product(dims, SORTS)
         for build in candidates(sort, dim, small=setting.small)
     ]
@@ -69,8 +72,13 @@ def _describes() -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
 
 
+def timed(steps: Mapping[str, Any]) -> Rows:
+    """The rows of both sweeps of a record's steps."""
+    return {piece: row for name in SWEEPS if name in steps for piece, row in steps[name]["rows"].items()}
+
+
 def run(piece: str, setting: Setting) -> dict[str, Any]:
-    """Seconds of a launch by this build and by the table's, in turn; in the step "builds" only whether it is right."""
+    """Seconds of a launch by this build and by the table's, in turn; where it only compiles, whether it is right."""
     words = piece.split()
     only = words[0] == "compile"
     sort, dim, *words = words[only:]
@@ -137,12 +145,12 @@ def fastest(rows: Rows) -> dict[str, dict[str, Any]]:
 
 def lines(rows: Rows) -> list[Sequence[str]]:
     """Every build; the fastest of its sort and head dim is marked."""
-    timed = [row for row in rows.values() if row]
-    if not timed:
+    measured = [row for row in rows.values() if row]
+    if not measured:
         return [("builds that compile and are right",), (str(len(rows)),)]
     best = fastest(rows)
     table: list[Sequence[str]] = [("heads", "dim", "build", "ms", "TF/s", "x the table's", "")]
-    for row in sorted(timed, key=lambda row: (-row["dim"], row["sort"], row["seconds"])):
+    for row in sorted(measured, key=lambda row: (-row["dim"], row["sort"], row["seconds"])):
         first = any(all(row[name] == each[name] for name in ("sort", "dim", "build")) for each in best.values())
         table.append(
             (

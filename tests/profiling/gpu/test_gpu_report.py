@@ -102,11 +102,23 @@ def test_every_candidate_is_a_build_of_its_sort() -> None:
             found = sweep.candidates(sort, dim)
             assert len(set(found)) == len(found)
             assert all(128 % build.keys == 0 and (sort == "paired" or build.rows == 1) for build in found)
-    setting = Setting()
-    for piece in sweep.pieces("sweep", setting):
-        sort, dim, *words = piece.split()
-        assert sweep.build_of(words) in sweep.candidates(sort, int(dim))
-    assert sweep.pieces("builds", setting) == [f"compile {piece}" for piece in sweep.pieces("sweep", setting)]
+    setting, dims = Setting(), []
+    for other in ("", "other "):
+        for piece in (found := sweep.pieces(f"{other}sweep", setting)):
+            sort, dim, *words = piece.split()
+            assert sweep.build_of(words) in sweep.candidates(sort, int(dim))
+            dims.append(int(dim))
+        assert sweep.pieces(f"{other}builds", setting) == [f"compile {piece}" for piece in found]
+    assert list(dict.fromkeys(dims)) == [128, 64, 256]
+
+
+def test_the_launch_table_is_swept_before_attention_is_timed() -> None:
+    order = [step.name for step in STEPS]
+    assert order[:6] == ["device", "check", "conformance", "builds", "sweep", "attention"]
+    assert order.index("other sweep") > order.index("tests")
+    rows = {"a": row("paired", 1.0, 1.0)}, {"b": row("lists", 1.0, 1.0)}
+    steps = {"sweep": {"rows": rows[0]}, "device": {"rows": {"c": {}}}, "other sweep": {"rows": rows[1]}}
+    assert sweep.timed(steps) == rows[0] | rows[1] and sweep.timed({"device": {"rows": {}}}) == {}
 
 
 def row(sort: str, seconds: float, table: float, *, own: bool = False, **build: Any) -> dict[str, Any]:
