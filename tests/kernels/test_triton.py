@@ -88,7 +88,7 @@ def test_interpreted_means_are_torch_s(name: str, interpreted: dict[str, tuple[f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(triton_builders.CHOICES, "choice of 130"))
+@pytest.mark.parametrize("name", sampled(triton_builders.CHOICES, "choice of 130", "choice of 70000"))
 def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert tuple(interpreted[name]) == (0, 0)
 

@@ -108,6 +108,7 @@ CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "choice of 4200, ragged": ((5, 2, 4200), (700, 64), 0),
     "choice of 700 columns": ((1, 3, 700), (5, 64, 300), 64),
     "choice of 5000": ((1, 2, 2, 5000), (100, 4990), 1),
+    "choice of 70000": ((1, 1, 70_000), (1000,), 64),
 }
 
 
