@@ -130,6 +130,10 @@ _HOPPER_DESCRIBED: _Builds = {
     128: (_one(64, 4, 3, descriptors=True), _two(128, 8, 3, descriptors=True)),
     256: (_one(64, 8, 2, descriptors=True), _two(64, 8, 2, descriptors=True)),
 }
+_BLACKWELL_DESCRIBED: _Builds = {
+    128: (_one(32, 4, 3, registers=255, descriptors=True), _two(64, 8, 3, descriptors=True)),
+    256: (_one(64, 8, 2, descriptors=True),),
+}
 # Compute capability 8 and 12, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
 _AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
 # float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
@@ -193,12 +197,12 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool, descriptors
         builds = _CDNA_16 if itemsize == 2 else _CDNA_32
     elif itemsize == 4:
         builds = _CUDA_32
+    elif target.startswith(("sm_10", "sm_11")):
+        builds = _BLACKWELL_DESCRIBED if descriptors else _BLACKWELL_16
     elif descriptors:
         builds = _HOPPER_DESCRIBED
-    elif target.startswith("sm_9"):
-        builds = _HOPPER_16
     else:
-        builds = _BLACKWELL_16 if target.startswith(("sm_10", "sm_11")) else _AMPERE_16
+        builds = _HOPPER_16 if target.startswith("sm_9") else _AMPERE_16
     one, *two = next(found for widest, found in builds.items() if dim <= widest)
     return one if has_tiles or not two else two[0]
 

@@ -40,8 +40,7 @@ _Kinds = tuple[tuple[type[Pattern], tuple[int, ...], tuple[Pattern, ...]], ...]
 class _Layout:
     """An index without what is chosen: its shapes, without memory, and its parts on the device.
 
-    entries: diagonals, then columns, in one tensor, so that one copy of it is all that is made of them; offsets: None
-    where no head lists tiles, `total` of them.
+    entries: diagonals, then columns, in one tensor; offsets: None where no head lists tiles, `total` of them.
     """
 
     index: SparseIndex
@@ -50,12 +49,9 @@ class _Layout:
     skip: Copy | None
     total: int
 
-    def fields(self, *, own: bool) -> dict[str, Any]:
-        """What changes hands of it; `own`: its diagonals and columns are written to."""
-        entries = self.entries.read()
-        if own:
-            entries = entries.clone()
-        index = self.index
+    def fields(self) -> dict[str, Any]:
+        """What changes hands of it, to be read only but for the tiles, which are nobody's yet."""
+        entries, index = self.entries.read(), self.index
         lists = (
             no_lists(index.batch, index.num_heads, index.num_rows, device=entries.device)
             if self.offsets is None
@@ -103,7 +99,7 @@ def build(
         if len(kinds) == 1:
             return None
         layout = _layout(key, tuple(q.shape), k.shape[2], window, q.device)
-        return layout.with_fields(layout.fields(own=False))
+        return layout.with_fields(layout.fields())
     chosen = [*kinds.get(VerticalSlash, ()), *kinds.get(BlockSparse, ())]
     fixed = all(issubclass(kind, (*_LAID_OUT, VerticalSlash, BlockSparse)) for kind in kinds)
     by_mass = any(getattr(patterns[head], "coverage", None) is not None for head in chosen)
@@ -124,7 +120,7 @@ def _build(
     scale: float,
     window: int | None,
 ) -> SparseIndex:
-    made = layout.fields(own=bool(kinds.get(VerticalSlash)))
+    made = layout.fields()
     lines = pooled = None
     some: Any
     if listed := kinds.get(BlockSparse, ()):
@@ -135,7 +131,10 @@ def _build(
         sizes = tuple((head, max(p.vertical, 64), max(p.slash, 64)) for head, p in zip(heads, some, strict=True))
         how: Any = {"scale": scale, "window": window, "beside": pooled}
         vertical, near, far = triton.masses(q, k, heads, [p.last_q for p in some], **how)
-        lines = triton.Lines(vertical=vertical, near=near, far=far, heads=sizes)
+        laid_out = {name: made[name] for name in ("diagonals", "columns")}
+        made |= {name: torch.empty_like(each) for name, each in laid_out.items()}
+        others = tuple(head for head in range(len(patterns)) if head not in heads)
+        lines = triton.Lines(vertical=vertical, near=near, far=far, heads=sizes, others=others, **laid_out)
     elif pooled is not None:
         triton.run(pooled.alone(), q.device)
     if pooled is not None:

@@ -105,12 +105,18 @@ def _chunked(n: int, constants: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lines:
-    """What columns and diagonals are chosen by: `masses`, and of each head its number, columns and distances."""
+    """What columns and diagonals are chosen by: `masses`, and of each head its number, columns and distances.
+
+    others: the heads beside them, whose entries are taken over from `diagonals` and `columns` (B, H, any width).
+    """
 
     vertical: Tensor
     near: Tensor
     far: Tensor
     heads: tuple[tuple[int, int, int], ...]
+    others: tuple[int, ...]
+    diagonals: Tensor
+    columns: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +134,7 @@ class Lists:
 
 
 def fill(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None) -> None:
-    """Write what is chosen to diagonals, columns and tiles of an index, all in one launch."""
+    """Write what is chosen, and what other heads have, to diagonals, columns and tiles of an index, in one launch."""
     run(choices(made, lines, lists), made["diagonals"].device)
 
 
@@ -140,14 +146,17 @@ def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None
     absent = torch.empty(0, dtype=torch.float32, device=device)
     by_row = absent if lists is None else lists.scores
     vertical, near, far = (absent,) * 3 if lines is None else (lines.vertical, lines.near, lines.far)
-    lined, listed = lines.heads if lines else (), lists.heads if lists else ()
+    lined, others = (lines.heads, lines.others) if lines else ((), ())
+    listed = lists.heads if lists else ()
     rows = 0 if lists is None else lists.scores.shape[1]
     arguments = {
         "vertical": vertical, "near": near, "far": far, "columns": columns, "diagonals": diagonals,
         "scores": by_row, "offsets": offsets, "tiles": made["tiles"],
         "line_heads": on_device(tuple(n for one in lined for n in one), device, torch.int32) if lined else columns,
+        "other_heads": on_device(others, device, torch.int32) if others else columns,
+        "other_diagonals": lines.diagonals if lines else diagonals, "other_columns": lines.columns if lines else columns,
         "list_heads": on_device(tuple(n for one in listed for n in one), device, torch.int32) if listed else columns,
-        "heads": heads, "lines": len(lined), "k_len": vertical.shape[-1], "seen": near.shape[-1],
+        "heads": heads, "lines": len(lined), "others": len(others), "k_len": vertical.shape[-1], "seen": near.shape[-1],
         "columns_width": columns.shape[-1], "diagonals_width": diagonals.shape[-1],
         "listing": len(listed), "rows": rows, "all_rows": offsets.shape[-1] - 1, "n": by_row.shape[-1],
         "first": lists.first if lists else 0, "row0": lists.row if lists else 0, "reach": lists.reach if lists else 0,
@@ -156,7 +165,7 @@ def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None
     return KernelCall(
         module=_CHOICE,
         kernel="choose_kernel",
-        grid=(batch * (2 * len(lined) + len(listed) * rows),),
+        grid=(batch * (2 * len(lined) + len(others) + len(listed) * rows),),
         arguments=arguments,
         **_chunked(max(vertical.shape[-1], by_row.shape[-1]), {}),
     )

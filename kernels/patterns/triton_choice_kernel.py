@@ -145,24 +145,35 @@ def best_places_kernel(
     _places(scores + row * n, 0, FORCED, end, size, places + row * width, width, CHUNK)
 
 
+@triton.jit
+def _copy(found, to, width, CHUNK: tl.constexpr):
+    """Takes over the entries of a head."""
+    for start in range(0, width, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(to + at, tl.load(found + at, mask=at < width), mask=at < width)
+
+
 @triton.jit(
     do_not_specialize=[
-        "heads", "lines", "k_len", "seen", "columns_width", "diagonals_width",
+        "heads", "lines", "others", "k_len", "seen", "columns_width", "diagonals_width",
         "listing", "rows", "all_rows", "n", "first", "row0", "reach", "elements",
     ]
 )  # fmt: skip
 def choose_kernel(
-    vertical, near, far, line_heads, columns, diagonals,
+    vertical, near, far, line_heads, columns, diagonals, other_heads, other_columns, other_diagonals,
     scores, list_heads, offsets, tiles,
-    heads, lines, k_len, seen, columns_width, diagonals_width,
+    heads, lines, others, k_len, seen, columns_width, diagonals_width,
     listing, rows, all_rows, n, first, row0, reach, elements,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes what a layer chooses: one program for a head's columns, for its diagonals, or for one row's tiles.
 
+    Heads that choose neither columns nor diagonals have a program each that takes theirs over.
+
     line_heads (lines, 3) int32: head, columns and diagonals in tokens. vertical (B, lines, K) and near, far (B, lines,
     seen) fp32: masses by key, and by distance, the sum of both; columns (B, heads, columns_width) and diagonals
-    (B, heads, diagonals_width) int32, of which each head's are written.
+    (B, heads, diagonals_width) int32, of which each head's are written. other_heads (others) int32: heads whose entries
+    are those of other_columns and other_diagonals, which have the same shapes.
     list_heads (listing, 2) int32: head and tiles beside the own one. scores (B, listing, rows, n) fp32: of the tiles of
     row row0 + i; offsets (B, heads, all_rows + 1) int64 and tiles (T) int32 as in a SparseIndex. A row's own tile is at
     first + row, and it sees `reach` tiles before it.
@@ -181,8 +192,14 @@ def choose_kernel(
             at = line * seen
             to = diagonals + head * diagonals_width
             _offsets(near + at, far + at, tl.minimum(k_len, seen), tl.load(entry + 2), to, diagonals_width, CHUNK)
-    else:
+    elif pid < elements * (2 * lines + others):
         at = (pid - 2 * elements * lines).to(tl.int64)
+        head = at // others * heads + tl.load(other_heads + at % others)
+        _copy(other_columns + head * columns_width, columns + head * columns_width, columns_width, CHUNK)
+        to = diagonals + head * diagonals_width
+        _copy(other_diagonals + head * diagonals_width, to, diagonals_width, CHUNK)
+    else:
+        at = (pid - elements * (2 * lines + others)).to(tl.int64)
         row = (at % rows).to(tl.int32)
         entry = list_heads + at // rows % listing * 2
         head = at // rows // listing * heads + tl.load(entry)

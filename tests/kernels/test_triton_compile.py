@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"),
 ]
 PAIRED, MIXED, SERVING = "diagonals, columns", "diagonals, lists, columns", "a serving engine"
+BULK = "diagonals, columns, descriptors"
 BUILDS = [
     *[("sm_90", dim, PAIRED, torch.bfloat16) for dim in (64, 80, 96, 128, 256)],
     *[("sm_90", 128, name, torch.bfloat16) for name in VARIANTS if name != PAIRED],
@@ -38,11 +39,12 @@ BUILDS = [
     *[(target, dim, PAIRED, torch.bfloat16) for target in ("sm_80", "sm_100", "gfx942") for dim in (64, 128, 256)],
     *[(target, 128, MIXED, torch.float16) for target in ("sm_80", "sm_100", "gfx942")],
     ("sm_89", 256, PAIRED, torch.bfloat16),
+    *[("sm_100", dim, BULK, torch.bfloat16) for dim in (64, 128, 256)],
 ]
 # An NVIDIA and an AMD GPU, the build with the most in it, and one whose tiles come by descriptors.
 KEPT = [
     *[(target, 128, SERVING, torch.bfloat16) for target in ("sm_90", "gfx942")],
-    ("sm_90", 128, "diagonals, columns, descriptors", torch.bfloat16),
+    *[(target, 128, BULK, torch.bfloat16) for target in ("sm_90", "sm_100")],
 ]
 
 
