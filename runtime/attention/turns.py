@@ -53,7 +53,7 @@ class Threshold:
 
 @dataclass(eq=False)
 class Turns:
-    """The thresholds of one layer, by device, shapes and the power of two of the past's length."""
+    """The thresholds of one layer, by device, number formats, shapes and the power of two of the past's length."""
 
     plan: LayerPlan
     _known: dict[tuple[Any, ...], tuple[Path, Threshold]] = field(default_factory=dict)
@@ -97,7 +97,8 @@ class Turns:
             self._lock.release()
 
     def _of(self, q: Tensor, k: Tensor, k_len: int) -> tuple[Path, Threshold]:
-        key = (q.device, q.dtype, q.shape[0], q.shape[1], k.shape[1], q.shape[3], (k_len // TILE).bit_length())
+        shapes = (q.shape[0], q.shape[1], k.shape[1], q.shape[3], (k_len // TILE).bit_length())
+        key = (q.device, q.dtype, k.dtype, *shapes)
         if key not in self._known:
             plan = self.plan
             file = measured.file_of(q.device, "turns", *key[1:], plan.patterns, plan.dense_tail, plan.growth)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from kernels.patterns import Dense, LayerPlan
 from runtime import measured
 from runtime.attention import turns
 from runtime.attention.turns import Threshold, Turns
@@ -69,6 +70,16 @@ def test_the_faster_way_serves_and_is_kept(
         assert torch.allclose(found, sparse, **CLOSE) == gained
     kept = [json.loads(file.read_text()) for file in folder.iterdir()]
     assert kept == [{"loses": 0, "gains": 2} if gained else {"loses": 2, "gains": turns.MOST // 64}] * 2
+
+
+def test_caches_of_eight_bits_have_thresholds_of_their_own(folder: Path) -> None:
+    some = Turns(LayerPlan([Dense()], 1))
+    q, k = torch.zeros(1, 1, NEW, 8), torch.zeros(1, 1, PAST + NEW, 8)
+    lengths = NEW, PAST + NEW
+    assert some.gains(q, k, *lengths) is None
+    some.measure(q, k, lengths, lambda: q, lambda: q)
+    assert some.gains(q, k, *lengths) is not None
+    assert some.gains(q, k.to(torch.float8_e4m3fn), *lengths) is None
 
 
 def test_sequences_alike_are_measured_together_by_their_own_lengths(
