@@ -83,9 +83,7 @@ STEPS = (
     Step(
         name="tests", title="Other tests that need a GPU", module="profiling.gpu.pytest_files", seconds=120, workers=6
     ),
-    Step(
-        name="other builds", title="Builds of other head dims", module="profiling.gpu.sweep", seconds=90, workers=8
-    ),
+    Step(name="other builds", title="Builds of other head dims", module="profiling.gpu.sweep", seconds=90, workers=8),
     Step(name="other sweep", title="Sweep of other head dims", module="profiling.gpu.sweep", seconds=45),
     Step(name="long", title="Attention at 256K to 1M tokens", module="profiling.gpu.attention", seconds=180),
     Step(name="others", title="FlexAttention, FlashInfer and vLLM", module="profiling.gpu.attention", seconds=150),
