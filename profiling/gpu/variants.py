@@ -176,7 +176,7 @@ def compile_fill(target: str) -> Build:
         "tiles": entries.view(-1),
     }  # fmt: skip
     mass = torch.empty(1, 2, 4096)
-    laid_out = {"others": (2, 3), "diagonals": entries, "columns": entries}
+    laid_out: Any = {"others": (2, 3), "diagonals": entries, "columns": entries}
     lines = builders.Lines(vertical=mass, near=mass, far=mass, heads=((0, 64, 64), (1, 64, 64)), **laid_out)
     lists = builders.Lists(scores=torch.empty(1, 64, 64), heads=((2, 3),), first=0, row=0, reach=63)
     return _compile(builders.choices(made, lines, lists), target)
