@@ -186,22 +186,19 @@ def compile_library(compiler: list[str], library: Path, machine: tuple[str, ...]
 
     Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be stored.
     """
-    from torch.utils.cpp_extension import include_paths
-
-    libraries = Path(torch.__file__).parent / "lib"
+    home = Path(torch.__file__).parent
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [*compiler, *machine, *_FLAGS, *openmp, abi]
-    includes = [f"-I{path}" for path in include_paths()]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:
         objects = [str(Path(folder) / f"{at}.o") for at in range(len(SOURCES))]
         # One compiler process a source, all at once: most of the time goes into torch's headers.
         for _ in pool.map(
-            lambda source, to: _run([*command, *includes, "-c", str(source), "-o", to]), SOURCES, objects
+            lambda source, to: _run([*command, f"-I{home / 'include'}", "-c", str(source), "-o", to]), SOURCES, objects
         ):
             pass
         built = Path(folder) / library.name
-        _run([*command, "-shared", *objects, "-o", str(built), f"-L{libraries}", "-ltorch_cpu", "-lc10"])
+        _run([*command, "-shared", *objects, "-o", str(built), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"])
         # Whatever the umask: one that others could write to would not be loaded.
         built.chmod(0o755)
         os.replace(built, library)
