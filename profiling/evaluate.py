@@ -148,12 +148,15 @@ def parser() -> ArgumentParser:
     arguments.add_length(p, "prompt lengths (default: the model's positions)", several=True, old="--lengths")
     p.add_argument("--methods", nargs="+", help=f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})")
     p.add_argument(
-        "--samples", type=int, help="prompts, or contexts, of each task, length and, for the needle, depth (default 12)"
+        "--samples",
+        type=int,
+        help="prompts, or contexts, of each task, length, seed and depth of the needle (default 12)",
     )
     p.add_argument("--depths", nargs="+", type=float, help="where the needle lies (default: 0 0.25 0.5 0.75 1)")
     p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
     p.add_argument("--density", type=float, help="of single kinds and oracles (default: the artifact's own)")
     arguments.add_seed(p, Evaluation.seed)
+    p.add_argument("--seeds", type=int, default=Evaluation.seeds, help="so many, from --seed on (default 1)")
     p.add_argument("--quick", action="store_true", help="few prompts, methods and rounds: a first look")
     p.add_argument("--repeats", type=int, help="timed rounds, all in turn (default 5)")
     p.add_argument("--steps", type=int, default=Speed.steps, help="decoded tokens of a timed round")
@@ -201,6 +204,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
         share=options.share,
         density=options.density,
         seed=options.seed,
+        seeds=options.seeds,
     )
     speed = Speed(
         lengths=quality.lengths,

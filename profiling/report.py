@@ -1,7 +1,8 @@
 """python -m profiling.report: the standing page of a model's methods, as much of it as fits the time given.
 
-Speeds first, then single kinds in the artifact's time, then tasks: 6 prompts of each under every method, then 12, then
-24. Tasks, their lengths and their order are those measured for the model (profiling/prompts/settings.json), the most
+Speeds first, then single kinds in the artifact's time, then tasks: of each as many prompts as can be told apart at all
+under the most telling methods, then under the others, then twice and four times as many, of several seeds each.
+Tasks, their lengths and their order are those measured for the model (profiling/prompts/settings.json), the most
 telling for its time first. What does not fit the minutes is left out and named; the same command goes on where it
 stopped. The folder is like that of profiling.evaluate.
 
@@ -16,31 +17,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from artifacts import Artifact, HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, reason, shorten
 from artifacts.files import atomic_write, open_regular
 from profiling.evaluation.equal_time import equal_time
+from profiling.evaluation.intervals import least_units
 from profiling.evaluation.measure import OUTPUT, Evaluation, Outcome, check_lengths, evaluate, open_ledger
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.page import page, write_report
-from profiling.evaluation.record import record_of, table
+from profiling.evaluation.record import record_of, renewed, table
 from profiling.evaluation.times import Speed, measure
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import parse_task
 from profiling.prompts.settings import settings
+from profiling.speed.ratios import LEAST
 from runtime.fingerprint import check
 
 # A text: what it loses shows on every model.
 TEXT = "prose"
 # Whose order of tasks is taken for a model that none was measured for.
 _MEASURED = "smollm2"
-METHODS = ("dense", "headwise", "a_shape", "vertical_slash", "random_tiles", "oracle_tiles", "headwise-tail", "strided")
-ROUNDS = (6, 12, 24)
+# The most telling first: between these two limits lies what a method can be.
+METHODS = ("dense", "headwise", "a_shape", "vertical_slash", "random_tiles", "oracle_tiles")
+# Then what others do, and what the tail and keys in place of tiles are worth.
+FURTHER = ("skip_softmax", "top_p_tiles", "headwise-tail", "oracle", "strided", "dense+random")
+# As many times the prompts of the first round.
+ROUNDS = (1, 2, 4)
+# Measures of a task, at most; each is a look.
+_LOOKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +66,9 @@ class Report:
     minutes: float = 30
     lengths: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ()
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = (*METHODS, *FURTHER)
     seed: int = Evaluation.seed
+    seeds: int = 3
     dtype: str = "bfloat16"
     device: str = "cpu"
     command: str = ""
@@ -66,6 +76,8 @@ class Report:
     def __post_init__(self) -> None:
         if self.minutes <= 0:
             raise HeadwiseError(f"--minutes must be above 0, got {self.minutes:g}")
+        if self.seeds < 1:
+            raise HeadwiseError(f"--seeds must be at least 1, got {self.seeds}")
         for task in self.tasks:
             parse_task(task)
 
@@ -91,23 +103,27 @@ def run(config: Report) -> dict[str, Any]:
     lengths = tuple(sorted({length for _, length in places}))
     with open_ledger(config.out, fresh=False) as ledger:
         methods = Methods(loaded, artifact, arrays, beside=beside, ledger=ledger)
-        speed = Speed(lengths=lengths, methods=names, repeats=3, memory=False, crossover=False)
+        speed = Speed(lengths=lengths, methods=names, repeats=LEAST, memory=False, crossover=False)
         times = measure(speed, loaded, methods, ledger, spec=config.model, revision=None, again=False)
         compared = []
         if "headwise" in names:
-            compared = [equal_time(loaded, methods, names, ledger, length=lengths[-1], seed=config.seed)]
+            seeds = range(config.seed, config.seed + config.seeds)
+            compared = [equal_time(loaded, methods, names, ledger, length=lengths[-1], seeds=seeds)]
         run = _Run(config, loaded, methods, names, ledger, end)
         left += run.rounds(places)
     asked = Evaluation(
-        tasks=tuple(dict.fromkeys(task for task, _ in run.found)),
+        tasks=tuple(dict.fromkeys(step.task for step in run.found)),
         lengths=lengths,
         methods=names,
         samples=max(run.prompts.values()),
         seed=config.seed,
+        seeds=config.seeds,
     )
     found = [outcome for outcomes in run.found.values() for outcome in outcomes]
-    record = record_of(artifact, methods, asked, found, times, loaded=loaded, command=config.command)
-    record |= {"equal_time": compared, "left_out": {"minutes": config.minutes, "what": left}}
+    record = record_of(
+        artifact, methods, asked, found, times, loaded=loaded, command=config.command, same_time=compared
+    )
+    record["left_out"] = {"minutes": config.minutes, "what": left}
     write_report(config.out, record)
     return record
 
@@ -134,8 +150,16 @@ def places_of(
     return [(task, length) for task in tasks for length in lengths], []
 
 
+class _Step(NamedTuple):
+    """A task at a length under some methods; further: these are not the most telling ones."""
+
+    task: str
+    length: int
+    further: bool
+
+
 class _Run:
-    """The rounds of a report: of each place as many prompts as fit the time."""
+    """The rounds of a report: of each task, length and half of the methods as many prompts as fit the time."""
 
     def __init__(
         self,
@@ -148,32 +172,42 @@ class _Run:
     ) -> None:
         self._config, self._loaded, self._methods, self._names = config, loaded, methods, names
         self._ledger, self._end = ledger, end
-        self.found: dict[tuple[str, int], list[Outcome]] = {}
-        self.prompts: dict[tuple[str, int], int] = {}
-        self._seconds: dict[tuple[str, int], float] = {}
+        self.found: dict[_Step, list[Outcome]] = {}
+        # Of each seed.
+        self.prompts: dict[_Step, int] = {}
+        self._seconds: dict[_Step, float] = {}
 
     def rounds(self, places: Sequence[tuple[str, int]]) -> list[str]:
         """Run what fits; what did not."""
+        further = tuple(name for name in self._names if name in FURTHER)
+        steps = [_Step(*place, of) for of in (False, True) for place in places if further or not of]
+        looks = _LOOKS * (len(self._names) - 1) * (len(places) + len({length for _, length in places}))
+        first = -(-least_units(looks) // self._config.seeds)
         left = []
-        for samples in ROUNDS:
-            for place in places:
+        for samples in (times * first for times in ROUNDS):
+            for step in steps:
                 # One that was never run is taken for the slowest of those that were.
-                each = self._seconds.get(place, max(self._seconds.values(), default=0.0))
-                if self.found and time.monotonic() + each * (samples - self.prompts.get(place, 0)) > self._end:
-                    left.append(f"{place[0]} at {place[1]} tokens, {samples} prompts")
+                each = self._seconds.get(step, max(self._seconds.values(), default=0.0))
+                if self.found and time.monotonic() + each * (samples - self.prompts.get(step, 0)) > self._end:
+                    of = f" under {', '.join(further)}" if step.further else ""
+                    left.append(f"{step.task} at {step.length} tokens, {samples * self._config.seeds} prompts{of}")
                 else:
-                    self._run(place, samples)
+                    self._run(step, samples)
         return left
 
-    def _run(self, place: tuple[str, int], samples: int) -> None:
-        task, length = place
+    def _run(self, step: _Step, samples: int) -> None:
         start = time.monotonic()
         asked = Evaluation(
-            tasks=(task,), lengths=(length,), methods=self._names, samples=samples, seed=self._config.seed
+            tasks=(step.task,),
+            lengths=(step.length,),
+            methods=tuple(name for name in self._names if (name in FURTHER) == step.further),
+            samples=samples,
+            seed=self._config.seed,
+            seeds=self._config.seeds,
         )
-        self.found[place] = evaluate(asked, self._loaded, self._methods, self._ledger)
-        self._seconds[place] = (time.monotonic() - start) / (samples - self.prompts.get(place, 0))
-        self.prompts[place] = samples
+        self.found[step] = evaluate(asked, self._loaded, self._methods, self._ledger)
+        self._seconds[step] = (time.monotonic() - start) / (samples - self.prompts.get(step, 0))
+        self.prompts[step] = samples
 
 
 def again(folder: Path) -> dict[str, Any]:
@@ -186,6 +220,7 @@ def again(folder: Path) -> dict[str, Any]:
     try:
         with open_regular(file) as opened:
             record = json.load(opened)
+        record = renewed(record)
         drawn = page(record)
         table(record)
     except OSError as error:
@@ -211,8 +246,9 @@ def parser() -> ArgumentParser:
     p.add_argument("--minutes", type=float, default=Report.minutes, help="what it may take (default 30)")
     arguments.add_length(p, "prompt lengths (default: the model's settings, or else its positions)", several=True)
     arguments.add_task(p, "what is asked, the most telling first (default: the model's settings, or SmolLM2's)")
-    p.add_argument("--methods", nargs="+", help=f"(default: {' '.join(METHODS)})")
+    p.add_argument("--methods", nargs="+", help=f"(default: {' '.join(Report.methods)})")
     arguments.add_seed(p, Report.seed)
+    p.add_argument("--seeds", type=int, default=Report.seeds, help="seeds of prompts, from --seed on (default 3)")
     arguments.add_dtype(p)
     arguments.add_device(p)
     arguments.add_json(p)
@@ -233,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked: dict[str, Any] = {
             "lengths": tuple(sorted(set(given.pop("length") or ()))),
             "tasks": tuple(given.pop("tasks") or ()),
-            "methods": tuple(given.pop("methods") or METHODS),
+            "methods": tuple(given.pop("methods") or Report.methods),
             "beside": tuple(given.pop("beside")),
         }
         command = arguments.as_typed("profiling.report", argv)

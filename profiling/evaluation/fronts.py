@@ -10,16 +10,24 @@ from typing import Any
 from profiling.evaluation.record import figure, summary_tasks
 from profiling.evaluation.rows import ALL, BASELINE, MEASURES
 from profiling.pictures.charts import Series, legend, lines
+from profiling.speed.baselines import KERNEL
+
+# Dense attention as the model comes, where Headwise's kernel is the better dense.
+_SDPA = "dense by sdpa"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A method: its value, the seconds of its prefill, and whether it is "better" or "worse" than dense, or ""."""
+    """A method: its value, the seconds of its prefill, and whether it is "better" or "worse" than dense, or "".
+
+    few: there were too few prompts for either.
+    """
 
     method: str
     value: float
     seconds: float
     verdict: str
+    few: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +53,22 @@ def front_of(points: Sequence[Point], *, higher: bool) -> tuple[str, ...]:
 
 
 def fronts(record: Mapping[str, Any]) -> list[Front]:
-    """Of each task, length and measure of the summary, over the methods that were timed."""
+    """Of each task, length and measure of the summary, over the methods that were timed.
+
+    Dense attention stands at the seconds of the better dense, as every speed-up does, and once more at sdpa's.
+    """
     found = []
     for length in record["settings"]["lengths"]:
-        seconds = {each["method"]: each["seconds"] for each in record["prefill"] if each["length"] == length}
+        taken = {each["method"]: each["seconds"] for each in record["prefill"] if each["length"] == length}
+        marks = [(name, name, seconds) for name, seconds in taken.items() if name != BASELINE]
+        if BASELINE in taken:
+            better = min(taken[name] for name in (BASELINE, KERNEL) if name in taken)
+            marks.append((BASELINE, BASELINE, better))
+            marks += [(_SDPA, BASELINE, taken[BASELINE])] if better < taken[BASELINE] else []
         for task, measure in summary_tasks(dict(record), length):
             points = [
-                Point(method=name, value=own["value"], seconds=taken, verdict=own["verdict"])
-                for name, taken in sorted(seconds.items(), key=lambda item: item[1])
+                Point(method=mark, value=own["value"], seconds=at, verdict=own["verdict"], few=own.get("few", False))
+                for mark, name, at in sorted(marks, key=lambda each: each[2])
                 if (own := figure(dict(record), task, length, name, measure)) is not None
             ]
             if task != ALL and len(points) > 1:
@@ -63,11 +79,13 @@ def fronts(record: Mapping[str, Any]) -> list[Front]:
 
 def told(front: Front) -> str:
     """A front in sentences: who is on it, who is worse than dense, and who could not be told apart from it."""
-    others = [point for point in front.points if point.method != BASELINE]
+    others = [point for point in front.points if point.method not in (BASELINE, _SDPA)]
     worse = [point.method for point in others if point.verdict == "worse"]
-    alike = [point.method for point in others if not point.verdict]
+    few = [point.method for point in others if point.few]
+    alike = [point.method for point in others if not point.verdict and not point.few]
     said = [f"Beaten by none in both time and quality: {', '.join(front.front)}."]
     said += [f"Worse than dense: {', '.join(worse)}."] if worse else []
+    said += [f"Too few prompts to tell from dense: {', '.join(few)}."] if few else []
     said += [f"Not told apart from dense by these prompts: {', '.join(alike)}."] if alike else []
     return " ".join(said)
 

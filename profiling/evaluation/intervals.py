@@ -19,7 +19,9 @@ from artifacts import HeadwiseError
 
 CONFIDENCE = 0.95
 # Random assignments of signs, where counting them all takes too long.
-RESAMPLES = 10_000
+RESAMPLES = 100_000
+# Of these so many at once.
+_BLOCK = 10_000
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,17 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
     if not count:
         return 1.0
     exact = count < 63 and 1 << count <= resamples
-    if exact:
-        signs = 1 - 2 * ((np.arange(1 << count)[:, None] >> np.arange(count)) & 1)
-    else:
-        signs = np.random.default_rng(seed).choice((-1, 1), size=(resamples, count))
+    rng, total, far = np.random.default_rng(seed), 1 << count if exact else resamples, 0
     # Sums in another order must not be farther than they are.
-    far = np.abs(signs @ found) >= abs(found.sum()) * (1 - 1e-9)
-    return float(far.mean()) if exact else float((far.sum() + 1) / (resamples + 1))
+    least = abs(found.sum()) * (1 - 1e-9)
+    for start in range(0, total, _BLOCK):
+        numbers = np.arange(start, min(start + _BLOCK, total))
+        if exact:
+            signs = 1 - 2 * ((numbers[:, None] >> np.arange(count)) & 1)
+        else:
+            signs = 1 - 2 * rng.integers(0, 2, size=(len(numbers), count), dtype=np.int8)
+        far += int((np.abs(signs @ found) >= least).sum())
+    return far / total if exact else (far + 1) / (total + 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -123,6 +129,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[at]))
         found[at] = highest
     return found
+
+
+def least_units(looks: int) -> int:
+    """The fewest units of which a difference can be marked among so many looks: by Holm the first has all of them.
+
+    n units that all favour one side have a p of 2^(1 - n).
+    """
+    return 2 + math.floor(math.log2(max(1, looks) / (1 - CONFIDENCE)))
 
 
 def prompts_needed(differences: Sequence[float], loss: float = 0.05, *, power: float = 0.8) -> int:

@@ -7,6 +7,7 @@ the prompt that it was at.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
-from profiling.prompts.held_out import Seen, unseen_prompts
+from profiling.prompts.held_out import Seen, seeded_prompts
 from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Prompt, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.trials import VERSION, trials
@@ -28,14 +29,14 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "needle"
 OUTPUT = "evaluation.json"
-# What prompts have in common that are no samples of their own.
-UNIT = "unit"
+# What prompts have in common that are no samples of their own, and which of the seeds they are of.
+UNIT, SEED = "unit", "seed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What to evaluate. samples: prompts of each task and length, or contexts with all their questions, and of each
-    depth where there is a grid.
+    depth where there is a grid: of each of `seeds` seeds, from `seed` on.
 
     share: of a prompt's keys and values that caches under policies keep. density: what single kinds are fitted to and
         oracles compute; the artifact's own if None.
@@ -49,10 +50,12 @@ class Evaluation:
     share: float = 0.2
     density: float | None = None
     seed: int = 1000
+    seeds: int = 1
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise HeadwiseError(f"--samples must be at least 1, got {self.samples}")
+        for name in ("samples", "seeds"):
+            if getattr(self, name) < 1:
+                raise HeadwiseError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not 0 < self.share <= 1:
             raise HeadwiseError(f"--share must be above 0 and at most 1, got {self.share}")
         if self.density is not None and not 0 < self.density <= 1:
@@ -79,7 +82,10 @@ class Set:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials, and the prompts."""
+    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials, and the prompts.
+
+    seeds: how many they are of, as many prompts of each, one seed after the other.
+    """
 
     task: str
     length: int
@@ -88,6 +94,7 @@ class Outcome:
     records: tuple[dict[str, Any], ...]
     overlapping: int = 0
     prompts: tuple[Prompt, ...] = ()
+    seeds: int = 1
 
 
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -112,14 +119,15 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
 
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
-    how: dict[str, Any] = {"seed": config.seed, "seen": seen, "shorter": True}
+    seeds = range(config.seed, config.seed + config.seeds)
+    how: dict[str, Any] = {"seeds": seeds, "seen": seen, "shorter": True}
     sets = []
     for name in config.tasks:
         task = parse_task(name)
         gridded = task.kind == GRID and not any(parameter == "depth" for parameter, _ in task.parameters)
         for depth in config.depths if gridded else (None,):
             placed = task if depth is None else replace(task, parameters=(*task.parameters, ("depth", depth)))
-            made = unseen_prompts(placed, tokenizer, length=length, samples=config.samples * per_context(placed), **how)
+            made = seeded_prompts(placed, tokenizer, length=length, samples=config.samples * per_context(placed), **how)
             prompts = tuple(made.prompts)
             sets.append(Set(task=task.name, length=length, depth=depth, prompts=prompts, overlapping=made.overlapping))
     return sets
@@ -156,6 +164,7 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
                     records=tuple(ledger.get(of(method, prompt)) for prompt in each.prompts),
                     overlapping=each.overlapping,
                     prompts=each.prompts,
+                    seeds=config.seeds,
                 )
                 for each in here
                 for method in made
@@ -184,9 +193,15 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
             shown.update(sum(each.length for each, _, _ in some))
 
 
-def _units(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    places = {at: number for number, group in enumerate(by_context(prompts)) for at in group}
-    return tuple(places[at] for at in range(len(prompts)))
+def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
+    """By the context itself, however many others there are; in a grid by its number, which all depths have."""
+    places = {at: number for number, group in enumerate(by_context(outcome.prompts)) for at in group}
+    for at in range(len(outcome.records)):
+        if outcome.depth is None and outcome.prompts:
+            ids = array("i", outcome.prompts[at].context).tobytes()
+            yield outcome.task, hashlib.sha256(ids).hexdigest()
+        else:
+            yield outcome.task, places.get(at, at)
 
 
 class _Units:
@@ -204,15 +219,19 @@ class _Units:
 
 
 def groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:
-    """(task, length, records by method), depths together; all methods' records are of the same prompts in order.
+    """(task, length, records by method), depths together.
 
-    Each record says its UNIT: prompts of one context, and the same thing at several depths, are one.
+    Each record says its UNIT: prompts of one context, and the same thing at several depths, are one. It is the same
+    under every method, which may have run on fewer of them. And the number of its SEED.
     """
     found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for outcome in outcomes:
         methods = found.setdefault((outcome.task, outcome.length), {})
-        units = _units(outcome.prompts) or range(len(outcome.records))
-        told = [{**record, UNIT: (outcome.task, at)} for record, at in zip(outcome.records, units, strict=True)]
+        each = len(outcome.records) // outcome.seeds
+        told = [
+            {**record, UNIT: unit, SEED: at // each}
+            for at, (record, unit) in enumerate(zip(outcome.records, _units(outcome), strict=True))
+        ]
         methods.setdefault(outcome.method, []).extend(told)
     for (task, length), methods in found.items():
         yield task, length, methods

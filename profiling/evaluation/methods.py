@@ -107,6 +107,12 @@ class Methods:
         """What the searches of all artifacts have looked at."""
         return Seen.by([self.arrays, *(other.arrays for other in self._beside.values())])
 
+    @property
+    def seeds(self) -> dict[str, int]:
+        """The seeds of the searches of all artifacts, by the names of their rows; those that were searched."""
+        found = {HEADWISE: self, **self._beside}.items()
+        return {name: each.artifact.search.seed for name, each in found if each.artifact.search is not None}
+
     def says(self, name: str) -> tuple[str, str]:
         """What a method is, in a line, and where it comes from."""
         found = self._other(name)

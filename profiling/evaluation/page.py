@@ -79,7 +79,8 @@ def _in_short(record: dict[str, Any]) -> str:
 
 
 def _sentence(own: dict[str, Any], dense: dict[str, Any], task: str, measure: str) -> str:
-    verdict = {"": "no different from dense beyond chance", "better": "better than dense", "worse": "worse than dense"}
+    none = "too few prompts to tell it from dense" if own.get("few") else "no different from dense beyond chance"
+    verdict = {"": none, "better": "better than dense", "worse": "worse than dense"}
     if measure == PERPLEXITY:
         bounds = f"{own['difference_low']:+.1%} to {own['difference_high']:+.1%}"
         return (
@@ -112,7 +113,10 @@ def _length(record: dict[str, Any], length: int) -> str:
             ]
         )
     summary = table(
-        head, rows, "Beneath each figure: its 95% interval. Coloured and marked: other than dense beyond chance."
+        head,
+        rows,
+        "Beneath each figure: its 95% interval. Coloured and marked: other than dense beyond chance, after Holm's "
+        "correction for all looks of this page; ?: too few prompts for any mark.",
     )
     pooled = next((each for each in columns if each[1] == SCORE), None)
     chart = ""
@@ -133,7 +137,7 @@ def _column(task: str, measure: str) -> str:
 def _cell(found: dict[str, Any] | None) -> tuple[str, str]:
     if found is None:
         return "", "-"
-    mark = {"better": " ▲", "worse": " ▼", "": ""}[found["verdict"]]
+    mark = {"better": " ▲", "worse": " ▼", "": " ?" if found.get("few") else ""}[found["verdict"]]
     return found[
         "verdict"
     ], f"{number(found['value'])}{mark}<small>{number(found['low'])} to {number(found['high'])}</small>"
@@ -191,7 +195,8 @@ def _speed(record: dict[str, Any]) -> str:
     head = ["method", "tokens", "seconds to the first token", "of which indices", *COLUMNS, "rounds"]
     parts = [
         "<h2>Speed</h2><p class=muted>Every method in turn with dense attention as the model comes (dense) and by "
-        "Headwise's kernel (dense_kernel); medians. Ratios are of the same rounds.</p>",
+        "Headwise's kernel (dense_kernel). Ratios are medians of the same rounds; seconds are by them, of one "
+        "dense_kernel.</p>",
         table(head, rows, "Prefill"),
     ]
     names = list(dict.fromkeys(each["method"] for each in record["prefill"]))
@@ -269,6 +274,7 @@ def _power(record: dict[str, Any]) -> str:
 
 
 def _all_figures(record: dict[str, Any]) -> str:
+    seeded = any(each.get("by_seed") for each in record["figures"])
     rows = [
         [
             ("text", escape(each["task"])),
@@ -277,13 +283,14 @@ def _all_figures(record: dict[str, Any]) -> str:
             ("text", escape(each["measure"])),
             _cell(each),
             ("", _difference(each)),
+            *([("", _by_seed(each))] if seeded else []),
             ("", str(each["count"])),
         ]
         for measure in MEASURES
         for each in record["figures"]
         if each["measure"] == measure
     ]
-    head = ["task", "tokens", "method", "measure", "value", "less dense", "count"]
+    head = ["task", "tokens", "method", "measure", "value", "less dense", *(["by seed"] if seeded else []), "count"]
     told = "95% intervals: Wilson's for right and wrong answers, else Student's; differences are of pairs."
     return f"<details><summary>Every figure</summary>{table(head, rows, told)}</details>"
 
@@ -291,9 +298,18 @@ def _all_figures(record: dict[str, Any]) -> str:
 def _difference(each: dict[str, Any]) -> str:
     if each["difference"] is None:
         return "-"
-    kind = "+.1%" if each["measure"].startswith(PERPLEXITY) else "+.3f"
+    kind = _form(each)
     low, high = (format(each[name], kind) for name in ("difference_low", "difference_high"))
     return f"{format(each['difference'], kind)}<small>{low} to {high}</small>"
+
+
+def _by_seed(each: dict[str, Any]) -> str:
+    return ", ".join(format(value, _form(each)) for value in each["by_seed"]) or "-"
+
+
+def _form(each: dict[str, Any]) -> str:
+    """How its differences are written."""
+    return "+.1%" if each["measure"].startswith(PERPLEXITY) else "+.3f"
 
 
 def _made_with(record: dict[str, Any]) -> str:
@@ -304,11 +320,21 @@ def _made_with(record: dict[str, Any]) -> str:
     missing = (
         f"<p>Left out of {left['minutes']:g} minutes: {escape('; '.join(left['what']))}.</p>" if left["what"] else ""
     )
-    notes = missing + "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
+    notes = missing + _seeds(record) + "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
     return (
         f"{notes}<h2>Made with</h2><p><code>{escape(record['command'])}</code></p><p>Artifact <code>{digest}</code></p>"
         f"<details><summary>Machine, packages and settings</summary><ul>{items}</ul></details>"
     )
+
+
+def _seeds(record: dict[str, Any]) -> str:
+    """Which seeds prompts and searches are of; earlier versions kept those of prompts alone."""
+    first, count = record["settings"]["seed"], record["settings"].get("seeds", 1)
+    said = f"Prompts of seed {', '.join(str(seed) for seed in range(first, first + count))}."
+    searches = record["artifact"].get("seeds", {})
+    if searches:
+        said += f" Searched with seed: {', '.join(f'{name} {seed}' for name, seed in searches.items())}."
+    return f"<p>{escape(said)}</p>"
 
 
 def _of(entries: Sequence[dict[str, Any]], name: str, length: int, key: str = "method") -> dict[str, Any] | None:

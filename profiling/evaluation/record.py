@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,16 +12,29 @@ from typing import Any
 from artifacts import Artifact
 from artifacts.page_layout import aligned
 from profiling.environment import environment
+from profiling.evaluation.intervals import holm
 from profiling.evaluation.measure import Evaluation, Outcome
 from profiling.evaluation.methods import Methods
-from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NLL, PERPLEXITY, SCORE, Figure, curves, figures, grid
+from profiling.evaluation.rows import (
+    ALL,
+    BASELINE,
+    CHOICE,
+    NLL,
+    PERPLEXITY,
+    SCORE,
+    Figure,
+    curves,
+    figures,
+    grid,
+    judged,
+)
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
 from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import told_overlap
 from profiling.prompts.settings import HIGH, LOW, settings
-from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells
+from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells, speedup
 
 FORMAT = 3
 
@@ -34,15 +48,20 @@ def record_of(
     *,
     loaded: LoadedModel,
     command: str,
+    same_time: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Everything that was found and what it was found with."""
-    found = figures(outcomes)
+    """Everything that was found and what it was found with; same_time: what equal_time compared, as looks beside."""
+    found = figures(outcomes, [row["p"] for row in _compared(same_time)])
     device, dtype = str(loaded.model.device), str(loaded.model.dtype).removeprefix("torch.")
     return {
         "format": FORMAT,
         "command": command,
         "model": {"name": artifact.model.name, "weights_sha256": artifact.model.weights_sha256},
-        "artifact": {"content_sha256": artifact.content_sha256, "dense_below": artifact.prefill.dense_below},
+        "artifact": {
+            "content_sha256": artifact.content_sha256,
+            "dense_below": artifact.prefill.dense_below,
+            "seeds": methods.seeds,
+        },
         "settings": {**asdict(config), "device": device, "dtype": dtype},
         "environment": environment(device),
         "methods": [_method(methods, name, length) for length in config.lengths for name in config.methods],
@@ -51,8 +70,40 @@ def record_of(
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
         "seen_by_search": _seen(outcomes),
-        **_times(times),
+        "equal_time": _corrected(found, same_time),
+        **timed_record(times),
     }
+
+
+def _compared(same_time: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for each in same_time for row in each["rows"] if row.get("p") is not None]
+
+
+def _corrected(found: Sequence[Figure], same_time: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The comparisons in equal time, with Holm's correction for all looks of the page in place of their own."""
+    rows = _compared(same_time)
+    looks = [*(figure.p for figure in found if figure.p is not None), *(row["p"] for row in rows)]
+    told = iter(holm(looks)[len(looks) - len(rows) :])
+    return [
+        {
+            **each,
+            "rows": [{**row, **({} if row.get("p") is None else {"corrected": next(told)})} for row in each["rows"]],
+        }
+        for each in same_time
+    ]
+
+
+def renewed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of any version as this one has it: all looks corrected together, seconds of one dense figure."""
+    kept = [Figure(**{**each, "by_seed": tuple(each.get("by_seed", ()))}) for each in record["figures"]]
+    found = judged(kept, [row["p"] for row in _compared(record.get("equal_time", []))])
+    same_time = _corrected(found, record.get("equal_time", []))
+    prefill = []
+    dense = {each["length"]: each["rounds"] for each in record["prefill"] if each["method"] == KERNEL}
+    for each in record["prefill"]:
+        seconds = statistics.median(dense[each["length"]]) / speedup_of(each).over[KERNEL]
+        prefill.append({**each, "seconds": seconds, "build": each["build"] * seconds / each["seconds"]})
+    return {**record, "figures": [asdict(figure) for figure in found], "equal_time": same_time, "prefill": prefill}
 
 
 def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
@@ -91,25 +142,37 @@ def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
     }
 
 
-def _times(times: Times | None) -> dict[str, Any]:
+def timed_record(times: Times | None) -> dict[str, Any]:
+    """What was timed; methods of other rounds by the ratio to one dense figure."""
     if times is None:
         return {"prefill": [], "decode": [], "memory": [], "crossover": None}
-    prefill = _rounds(times.prefill, lambda timed: {"seconds": timed.median, "build": timed.build})
+    prefill = _rounds(times.prefill, lambda timed, slow: {"seconds": timed.median * slow, "build": timed.build * slow})
     decode = _rounds(
         times.decode,
-        lambda timed: {"tokens_per_second": 1 / timed.median, "cache_bytes": timed.cache, "steps": timed.steps},
+        lambda timed, slow: {
+            "tokens_per_second": 1 / (timed.median * slow),
+            "cache_bytes": timed.cache,
+            "steps": timed.steps,
+        },
     )
     memory = [{"method": name, "length": length, "bytes": held} for (name, length), held in times.memory.items()]
     found = None if times.crossover is None else asdict(times.crossover)
     return {"prefill": prefill, "decode": decode, "memory": memory, "crossover": found}
 
 
-def _rounds(times: Mapping[tuple[str, int], Timed], told: Callable[[Timed], dict[str, Any]]) -> list[dict[str, Any]]:
+def _rounds(
+    times: Mapping[tuple[str, int], Timed], told: Callable[[Timed, float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Methods may be timed in other rounds than those before them, on a busier machine: `told` has the factor.
+
+    It makes a method's seconds those of one dense figure, Headwise's kernel's in its last rounds, by their ratio.
+    """
+    dense = {length: timed.median for (name, length), timed in times.items() if name == KERNEL}
     return [
         {
             "method": name,
             "length": length,
-            **told(timed),
+            **told(timed, dense[length] / timed.speedup.over[KERNEL] / timed.median),
             "speedups": timed.speedup.over,
             "rounds": timed.seconds,
             "dense_rounds": {MODEL: timed.model, KERNEL: timed.kernel},
@@ -144,10 +207,11 @@ def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
 
 
 def shown(found: dict[str, Any] | None) -> str:
-    """A figure in a few characters: its value, and + or - where it is better or worse than dense."""
+    """A figure in a few characters: its value, + or - where it is better or worse than dense, ? where none can tell."""
     if found is None:
         return "-"
-    return number(found["value"]) + {"better": "+", "worse": "-", "": " "}[found["verdict"]]
+    none = "?" if found.get("few") else " "
+    return number(found["value"]) + {"better": "+", "worse": "-", "": none}[found["verdict"]]
 
 
 def table(record: dict[str, Any]) -> str:
@@ -165,7 +229,14 @@ def table(record: dict[str, Any]) -> str:
                 own = timed.get(name)
                 line += [f"{own['seconds']:.3f}" if own else "-", *cells(speedup_of(own) if own else None)]
             lines.append([name, number(method["density"]), number(method["kept"]), *line])
-        blocks.append("\n".join([f"{length} tokens (+ better, - worse than dense beyond chance)", *aligned(lines)]))
+        blocks.append(
+            "\n".join(
+                [
+                    f"{length} tokens (+ better, - worse than dense beyond chance, ? too few prompts to tell)",
+                    *aligned(lines),
+                ]
+            )
+        )
     if record["crossover"]:
         blocks.append(told_crossover(record))
     blocks += told_seen(record)
@@ -183,7 +254,7 @@ def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
 
 def speedup_of(timed: dict[str, Any]) -> Speedup:
     """The speed-up of an entry of `prefill` or `decode`."""
-    return Speedup(over=timed["speedups"])
+    return speedup(timed["rounds"], timed["dense_rounds"])
 
 
 def told_seen(record: dict[str, Any]) -> list[str]:

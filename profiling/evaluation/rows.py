@@ -13,13 +13,14 @@ from profiling.evaluation.intervals import (
     CONFIDENCE,
     Interval,
     holm,
+    least_units,
     mean_interval,
     paired_difference,
     prompts_needed,
     sign_flip,
     student,
 )
-from profiling.evaluation.measure import UNIT, Outcome, groups
+from profiling.evaluation.measure import SEED, UNIT, Outcome, groups
 from profiling.quality.trials import BLOCK, FORCED
 
 ALL = "all answers"
@@ -52,9 +53,10 @@ class Figure:
     difference, and its bounds: the mean of method - dense over the same units; of a perplexity, its ratio to dense's
     less 1. None for dense, and where dense was not run.
     needed: how many units tell a loss of 5 points in 80% of runs, by the spread of that difference; of scores alone.
-    p: of that difference, by sign_flip; corrected: after Holm's correction for all figures of the length and measure.
+    p: of that difference, by sign_flip; corrected: after Holm's correction for all looks of the page.
     verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the difference shows in three
-        decimals, "" otherwise.
+        decimals, "" otherwise. few: so few units that none could be, whatever they were.
+    by_seed: that difference of each seed's prompts alone, where there are several.
     """
 
     task: str
@@ -72,65 +74,87 @@ class Figure:
     p: float | None = None
     corrected: float | None = None
     verdict: str = ""
+    few: bool = False
+    by_seed: tuple[float, ...] = ()
 
 
-def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
-    """All figures; answers of all tasks together as well, where there are several."""
+def figures(outcomes: Sequence[Outcome], others: Sequence[float] = ()) -> list[Figure]:
+    """All figures; answers of all tasks together as well, where there are several.
+
+    others: p-values of what else the page compares, which are looks as well.
+    """
     found, pooled = [], dict[int, dict[str, list[dict[str, Any]]]]()
-    answered: dict[int, int] = {}
+    answered: dict[int, set[str]] = {}
+    asked: dict[tuple[int, str], set[str]] = {}
     for task, length, methods in groups(outcomes):
         found += _of_task(task, length, methods)
         if all("score" in record for records in methods.values() for record in records):
-            answered[length] = answered.get(length, 0) + 1
+            answered.setdefault(length, set()).add(task)
             for method, records in methods.items():
                 pooled.setdefault(length, {}).setdefault(method, []).extend(records)
+                asked.setdefault((length, method), set()).add(task)
     for length, methods in pooled.items():
-        if answered[length] > 1:
-            found += _of_task(ALL, length, methods)
-    return _judged(found)
+        # A method that was not asked all of them would have the mean of other tasks.
+        whole = {name: records for name, records in methods.items() if asked[length, name] == answered[length]}
+        if len(answered[length]) > 1:
+            found += _of_task(ALL, length, whole)
+    return judged(found, others)
 
 
-def _judged(found: list[Figure]) -> list[Figure]:
-    """With verdicts: the looks of a table, which are corrected together, are those at its length by its measure."""
-    tables: dict[tuple[int, str], list[int]] = {}
-    for at, figure in enumerate(found):
-        if figure.p is not None:
-            tables.setdefault((figure.length, figure.measure), []).append(at)
-    judged = list(found)
-    for places in tables.values():
-        for at, corrected in zip(places, holm([found[at].p or 0.0 for at in places]), strict=True):
-            difference = found[at].difference or 0.0
-            # Sums in another order are another number, and always on the same side.
-            apart = corrected < 1 - CONFIDENCE and abs(difference) >= _SHOWN
-            better = (difference > 0) == MEASURES[found[at].measure]
-            verdict = ("better" if better else "worse") if apart else ""
-            judged[at] = replace(found[at], corrected=corrected, verdict=verdict)
-    return judged
+def judged(found: Sequence[Figure], others: Sequence[float] = ()) -> list[Figure]:
+    """With verdicts, all looks of a page corrected together: those of the figures, and `others` beside them."""
+    tested = [at for at, figure in enumerate(found) if figure.p is not None]
+    corrected = holm([*(found[at].p or 0.0 for at in tested), *others])
+    least = least_units(len(corrected))
+    told = list(found)
+    for at, p in zip(tested, corrected[: len(tested)], strict=True):
+        difference = found[at].difference or 0.0
+        # Sums in another order are another number, and always on the same side.
+        apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN
+        better = (difference > 0) == MEASURES[found[at].measure]
+        verdict = ("better" if better else "worse") if apart else ""
+        told[at] = replace(found[at], corrected=p, verdict=verdict, few=not verdict and found[at].count < least)
+    return told
 
 
 def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -> list[Figure]:
     found = []
     for measure in MEASURES:
         values = {method: _values(records, measure) for method, records in methods.items()}
-        base = values.get(BASELINE)
+        base = values.get(BASELINE, {})
         for method, own in values.items():
-            if own:
-                other = None if method == BASELINE or not base or len(base) != len(own) else base
-                found.append(_figure(task, length, method, measure, own, other))
+            if not own:
+                continue
+            paired = method != BASELINE and own.keys() <= base.keys()
+            other = [base[unit] for unit in own] if paired else None
+            made = _figure(task, length, method, measure, list(own.values()), other)
+            seeds = {record[UNIT]: record[SEED] for record in methods[method]}
+            found.append(replace(made, by_seed=_by_seed(own, base, seeds, measure) if paired else ()))
     return found
 
 
-def _values(records: Sequence[dict[str, Any]], measure: str) -> list[float]:
-    """One number a unit; empty where any prompt has none, but for texts that copy nothing."""
+def _by_seed(own: dict[Any, float], base: dict[Any, float], seeds: dict[Any, int], measure: str) -> tuple[float, ...]:
+    """The mean difference of each seed's units; nothing of one seed alone."""
+    apart: dict[int, list[float]] = {}
+    for unit, value in own.items():
+        apart.setdefault(seeds[unit], []).append(value - base[unit])
+    if len(apart) < 2:
+        return ()
+    means = [float(np.mean(apart[seed])) for seed in sorted(apart)]
+    return tuple(math.expm1(mean) if measure in _PERPLEXITIES else mean for mean in means)
+
+
+def _values(records: Sequence[dict[str, Any]], measure: str) -> dict[Any, float]:
+    """One number a unit; nothing where any prompt has none, but for texts that copy nothing."""
     units: dict[Any, list[float]] = {}
-    for at, record in enumerate(records):
+    for record in records:
         value = record.get(_FIELDS[measure])
         if value is None and measure == COPIES:
             continue
         if value is None:
-            return []
-        units.setdefault(record.get(UNIT, at), []).append(float(np.mean(value)))
-    return [float(np.mean(values)) for values in units.values()]
+            return {}
+        units.setdefault(record[UNIT], []).append(float(np.mean(value)))
+    return {unit: float(np.mean(values)) for unit, values in units.items()}
 
 
 def _figure(

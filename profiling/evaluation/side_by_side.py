@@ -13,7 +13,7 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError
 from kernels.patterns import LayerPlan
-from profiling.evaluation.intervals import paired_difference
+from profiling.evaluation.intervals import holm, paired_difference, sign_flip
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.quality.logits import DenseLogits, Drift
@@ -30,7 +30,7 @@ class Row:
     kl: nats a token.
     loss: what is added to the negative log-likelihood of a token, in nats: about the relative rise of perplexity.
     apart, low, high: its KL less that of the first artifact, over pairs of prompts, with its 95% interval; None for the
-        first itself.
+        first itself. p: of that, by a randomisation test of the pairs; corrected: by Holm's correction for all rows.
     """
 
     name: str
@@ -44,6 +44,8 @@ class Row:
     apart: float | None = None
     low: float | None = None
     high: float | None = None
+    p: float | None = None
+    corrected: float | None = None
     index_seconds: float | None = None
 
 
@@ -92,7 +94,8 @@ def compared(
         row = _row(name, densities[name], seconds.get(name), drift, kl, list(prompts), first)
         rows.append(replace(row, index_seconds=seconds.get(build_of(name))))
         first = first or kl
-    return rows
+    corrected = iter(holm([row.p for row in rows if row.p is not None]))
+    return [row if row.p is None else replace(row, corrected=next(corrected)) for row in rows]
 
 
 def _row(
@@ -120,6 +123,7 @@ def _row(
         apart=None if apart is None else apart.value,
         low=None if apart is None else apart.low,
         high=None if apart is None else apart.high,
+        p=None if first is None else sign_flip([own - other for own, other in zip(kl, first, strict=True)]),
     )
 
 

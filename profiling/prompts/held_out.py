@@ -142,3 +142,24 @@ def unseen_prompts(
                 taken.add(prompt)
     known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
     return Unseen(chosen + known, len(known))
+
+
+def seeded_prompts(
+    task: str | Task,
+    tokenizer: Any,
+    *,
+    length: int,
+    samples: int,
+    seeds: Sequence[int],
+    seen: Seen,
+    shorter: bool = False,
+) -> Unseen:
+    """As unseen_prompts makes them, as many of each seed; a text's windows of one seed are none of those before."""
+    known, found = Seen(digests=seen.digests), list[Unseen]()
+    for seed in seeds:
+        how: dict[str, Any] = {"length": length, "samples": samples, "seed": seed, "shorter": shorter}
+        found.append(unseen_prompts(task, tokenizer, seen=known, **how))
+        if of_texts(task) and len(seeds) > 1:
+            known.add(*found[-1].prompts)
+    prompts = [prompt for made in found for prompt in made.prompts]
+    return Unseen(prompts, sum(map(seen.overlaps, prompts)) if of_texts(task) else 0)

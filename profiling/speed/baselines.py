@@ -5,12 +5,12 @@ A speed-up that is said first is against the better of the two; the one against 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from profiling.speed.ratios import LEAST, ratio_of_pairs
 from runtime import apply_dense
 
 # The names of both among the methods of a measurement.
@@ -29,9 +29,14 @@ COLUMNS = ("x better dense", "x model's dense")
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times as fast something is as each dense attention that was timed beside it, by its name."""
+    """How many times as fast something is as each dense attention that was timed beside it, by its name.
+
+    bounds: of each the interval of speed.ratios, where rounds are known. rounds: how many.
+    """
 
     over: Mapping[str, float]
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    rounds: int = 0
 
     @property
     def better(self) -> str:
@@ -51,11 +56,11 @@ def dense(model: Any, name: str) -> AbstractContextManager[object]:
 
 def speedup(seconds: Sequence[float], dense: Mapping[str, Sequence[float]]) -> Speedup:
     """Medians over rounds of the ratios of dense seconds to these, which were taken in the same rounds."""
+    ratios = {name: ratio_of_pairs(rounds, seconds) for name, rounds in dense.items()}
     return Speedup(
-        over={
-            name: statistics.median(d / s for d, s in zip(rounds, seconds, strict=True))
-            for name, rounds in dense.items()
-        }
+        over={name: ratio.value for name, ratio in ratios.items()},
+        bounds={name: (ratio.low, ratio.high) for name, ratio in ratios.items()},
+        rounds=len(seconds),
     )
 
 
@@ -72,10 +77,12 @@ def cells(found: Speedup | None) -> tuple[str, str]:
 
 
 def told(found: Speedup) -> str:
-    """A speed-up in words, such as `1.69 times as fast as the better dense, 8.43 times as the model comes`."""
-    said = _times(found.value, "the better dense")
+    """A speed-up in words with its bounds: `1.69 times as fast (1.60 to 1.75) as the better dense, ...`."""
+    said = _times(found, found.better, "the better dense")
     if MODEL in found.over:
-        said += ", " + _times(found.over[MODEL], "the model as it comes")
+        said += ", " + _times(found, MODEL, "the model as it comes")
+    if found.bounds and found.rounds < LEAST:
+        said += f"; of {found.rounds} rounds, too few for an interval of 95%, the least and the most"
     return said
 
 
@@ -84,5 +91,10 @@ def rows(seconds: Mapping[str, float]) -> list[str]:
     return [f"  {label:<34}{seconds[name]:>9.3f} s" for name, label in LABELS.items() if name in seconds]
 
 
-def _times(ratio: float, what: str) -> str:
-    return f"{ratio:.2f} times as fast as {what}" if ratio >= 1 else f"{1 / ratio:.2f} times SLOWER than {what}"
+def _times(found: Speedup, name: str, what: str) -> str:
+    ratio, bounds = found.over[name], found.bounds.get(name)
+    if ratio < 1:
+        around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})" if bounds else ""
+        return f"{1 / ratio:.2f} times SLOWER{around} than {what}"
+    around = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+    return f"{ratio:.2f} times as fast{around} as {what}"

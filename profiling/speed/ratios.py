@@ -5,14 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import comb
 
 from artifacts import HeadwiseError
+
+# Pairs of which the smallest and the largest ratio hold the median in 95 of 100 measurements: 1 - 2^(1 - n).
+LEAST = 6
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of ratios, and the bounds that hold the true median in 95 of 100 measurements."""
+    """A median of ratios, and bounds that hold the true median in at least 95 of 100 measurements.
+
+    Of fewer than LEAST pairs no bounds do: they are the smallest and the largest ratio.
+    """
 
     value: float
     low: float
@@ -28,7 +34,8 @@ def ratio_of_pairs(these: Sequence[float], those: Sequence[float]) -> Ratio:
     if not these or len(these) != len(those):
         raise HeadwiseError(f"{len(these)} and {len(those)} times cannot be paired: give as many of both, at least 1")
     ratios = sorted(a / b for a, b in zip(these, those, strict=True))
-    count = len(ratios)
-    # The normal approximation of the binomial; with fewer than 6 pairs the bounds are the smallest and the largest.
-    rank = max(int((count - 1.96 * sqrt(count)) / 2), 0)
+    count, rank = len(ratios), 0
+    # The true median is below the r-th smallest of n where fewer than r are below it: a binomial's tail, on both sides.
+    while 2 * sum(comb(count, few) for few in range(rank + 2)) <= 0.05 * 2**count:
+        rank += 1
     return Ratio(statistics.median(ratios), ratios[rank], ratios[count - 1 - rank])

@@ -33,46 +33,62 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def asked(searched: Path, out: Path, *more: str) -> list[str]:
     base = [str(searched / "cfg.yaml"), "--model", str(searched / "tiny"), "--out", str(out), "--dtype", "float32"]
-    return [*base, "--length", str(LENGTH), "--methods", "headwise", "a_shape", "random_tiles", *more]
+    return [*base, "--length", str(LENGTH), "--methods", "headwise", "a_shape", "random_tiles", "--seeds", "2", *more]
 
 
 def test_what_fits_is_measured_and_the_rest_is_named(
     searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounds: list[tuple[str, int]] = []
+    rounds: list[tuple[str, int, tuple[str, ...]]] = []
 
     def counted(config: Any, *given: Any) -> Any:
-        rounds.append((config.tasks[0], config.samples))
+        rounds.append((config.tasks[0], config.samples, config.methods))
         return evaluate(config, *given)
 
     monkeypatch.setattr(report, "evaluate", counted)
-    monkeypatch.setattr(report, "ROUNDS", (2, 4))
+    monkeypatch.setattr(report, "least_units", lambda looks: 3)
+    monkeypatch.setattr(report, "FURTHER", ("random_tiles",))
+    monkeypatch.setattr(report, "ROUNDS", (1, 2))
     out = tmp_path / "out"
     tasks = ("--task", "passkey", "--task", "babilong_qa1")
     # The first task is always run; after it the time is up.
     assert report.main(asked(searched, out, *tasks, "--minutes", "0.0001")) == 0
     record = json.loads((out / "evaluation.json").read_text())
-    assert rounds == [("passkey", 2)]
+    first, further = ("dense", "headwise", "a_shape"), ("random_tiles",)
+    # Three prompts of two seeds: as many of each.
+    assert rounds == [("passkey", 2, first)]
     assert record["left_out"]["what"] == [
-        "babilong_qa1 at 900 tokens, 2 prompts",
-        "passkey at 900 tokens, 4 prompts",
         "babilong_qa1 at 900 tokens, 4 prompts",
+        "passkey at 900 tokens, 4 prompts under random_tiles",
+        "babilong_qa1 at 900 tokens, 4 prompts under random_tiles",
+        "passkey at 900 tokens, 8 prompts",
+        "babilong_qa1 at 900 tokens, 8 prompts",
+        "passkey at 900 tokens, 8 prompts under random_tiles",
+        "babilong_qa1 at 900 tokens, 8 prompts under random_tiles",
     ]
     html = (out / "index.html").read_text()
-    assert "Left out of 0.0001 minutes: babilong_qa1 at 900 tokens, 2 prompts" in html
+    assert "Left out of 0.0001 minutes: babilong_qa1 at 900 tokens, 4 prompts" in html
+    assert "Prompts of seed 1000, 1001. Searched with seed: headwise 0." in html
     rounds.clear()
     assert report.main(asked(searched, out, *tasks, "--minutes", "30")) == 0
-    assert rounds == [("passkey", 2), ("babilong_qa1", 2), ("passkey", 4), ("babilong_qa1", 4)]
+    assert rounds == [
+        (task, samples, methods)
+        for samples in (2, 4)
+        for methods in (first, further)
+        for task in ("passkey", "babilong_qa1")
+    ]
     record = json.loads((out / "evaluation.json").read_text())
     assert record["left_out"]["what"] == []
     counts = {(f["task"], f["measure"]): f["count"] for f in record["figures"] if f["method"] == "random_tiles"}
-    assert counts["passkey", "score"] == counts["babilong_qa1", "forced choice"] == 4
+    assert counts["passkey", "score"] == counts["babilong_qa1", "forced choice"] == 8
+    assert all(len(f["by_seed"]) == 2 for f in record["figures"] if f["method"] == "random_tiles")
     timed = {each["method"] for each in record["prefill"]}
     assert timed == {"dense", "dense_kernel", "headwise", "a_shape"}, "what chooses by scores is not timed"
     (same,) = record["equal_time"]
     own, other = same["rows"]
     assert (own["name"], own["apart"], other["name"]) == ("headwise", None, "a_shape")
     assert other["low"] <= other["apart"] <= other["high"] and other["apart"] == pytest.approx(other["kl"] - own["kl"])
+    assert 0 < other["p"] <= other["corrected"] and own["p"] is own["corrected"] is None
     assert set(same["dense_seconds"]) == {"dense", "dense_kernel"} and own["seconds"] > 0 < other["seconds"]
     html = (out / "index.html").read_text()
     assert "In the same time, 900 tokens" in html
@@ -80,7 +96,7 @@ def test_what_fits_is_measured_and_the_rest_is_named(
         "Quality against time" in html
         and "How many prompts it takes" in html
         and "Left out" not in html
-        and "Not told apart from dense" in html
+        and "Too few prompts to tell from dense" in html
     )
     (out / "index.html").unlink()
     capsys.readouterr()
@@ -129,6 +145,7 @@ def test_a_front_is_what_none_beats() -> None:
 @pytest.mark.parametrize(
     ("more", "line"),
     [
+        (("--seeds", "0"), "--seeds must be at least 1, got 0"),
         (("--minutes", "0"), "--minutes must be above 0, got 0"),
         (("--task", "riddle"), "unknown task 'riddle'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,14 +87,46 @@ def test_how_many_prompts_a_loss_takes_follows_from_the_pairs() -> None:
 
 
 def test_many_looks_at_a_table_are_corrected_together() -> None:
-    # Of 8 pairs all favour dense: p is 2 / 2^8. One such look is worse; the least of 7 is not, 7 / 128 > 0.05.
+    # Of 8 pairs all favour dense: p is 2 / 2^8. Three such looks, one a measure, are worse; of seven none is: 7 / 128.
     right, wrong = [1.0] * 8, [0.0] * 8
-    alone = figures([outcome("dense", right), outcome("m0", wrong)])
-    assert of(alone, "m0", SCORE).p == of(alone, "m0", SCORE).corrected == 2 / 256
-    assert of(alone, "m0", SCORE).verdict == "worse"
-    found = figures([outcome("dense", right), *(outcome(f"m{i}", wrong) for i in range(7))])
-    assert [f.corrected for f in found if f.measure == SCORE and f.p] == [pytest.approx(7 / 128)] * 7
-    assert all(f.verdict == "" for f in found if f.measure == SCORE)
+    outcomes = [outcome("dense", right), outcome("m", wrong)]
+    alone = of(figures(outcomes), "m", SCORE)
+    assert (alone.p, alone.corrected, alone.verdict, alone.few) == (2 / 256, 3 * 2 / 256, "worse", False)
+    many = of(figures(outcomes, others=[0.5] * 4), "m", SCORE)
+    assert (many.corrected, many.verdict, many.few) == (7 / 128, "", True), "all that a page compares is one family"
+    # Another length and task of the page is a look as well.
+    other = [replace(each, task="other", length=200) for each in outcomes]
+    assert of(figures([*outcomes, *other]), "m", SCORE).corrected == 6 / 128
+
+
+def test_too_few_prompts_are_not_the_same_as_no_difference() -> None:
+    found = figures([outcome("dense", [1.0] * 3), outcome("m", [0.0] * 3)])
+    assert of(found, "m", SCORE).few and not of(found, "dense", SCORE).few
+    found = figures([outcome("dense", [1.0] * 40), outcome("m", [1.0] * 40)])
+    assert of(found, "m", SCORE).verdict == "" and not of(found, "m", SCORE).few
+
+
+def test_a_method_that_ran_on_fewer_prompts_is_paired_with_dense_on_these() -> None:
+    prompts = tuple(Prompt((number, 7), "a") for number in range(3))
+
+    def some(method: str, numbers: tuple[int, ...], scores: tuple[float, ...], task: str = "t") -> Outcome:
+        records = tuple({"score": score} for score in scores)
+        own = tuple(prompts[number] for number in numbers)
+        return Outcome(task=task, length=2, depth=None, method=method, records=records, prompts=own)
+
+    both = [some("dense", (0, 1, 2), (1.0, 0.0, 1.0), "u"), some("dense", (0, 1, 2), (1.0, 0.0, 1.0))]
+    found = figures([*both, some("m", (2, 0), (0.0, 1.0))])
+    assert of(found, "m", SCORE, "t").difference == -0.5 and of(found, "m", SCORE, "t").count == 2
+    assert of(found, "dense", SCORE, "t").count == 3
+    pooled = [each.method for each in found if each.task == ALL]
+    assert pooled == ["dense"], "a mean of other tasks is no method's of all"
+
+
+def test_differences_of_each_seed_stand_beside() -> None:
+    dense, own = outcome("dense", [1.0, 1.0, 0.0, 1.0]), outcome("m", [0.0, 0.0, 0.0, 1.0])
+    found = figures([replace(dense, seeds=2), replace(own, seeds=2)])
+    assert of(found, "m", SCORE).by_seed == (-1.0, 0.0) and of(found, "dense", SCORE).by_seed == ()
+    assert of(figures([dense, own]), "m", SCORE).by_seed == ()
 
 
 def test_a_method_without_dense_beside_it_has_no_difference() -> None:

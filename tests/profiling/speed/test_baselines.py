@@ -28,6 +28,17 @@ def test_ratios_are_of_the_same_rounds() -> None:
     assert of_rounds(seconds, "headwise").over == {MODEL: 2.0, KERNEL: 4.0}
 
 
+def test_a_speedup_is_told_with_its_interval() -> None:
+    rounds = [1.0, 2.0, 4.0, 1.0, 2.0, 4.0, 3.0]
+    fast = told(of_rounds({KERNEL: rounds, "headwise": [1.0] * 7}, "headwise"))
+    assert fast == "2.00 times as fast (1.00 to 4.00) as the better dense"
+    slow = told(of_rounds({KERNEL: [1.0] * 3, "headwise": [2.0, 4.0, 1.0]}, "headwise"))
+    assert slow == (
+        "2.00 times SLOWER (1.00 to 4.00) than the better dense; of 3 rounds, too few for an interval of 95%, the "
+        "least and the most"
+    )
+
+
 def test_words_name_both_and_say_slower() -> None:
     found = Speedup(over={MODEL: 8.0, KERNEL: 2.0})
     assert told(found) == "2.00 times as fast as the better dense, 8.00 times as fast as the model as it comes"
