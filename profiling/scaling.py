@@ -3,8 +3,9 @@
 Long prompts are run densely, and with tiles chosen by their exact attention mass at several densities: the upper limit
 of choosing tiles. A token at position n attends to that share of the n tiles before it, so one prompt has the loss at
 every length up to its own. The density at which KL stays fixed is read off at octaves of the position; the tokens that
-it comes to grow with a power of the length, which is fitted, with a 95% interval over prompts. Below 1 the budget grows
-slower than the length (Sparse Frontier, Nawrot et al. 2025). Every run is a unit of a ledger beside the output.
+it comes to grow with a power of the length, which is fitted for each prompt: their mean, and from 4 prompts on its 95%
+interval by Student's t. Below 1 the budget grows slower than the length (Sparse Frontier, Nawrot et al. 2025). Every
+run is a unit of a ledger beside the output.
 
 python -m profiling.scaling --model gemma3 --length 16384 --samples 4 --out scaling.json
 """
@@ -25,7 +26,7 @@ from artifacts.files import atomic_write
 from artifacts.page_layout import aligned
 from kernels.index import TILE
 from profiling.environment import environment
-from profiling.evaluation.intervals import CONFIDENCE
+from profiling.evaluation.intervals import student
 from profiling.evaluation.record import as_json
 from profiling.inside.chosen_tiles import attend_to, mass_scores
 from profiling.inside.oracle import choosing
@@ -40,7 +41,8 @@ from runtime.fingerprint import fingerprint
 
 # The shortest octave of positions that is read ends here at the earliest.
 _FIRST = 2048
-_RESAMPLES = 2000
+# Prompts whose powers have an interval: of two or three it says nothing.
+_LEAST = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +138,19 @@ def _measured(config: Scaling, loaded: LoadedModel, densities: Sequence[float], 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """target: the KL that is kept. budgets: tokens that a query attends to for it, at each length.
+    """target: the KL that is kept. budgets: tokens that a query attends to for it, at each length, by the mean KL.
 
-    exponent, low, high: of the length, which the budget grows with, and its 95% interval over prompts; NaN where no
-        resample had the target within what was measured.
+    exponents: of the length, which the budget of each prompt grows with: at that KL, or the nearest that this prompt
+        had at every length; prompts that had none have no exponent. exponent: their mean. low, high: its 95% interval
+        by Student's t; None of fewer than 4 prompts.
     """
 
     target: float
     budgets: list[float]
+    exponents: list[float]
     exponent: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def fitted(kl: np.ndarray, densities: Sequence[float], lengths: Sequence[int]) -> Fit:
@@ -161,22 +165,32 @@ def fitted(kl: np.ndarray, densities: Sequence[float], lengths: Sequence[int]) -
         HeadwiseError: no KL is within what was measured at every length.
     """
     mean = kl.mean(0)
-    least, most = float(mean.min(0).max()), float(mean.max(0).min())
+    least, most = _reached(mean)
     if least >= most:
         raise HeadwiseError("no loss was reached at every length: measure more densities, further apart (--density)")
     target = float(np.sqrt(max(least, 1e-9) * most))
-    budgets = _budgets(mean, target, densities, lengths)
-    rng = np.random.default_rng(0)
-    draws = [kl[rng.integers(len(kl), size=len(kl))].mean(0) for _ in range(_RESAMPLES)]
-    slopes = [_slope(_budgets(drawn, target, densities, lengths), lengths) for drawn in draws]
-    low, high = np.quantile(slopes, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    reached = [(one, _reached(one)) for one in kl]
+    slopes = [
+        _slope(_budgets(one, float(np.clip(target, least, most)), densities, lengths), lengths)
+        for one, (least, most) in reached
+        if least < most
+    ]
+    if not slopes:
+        raise HeadwiseError("no prompt reached a loss at every length: measure more densities (--density)")
+    found, known = student(slopes), len(slopes) >= _LEAST
     return Fit(
         target=target,
-        budgets=budgets.tolist(),
-        exponent=_slope(budgets, lengths),
-        low=float(low),
-        high=float(high),
+        budgets=_budgets(mean, target, densities, lengths).tolist(),
+        exponents=slopes,
+        exponent=found.value,
+        low=found.low if known else None,
+        high=found.high if known else None,
     )
+
+
+def _reached(kl: np.ndarray) -> tuple[float, float]:
+    """The least and the most KL (densities, lengths) that were measured at every length."""
+    return float(kl.min(0).max()), float(kl.max(0).min())
 
 
 def _budgets(kl: np.ndarray, target: float, densities: Sequence[float], lengths: Sequence[int]) -> np.ndarray:
@@ -210,7 +224,7 @@ def _figure(record: Mapping[str, Any]) -> Any:
     lengths, budgets = np.array(record["lengths"]), np.array(record["budgets"])
     right.plot(lengths, budgets, marker="o", **line_style(0))
     middle = np.exp(np.log(budgets).mean()) * (lengths / np.exp(np.log(lengths).mean())) ** record["exponent"]
-    told = f"length to the {record['exponent']:.2f} ({record['low']:.2f} to {record['high']:.2f})"
+    told = f"length to the {record['exponent']:.2f}{_bounds(record)}"
     right.plot(lengths, middle, label=told, **line_style(1))
     right.set_xlabel("tokens before")
     right.set_ylabel(f"tokens attended to at KL {record['target']:.3g}")
@@ -232,8 +246,8 @@ def table(record: Mapping[str, Any]) -> str:
         for density, row in zip(record["densities"], means, strict=True)
     ]
     lines.append([f"tokens at KL {record['target']:.3g}", *(f"{budget:,.0f}" for budget in record["budgets"])])
-    bounds = f"({record['low']:.2f} to {record['high']:.2f})"
-    told = f"the budget grows with the length to the {record['exponent']:.2f} {bounds}"
+    bounds = _bounds(record) or f" ({len(record['exponents'])} prompts, too few for an interval)"
+    told = f"the budget grows with the length to the {record['exponent']:.2f}{bounds}"
     growth = record["growth"]
     if growth is not None:
         powers = [
@@ -241,6 +255,10 @@ def table(record: Mapping[str, Any]) -> str:
         ]
         told += f"\nthe artifact's sizes grow with: {', '.join(powers)}"
     return "\n".join([*aligned(lines), told])
+
+
+def _bounds(record: Mapping[str, Any]) -> str:
+    return "" if record["low"] is None else f" ({record['low']:.2f} to {record['high']:.2f})"
 
 
 def parser() -> ArgumentParser:
