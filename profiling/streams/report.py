@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from artifacts.page_layout import aligned
+from profiling.evaluation.intervals import share_of
 from profiling.pictures.drawing import line_style, new_figure, save, save_table
 from profiling.streams.methods import Stretch
 from profiling.streams.tokens import TokenStream
@@ -26,7 +27,9 @@ class Row:
     """One method's figures; None where they were not measured.
 
     perplexity: over all tokens, of the recomputed window over the probes. last_quarter: over the stream's end.
-    ratio, error: of perplexities on the probes past the window, to the recomputed window's; its standard error.
+    ratio, low, high: of perplexities on the probes past the window, to the recomputed window's, with its 95% interval
+        by Student's t over stretches of the stream as long as the window: what stands in one window is one sample. No
+        bounds of fewer than two.
     accuracy: share of the probes, answers to questions, of which every token was the likeliest.
     token_seconds: for each token fed, or each forward; cache_bytes: at the end.
     """
@@ -35,7 +38,8 @@ class Row:
     perplexity: float
     last_quarter: float
     ratio: float | None
-    error: float | None
+    low: float | None
+    high: float | None
     accuracy: float | None
     token_seconds: float
     cache_bytes: int | None
@@ -75,11 +79,14 @@ def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -
     past = token > whole
     made = []
     for one in series:
-        ratio = error = None
-        if base is not None and past.sum() > 1 and one is not base:
+        ratio = low = high = None
+        if base is not None and past.any() and one is not base:
             apart = (one.probed - base.probed)[past]
-            ratio = float(np.exp(apart.mean()))
-            error = float(ratio * apart.std(ddof=1) / math.sqrt(len(apart)))
+            windows, counts = np.unique(token[past] // whole, return_counts=True)
+            sums = [float(apart[token[past] // whole == window].sum()) for window in windows]
+            found = share_of(sums, counts.tolist())
+            ratio = math.exp(found.value)
+            low, high = (math.exp(found.low), math.exp(found.high)) if len(windows) > 1 else (None, None)
         turns, last = sum(part.turns for part in one.stretches), one.stretches[-1]
         made.append(
             Row(
@@ -87,7 +94,8 @@ def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -
                 perplexity=_exp(one.nll()),
                 last_quarter=_exp(one.nll(stream.tokens * 3 // 4)),
                 ratio=ratio,
-                error=error,
+                low=low,
+                high=high,
                 accuracy=float(one.right(stream).mean()) if task == "stream_eval" else None,
                 token_seconds=sum(part.seconds for part in one.stretches) / max(turns, 1),
                 cache_bytes=last.cache_bytes,
@@ -110,13 +118,19 @@ def table(rows: Sequence[Row]) -> str:
                 row.method,
                 f"{row.perplexity:.2f}",
                 f"{row.last_quarter:.2f}",
-                "-" if row.ratio is None else f"{row.ratio:.3f} +- {row.error:.3f}",
+                _ratio(row),
                 "-" if row.accuracy is None else f"{row.accuracy:.3f}",
                 f"{1e3 * row.token_seconds:.2f}",
                 *("-" if n is None else f"{n / _MIB:.1f}" for n in (row.cache_bytes, row.process_bytes)),
             ]
         )
     return "\n".join(aligned(lines))
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return "-"
+    return f"{row.ratio:.3f}" + ("" if row.low is None else f" ({row.low:.3f} to {row.high:.3f})")
 
 
 def plain(series: Sequence[Series], rows: Sequence[Row]) -> dict[str, Any]:

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from profiling.evaluation.intervals import share_of
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.prompts.tokens import Encoder
 from profiling.stream import main, report
+from profiling.streams import report as stream_report
 from profiling.streams import run as stream_run
-from profiling.streams.methods import method_of
+from profiling.streams.methods import Stretch, method_of
 from profiling.streams.report import draw
 from profiling.streams.run import Streamed, run
-from profiling.streams.tokens import stream_eval, text_stream
+from profiling.streams.tokens import TokenStream, stream_eval, text_stream
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import MAKERS, byte_level
 
@@ -97,7 +99,30 @@ def test_methods_are_what_they_are_called(loaded: LoadedModel, config: Callable[
     past = slice(24, None)
     expected = (whole[past] - torch.stack(stretches)[past]).mean().exp().item()
     assert found["dense"].ratio == pytest.approx(expected, rel=1e-4)
-    assert found["recomputed"].ratio is None and found["streaming"].error is not None
+    assert found["recomputed"].ratio is None and found["streaming"].low is not None
+
+
+def test_a_window_is_one_sample_of_the_ratio() -> None:
+    """Tokens of one window that are alike say once what they say: 4 windows of 10 tokens, not 40 samples."""
+    apart = np.repeat([0.1, 0.3, 0.2, 0.4], 10)
+    stream = TokenStream(ids=tuple(range(51)), probes=tuple((at, at + 1) for at in range(11, 51)), name="t")
+    both = []
+    for name, values in (("recomputed", np.zeros(40)), ("streaming", apart)):
+        part = Stretch(nll=1.0, tokens=40, probed=values.tolist(), right=[1] * 40)
+        both.append(stream_report.Series(method=name, ends=(51,), stretches=(part,)))
+    row = stream_report.rows(both, stream, whole=10, task="text")[1]
+    # The last token, 50, begins a fifth window; Student's interval of shares says the rest.
+    windows = [apart[:9], apart[9:19], apart[19:29], apart[29:39], apart[39:]]
+    expected = share_of([float(part.sum()) for part in windows], [len(part) for part in windows])
+    assert row.ratio == pytest.approx(np.exp(0.25))
+    assert (row.low, row.high) == pytest.approx((np.exp(expected.low), np.exp(expected.high)))
+    by_token = 1.96 * float(apart.std(ddof=1)) / 40**0.5
+    assert row.low is not None and row.low < np.exp(0.25 - 2 * by_token)
+    alone = stream_report.rows(both, stream, whole=10, task="text")[0]
+    assert alone.ratio is alone.low is None
+    assert (
+        " (" in stream_report.table([row]) and stream_report.rows(both, stream, whole=100, task="text")[1].ratio is None
+    )
 
 
 def test_memory_is_bounded_but_for_dense(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
