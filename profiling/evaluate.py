@@ -153,6 +153,9 @@ def parser() -> ArgumentParser:
         help="prompts, or contexts, of each task, length, seed and depth of the needle (default 12)",
     )
     p.add_argument("--depths", nargs="+", type=float, help="where the needle lies (default: 0 0.25 0.5 0.75 1)")
+    p.add_argument(
+        "--fidelity", action="store_true", help="also how near each is to dense attention: answers, KL, recall"
+    )
     p.add_argument("--share", type=float, default=Evaluation.share, help="tokens that caches keep (default 0.2)")
     p.add_argument("--density", type=float, help="of single kinds and oracles (default: the artifact's own)")
     arguments.add_seed(p, Evaluation.seed)
@@ -205,6 +208,7 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
         density=options.density,
         seed=options.seed,
         seeds=options.seeds,
+        fidelity=options.fidelity,
     )
     speed = Speed(
         lengths=quality.lengths,

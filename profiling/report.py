@@ -45,7 +45,7 @@ _MEASURED = "smollm2"
 # The most telling first: between these two limits lies what a method can be.
 METHODS = ("dense", "headwise", "a_shape", "vertical_slash", "random_tiles", "oracle_tiles")
 # Then what others do, and what the tail and keys in place of tiles are worth.
-FURTHER = ("skip_softmax", "top_p_tiles", "headwise-tail", "oracle", "strided", "dense+random")
+FURTHER = ("skip_softmax", "top_p_tiles", "headwise-tail", "oracle", "strided", "dense+random", "dense+omnikv")
 # As many times the prompts of the first round.
 ROUNDS = (1, 2, 4)
 # Measures of a task, at most; each is a look.

@@ -23,7 +23,10 @@ from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts
 from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Prompt, parse_task, per_context
 from profiling.quality.contexts import by_context
+from profiling.quality.likeness import VERSION as LIKENESS
+from profiling.quality.likeness import Likeness, as_dense
 from profiling.quality.trials import VERSION, trials
+from profiling.speed.baselines import MODEL
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
@@ -39,7 +42,7 @@ class Evaluation:
     depth where there is a grid: of each of `seeds` seeds, from `seed` on.
 
     share: of a prompt's keys and values that caches under policies keep. density: what single kinds are fitted to and
-        oracles compute; the artifact's own if None.
+        oracles compute; the artifact's own if None. fidelity: also how near each is to dense attention's predictions.
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
@@ -51,6 +54,7 @@ class Evaluation:
     density: float | None = None
     seed: int = 1000
     seeds: int = 1
+    fidelity: bool = False
 
     def __post_init__(self) -> None:
         for name in ("samples", "seeds"):
@@ -145,7 +149,7 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
 def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> list[Outcome]:
     """Every prompt under every method that is not in the ledger yet; outcomes by length, task, depth and method."""
     sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)]
-    of = _Units(ledger, methods.artifact, str(loaded.model.dtype), loaded.model.device.type)
+    of = _Units(ledger, methods.artifact, loaded, f"trial/{VERSION}")
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     outcomes = []
     # In prompt tokens: they are what takes time.
@@ -155,13 +159,16 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
             made = [methods.make(name, length) for name in config.methods]
             for method in made:
                 _run(loaded, method, here, of, ledger, shown)
+            like = _Units(ledger, methods.artifact, loaded, f"likeness/{LIKENESS}") if config.fidelity else None
+            if like is not None:
+                _liken(loaded, made, here, like, ledger)
             outcomes += [
                 Outcome(
                     task=each.task,
                     length=length,
                     depth=each.depth,
                     method=method.name,
-                    records=tuple(ledger.get(of(method, prompt)) for prompt in each.prompts),
+                    records=_records(each, method, made[0], ledger, of, like),
                     overlapping=each.overlapping,
                     prompts=each.prompts,
                     seeds=config.seeds,
@@ -193,6 +200,46 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
             shown.update(sum(each.length for each, _, _ in some))
 
 
+def _compares(method: Method) -> bool:
+    """Whether its prefill is another than dense attention's; what caches drop is not seen in a prefill."""
+    return method.name != MODEL and not method.evicts
+
+
+def _liken(loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger) -> None:
+    """How near each method comes to dense attention on each prompt; questions of one context are one prompt here."""
+    prompts = {prompt.context: prompt for each in sets for prompt in each.prompts}.values()
+    some = [method for method in methods if _compares(method)]
+    with phase("fidelity", sum(len(prompt.context) for prompt in prompts), "tokens") as shown:
+        for prompt in prompts:
+            shown.note(f"{prompt.task} {len(prompt.context)}")
+            missing = [method for method in some if of(method, _context(prompt)) not in ledger]
+            if missing:
+                likeness = Likeness(loaded.model, prompt)
+                recall = likeness.recall(missing)
+                for method in missing:
+                    record = {**likeness.record(method), "recall": recall.get(method.name)}
+                    ledger.put(of(method, _context(prompt)), record)
+            shown.update(len(prompt.context))
+
+
+def _context(prompt: Prompt) -> Prompt:
+    """What of a prompt is compared: its context, and the answers inside it."""
+    return Prompt(prompt.context, None, scored=prompt.scored, labels=prompt.labels)
+
+
+def _records(
+    one: Set, method: Method, dense: Method, ledger: Ledger, of: _Units, like: _Units | None
+) -> tuple[dict[str, Any], ...]:
+    """What the ledger has of a method on a set, with how near it comes to dense attention where that was asked for."""
+    found = [dict(ledger.get(of(method, prompt))) for prompt in one.prompts]
+    if like is None or method is dense:
+        return tuple(found)
+    if _compares(method):
+        near = [ledger.get(like(method, _context(prompt))) for prompt in one.prompts]
+        found = [{**record, **other} for record, other in zip(found, near, strict=True)]
+    return tuple(as_dense(one.prompts, found, [ledger.get(of(dense, prompt)) for prompt in one.prompts]))
+
+
 def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
     """By the context itself, however many others there are; in a grid by its number, which all depths have."""
     places = {at: number for number, group in enumerate(by_context(outcome.prompts)) for at in group}
@@ -207,10 +254,11 @@ def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
 class _Units:
     """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
-    def __init__(self, ledger: Ledger, artifact: Artifact, dtype: str, device: str) -> None:
+    def __init__(self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel, what: str) -> None:
         self._ledger = ledger
         weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
-        self._before = f"trial/{VERSION}/{weights}/{dtype.removeprefix('torch.')}/{device}"
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        self._before = f"{what}/{weights}/{dtype}/{loaded.model.device.type}"
 
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
         fields = {**asdict(prompt), "finds": None, "task": None}

@@ -15,6 +15,7 @@ from profiling.evaluation.record import (
     as_json,
     figure,
     methods_at,
+    nearness,
     speedup_of,
     summary_tasks,
     told_crossover,
@@ -39,6 +40,7 @@ def page(record: dict[str, Any]) -> str:
         f"<h1>{model}: sparse attention beside dense</h1>",
         _in_short(record),
         *[_length(record, length) for length in record["settings"]["lengths"]],
+        _nearness(record),
         section(record),
         equal_time.section(record),
         _needle(record),
@@ -128,6 +130,22 @@ def _length(record: dict[str, Any], length: int) -> str:
         told = f"Score on {escape(pooled[0])} with 95% intervals; the band is that of {escape(bars[0].name)}."
         chart = f"<figure>{intervals(bars, title='Scores')}<figcaption>{told}</figcaption></figure>"
     return f"<h2>{length:,} tokens</h2>{chart}{summary}"
+
+
+def _nearness(record: dict[str, Any]) -> str:
+    told = (
+        "Answers inside a prompt and after it whose every token is dense attention's, whether right or wrong; places "
+        "whose likeliest token is; KL in nats a token; the share of attention's mass that patterns keep. 95% intervals "
+        "over prompts. Dense attention is by Headwise's kernel."
+    )
+    parts = []
+    for length in record["settings"]["lengths"]:
+        head, *rows = nearness(record, length) or [[]]
+        if rows:
+            cells = [[("text", escape(row[0])), *(("", escape(cell)) for cell in row[1:])] for row in rows]
+            head = ["method", *(escape(each) for each in head[1:])]
+            parts.append(f"<h2>How near to dense attention, {length:,} tokens</h2>{table(head, cells, told)}")
+    return "".join(parts)
 
 
 def _column(task: str, measure: str) -> str:

@@ -19,6 +19,7 @@ from profiling.evaluation.rows import (
     ALL,
     BASELINE,
     CHOICE,
+    NEARNESS,
     NLL,
     PERPLEXITY,
     SCORE,
@@ -237,10 +238,37 @@ def table(record: dict[str, Any]) -> str:
                 ]
             )
         )
+        near = nearness(record, length)
+        if near:
+            blocks.append("\n".join([f"{length} tokens, beside dense attention's predictions", *aligned(near)]))
     if record["crossover"]:
         blocks.append(told_crossover(record))
     blocks += told_seen(record)
     return "\n\n".join(blocks)
+
+
+def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
+    """A table of how near each method is to dense attention, its head first; empty where that was not asked for.
+
+    A cell is the mean and its 95% interval over prompts.
+    """
+    here = [each for each in record["figures"] if each["length"] == length and each["measure"] in NEARNESS]
+    columns = sorted(
+        dict.fromkeys((each["task"], each["measure"]) for each in here),
+        key=lambda column: (column[0] != ALL, column[0], NEARNESS.index(column[1])),
+    )
+    if not columns:
+        return []
+    rows = []
+    for name in dict.fromkeys(each["method"] for each in here):
+        found = [figure(record, task, length, name, measure) for task, measure in columns]
+        rows.append([name, *("-" if each is None else _bounded(each) for each in found)])
+    return [["", *(f"{task} {measure}" for task, measure in columns)], *rows]
+
+
+def _bounded(found: dict[str, Any]) -> str:
+    value, low, high = (f"{found[name]:.4f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})" if found["count"] > 1 else value
 
 
 def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:

@@ -28,8 +28,14 @@ BASELINE = "dense"
 SCORE, ACCURACY, NLL, CHOICE = "score", "token accuracy", "nll of the answer", "forced choice"
 PERPLEXITY, DECODED = "perplexity", f"perplexity, last {FORCED} tokens"
 COPIES = "nll of far copies"
+ANSWERS, SAME, KL, RECALL = "answers as dense's", "tokens as dense's", "KL to dense", "recall"
+# How near a method is to dense attention, right or wrong: of dense attention itself there is nothing to compare with.
+NEARNESS = (ANSWERS, SAME, KL, RECALL)
 # Whether more of it is better.
-MEASURES = {SCORE: True, CHOICE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False, COPIES: False}
+MEASURES = {
+    **{SCORE: True, CHOICE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False, COPIES: False},
+    **{ANSWERS: True, SAME: True, KL: False, RECALL: True},
+}
 _FIELDS = {
     SCORE: "score",
     CHOICE: "choice",
@@ -38,10 +44,14 @@ _FIELDS = {
     PERPLEXITY: "blocks",
     DECODED: "forced",
     COPIES: "copies",
+    ANSWERS: "as_dense",
+    SAME: "same",
+    KL: "kl",
+    RECALL: "recall",
 }
 _PERPLEXITIES = (PERPLEXITY, DECODED)
 # From 0 to 1.
-_SCORES = (SCORE, CHOICE, ACCURACY)
+_SCORES = (SCORE, CHOICE, ACCURACY, ANSWERS, SAME, RECALL)
 _SHOWN = 5e-4
 
 

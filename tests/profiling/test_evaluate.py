@@ -142,6 +142,45 @@ def test_quick_is_a_first_look(command: Command) -> None:
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
 
+def test_fidelity_is_beside_dense_attention_and_kept(
+    command: Command,
+    searched: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = (
+        "--task",
+        "line_asked",
+        "--task",
+        "passkey",
+        "--text",
+        str(searched / "text.txt"),
+        "--no-speed",
+        "--fidelity",
+    )
+    asked += ("--methods", "headwise", "oracle_tiles", "dense+snapkv", "--samples", "2", "--seeds", "2")
+    record = command(*asked)
+    found = {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
+    for task in ("line_asked", "passkey", "text:text.txt", "all answers"):
+        assert found[task, "headwise", "KL to dense"]["value"] > 0 < found[task, "headwise", "recall"]["value"] < 1
+        assert 0 <= found[task, "oracle_tiles", "tokens as dense's"]["value"] <= 1
+        assert (task, "oracle_tiles", "recall") not in found and (task, "dense", "KL to dense") not in found
+        assert (task, "dense+snapkv", "KL to dense") not in found
+        assert ((task, "headwise", "answers as dense's") in found) == (task != "text:text.txt")
+    # Two prompts of each of two seeds; nothing to be tested: nothing is nearer to dense attention than itself.
+    kept = found["line_asked", "headwise", "KL to dense"]
+    assert kept["count"] == 4 and kept["p"] is None and kept["low"] < kept["value"] < kept["high"]
+    assert ("passkey", "dense+snapkv", "answers as dense's") in found
+    html, shown = (tmp_path / "report" / "index.html").read_text(), capsys.readouterr().out
+    assert (
+        "How near to dense attention, 900 tokens" in html
+        and "900 tokens, beside dense attention's predictions" in shown
+    )
+    monkeypatch.setattr(evaluation, "Likeness", None)
+    assert command(*asked)["figures"] == record["figures"]
+
+
 def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> None:
     asked = ("--task", "passkey", "--no-speed", "--samples")
     first = command(*asked, "2", "--methods", "headwise")
@@ -204,6 +243,7 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (("--seeds", "0"), "--seeds must be at least 1"),
         (("--samples", "0"), "--samples must be at least 1"),
         (("--share", "0"), "--share must be above 0"),
         (("--depths", "2"), "--depths must be from 0 to 1"),
