@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,6 @@ from profiling.evaluation.intervals import (
     CONFIDENCE,
     Interval,
     holm,
-    least_units,
     mean_interval,
     paired_difference,
     prompts_needed,
@@ -115,7 +115,7 @@ def judged(found: Sequence[Figure], others: Sequence[float] = ()) -> list[Figure
     """With verdicts, all looks of a page corrected together: those of the figures, and `others` beside them."""
     tested = [at for at, figure in enumerate(found) if figure.p is not None]
     corrected = holm([*(found[at].p or 0.0 for at in tested), *others])
-    least = least_units(len(corrected))
+    ordered = sorted([*(found[at].p or 0.0 for at in tested), *others])
     told = list(found)
     for at, p in zip(tested, corrected[: len(tested)], strict=True):
         difference = found[at].difference or 0.0
@@ -123,7 +123,10 @@ def judged(found: Sequence[Figure], others: Sequence[float] = ()) -> list[Figure
         apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN
         better = (difference > 0) == MEASURES[found[at].measure]
         verdict = ("better" if better else "worse") if apart else ""
-        told[at] = replace(found[at], corrected=p, verdict=verdict, few=not verdict and found[at].count < least)
+        # The least p that so many units can have, where it would stand among the looks.
+        least = 2.0 ** (1 - found[at].count)
+        few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
+        told[at] = replace(found[at], corrected=p, verdict=verdict, few=not verdict and few)
     return told
 
 

@@ -93,8 +93,9 @@ def rows(seconds: Mapping[str, float]) -> list[str]:
 
 def _times(found: Speedup, name: str, what: str) -> str:
     ratio, bounds = found.over[name], found.bounds.get(name)
-    if ratio < 1:
+    alike = bounds is not None and bounds[0] <= 1 <= bounds[1]
+    if ratio < 1 and not alike:
         around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})" if bounds else ""
         return f"{1 / ratio:.2f} times SLOWER{around} than {what}"
-    around = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
+    around = f" ({bounds[0]:.2f} to {bounds[1]:.2f}{', no difference beyond noise' * alike})" if bounds else ""
     return f"{ratio:.2f} times as fast{around} as {what}"

@@ -107,7 +107,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["density", "dense", "dense_kernel"]
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
-    assert re.search(r"\d\) (as|than) the better dense", html)
+    assert re.search(r"\d(, no difference beyond noise)?\) (as|than) the better dense", html)
     assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
     evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     entry = next(each for each in evidence if each.name == "score: passkey")

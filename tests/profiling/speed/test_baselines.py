@@ -29,14 +29,16 @@ def test_ratios_are_of_the_same_rounds() -> None:
 
 
 def test_a_speedup_is_told_with_its_interval() -> None:
-    rounds = [1.0, 2.0, 4.0, 1.0, 2.0, 4.0, 3.0]
+    rounds = [1.5, 2.0, 4.0, 1.5, 2.0, 4.0, 3.0]
     fast = told(of_rounds({KERNEL: rounds, "headwise": [1.0] * 7}, "headwise"))
-    assert fast == "2.00 times as fast (1.00 to 4.00) as the better dense"
-    slow = told(of_rounds({KERNEL: [1.0] * 3, "headwise": [2.0, 4.0, 1.0]}, "headwise"))
+    assert fast == "2.00 times as fast (1.50 to 4.00) as the better dense"
+    slow = told(of_rounds({KERNEL: [1.0] * 3, "headwise": [2.0, 4.0, 1.25]}, "headwise"))
     assert slow == (
-        "2.00 times SLOWER (1.00 to 4.00) than the better dense; of 3 rounds, too few for an interval of 95%, the "
+        "2.00 times SLOWER (1.25 to 4.00) than the better dense; of 3 rounds, too few for an interval of 95%, the "
         "least and the most"
     )
+    alike = told(of_rounds({KERNEL: [1.0] * 6, "headwise": [0.8, 0.9, 1.25, 1.25, 1.25, 1.25]}, "headwise"))
+    assert alike == "0.80 times as fast (0.80 to 1.25, no difference beyond noise) as the better dense"
 
 
 def test_words_name_both_and_say_slower() -> None:
