@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError, window_arrays
 from profiling.prompts.filler import sentences
-from profiling.prompts.held_out import Seen, held_out
+from profiling.prompts.held_out import Seen, held_out, seeded_prompts, unseen_prompts
 from profiling.prompts.prompt import Prompt, make_prompts
 from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
@@ -36,6 +36,18 @@ def test_windows_of_a_short_text_do_not_overlap(tokenizer: Any, tmp_path: Path, 
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=seed)
     found = held_out([task], tokenizer, length=LENGTH, samples=1, seed=seed, seen=Seen(seen))
     assert len(found) == 1 and overlap(found[0], seen[0]) == 0
+
+
+def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(tokenizer: Any, tmp_path: Path) -> None:
+    task = story(tmp_path / "a.txt", 40 * LENGTH)
+    how: dict[str, Any] = {"length": LENGTH, "samples": 2}
+    found = seeded_prompts(task, tokenizer, seeds=(5, 6, 7), seen=Seen(), **how)
+    alone = unseen_prompts(task, tokenizer, seed=5, seen=Seen(), **how)
+    assert found.prompts[:2] == alone.prompts and len(found.prompts) == 6 and found.overlapping == 0
+    assert not any(overlap(a, b) for a in found.prompts[:4] for b in found.prompts[4:])
+    short = story(tmp_path / "b.txt", 3 * LENGTH)
+    seen = Seen(make_prompts(short, tokenizer, length=2 * LENGTH, samples=1, seed=0))
+    assert seeded_prompts(short, tokenizer, seeds=(5, 6), seen=seen, length=LENGTH, samples=1).overlapping == 2
 
 
 def test_a_text_that_was_seen_whole_cannot_judge(tokenizer: Any, tmp_path: Path) -> None:
