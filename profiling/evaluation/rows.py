@@ -175,6 +175,9 @@ def _figure(
 ) -> Figure:
     perplexity = measure in _PERPLEXITIES
     interval = mean_interval(own) if measure in _SCORES else student(own)
+    if measure == KL:
+        # No divergence is below 0.
+        interval = replace(interval, low=max(interval.low, 0.0))
     told = _through(interval, math.exp) if perplexity else interval
     made = Figure(
         task=task,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from profiling.evaluation.measure import Outcome
-from profiling.evaluation.rows import ALL, NLL, PERPLEXITY, SCORE, curves, figures, grid
+from profiling.evaluation.rows import ALL, KL, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.pictures.charts import Bar, Series, heatmap, intervals, lines
 from profiling.prompts.prompt import Prompt
 
@@ -134,6 +134,13 @@ def test_differences_of_each_seed_stand_beside() -> None:
 def test_a_method_without_dense_beside_it_has_no_difference() -> None:
     found = figures([outcome("sparse", [1.0, 0.0])])
     assert all(f.difference is None and f.verdict == "" for f in found)
+
+
+def test_a_divergence_is_a_figure_without_a_test_and_never_below_0() -> None:
+    near = replace(outcome("m", [1.0, 1.0]), records=({"kl": 0.01}, {"kl": 0.2}))
+    found = of(figures([outcome("dense", [1.0, 1.0]), near]), "m", KL)
+    assert (found.value, found.low, found.p, found.few) == (pytest.approx(0.105), 0.0, None, False)
+    assert found.high > 0.2
 
 
 def test_charts_show_what_they_are_given() -> None:
