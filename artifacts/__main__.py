@@ -37,7 +37,8 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
     """The command line of python -m artifacts; verbs that are not asked for are only listed."""
     from importlib import import_module
 
-    from artifacts.commands import Verb, add_arguments
+    from artifacts.commands import Verb
+    from artifacts.options import add_arguments
 
     p = ArgumentParser(
         prog="python -m artifacts",
@@ -57,10 +58,11 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run the verb and print what it gives; returns the exit status."""
+    from artifacts.options import config_of
+
     given = vars(parser(sys.argv[1:] if argv is None else argv).parse_args(argv))
     verb = given.pop("module")
-    del given["verb"]
-    outcome = verb.run(verb.Config(**given))
+    outcome = verb.run(config_of(verb.Config, given))
     sys.stdout.write(outcome.text)
     return int(outcome.status)
 

@@ -93,6 +93,16 @@ def add_json(p: ArgumentParser) -> None:
     p.add_argument("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, help=JSON)
 
 
+def add_fresh(p: ArgumentParser) -> None:
+    """--fresh, of a command that goes on where it was killed."""
+    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
+
+
+def add_backend(p: ArgumentParser) -> None:
+    """--backend of attention."""
+    p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
+
+
 def add_device(p: ArgumentParser, default: str = "cpu") -> None:
     """--device as torch names it."""
     p.add_argument("--device", metavar="DEVICE", default=default, help=f"cpu, cuda, cuda:1, ... (default {default})")

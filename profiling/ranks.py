@@ -220,6 +220,12 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
     distributed.destroy_process_group()
 
 
+def one_process(command: str) -> None:
+    """Raise HeadwiseError where torchrun has started several processes of a command that does not share its work."""
+    if (count := _number("WORLD_SIZE", 1)) > 1:
+        raise HeadwiseError(f"{command} is for one process, got {count} of a launch: start it without torchrun")
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():

@@ -19,6 +19,7 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.answers import answer
+from profiling.ranks import one_process
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds, rows, told
 from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load
@@ -39,6 +40,7 @@ def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> Non
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
+    one_process("search.demo")
     if repeats < 1:
         raise HeadwiseError(f"--repeats must be at least 1, got {repeats}")
     config = out / "cfg.yaml"

@@ -7,16 +7,16 @@ differences. Bad input is an error, with status 2.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from artifacts.arguments import JSON, STDOUT, json_file
 from artifacts.errors import HeadwiseError, one_line
 from artifacts.files import atomic_write
+from artifacts.options import arg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,6 @@ def as_asked(as_json: Path | None, made: str, text: str, *, status: int = 0) -> 
     return Outcome(text=text, status=status)
 
 
-def arg(*flags: str, default: Any = MISSING, group: str | None = None, **how: Any) -> Any:
-    """A field of a Config and its argument: flags and `how` as argparse has them; none of them is a positional one."""
-    return field(default=default, metadata={"flags": flags, "group": group, "how": how})
-
-
 def file_arg(metavar: str = "FILE", help: str = "the artifact's YAML file, such as cfg.yaml") -> Any:
     """An artifact's YAML file."""
     return arg(metavar=metavar, type=Path, help=help)
@@ -70,21 +65,6 @@ def out_arg(help: str, default: Any = MISSING) -> Any:
 def json_flag() -> Any:
     """For programs."""
     return arg("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, default=None, help=JSON)
-
-
-def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Give the parser what the fields of a Config declare."""
-    groups: dict[str | None, Any] = {None: parser}
-    for each in fields(config):
-        flags, group, how = (each.metadata[name] for name in ("flags", "group", "how"))
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group)
-        given = None if each.default is MISSING else each.default
-        if not flags:
-            groups[group].add_argument(each.name, **how)
-        else:
-            required = {"required": True} if each.default is MISSING else {"default": given}
-            groups[group].add_argument(*flags, dest=each.name, **required, **how)
 
 
 def check_length(length: int | None) -> None:

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from artifacts.command_line import FOUND
-from artifacts.commands import Outcome, answer, arg, check_length, file_arg, json_flag
+from artifacts.commands import Outcome, answer, check_length, file_arg, json_flag
 from artifacts.difference import Difference, HeadChange, compare
 from artifacts.errors import shorten
+from artifacts.options import arg
 from artifacts.store import look
 
 SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 3 if anything did"

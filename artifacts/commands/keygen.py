@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
 
-from artifacts.commands import Outcome, answer, arg, file_arg, json_flag
+from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.errors import HeadwiseError
+from artifacts.options import arg
 from artifacts.signing import make_key
 
 SHORT = "make a key to sign artifacts with, and the public one to check them by"

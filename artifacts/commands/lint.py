@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from artifacts.command_line import FOUND
-from artifacts.commands import Outcome, answer, arg, check_length, file_arg, json_flag
+from artifacts.commands import Outcome, answer, check_length, file_arg, json_flag
 from artifacts.errors import ArtifactError, plural
 from artifacts.lint import SEVERITIES, Case, Finding, Severity, lint
 from artifacts.lint.fields import broken
+from artifacts.options import arg
 from artifacts.store import look
 
 SHORT = "say what is odd: uniform patterns, patterns as dense as dense, impossible budgets, scores of two scales"

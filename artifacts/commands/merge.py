@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from artifacts.commands import Outcome, answer, arg, file_arg, json_flag, out_arg
+from artifacts.commands import Outcome, answer, file_arg, json_flag, out_arg
 from artifacts.errors import ArtifactError
 from artifacts.files import check_writable
 from artifacts.merging import Part, merge
+from artifacts.options import arg
 from artifacts.schema import Artifact
 from artifacts.store import load_pair, save, update
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts import strict_yaml
-from artifacts.commands import Outcome, answer, arg, file_arg, json_flag, out_arg
+from artifacts.commands import Outcome, answer, file_arg, json_flag, out_arg
 from artifacts.errors import ArtifactError, shorten
 from artifacts.files import check_writable
+from artifacts.options import arg
 from artifacts.schema import Artifact, Edit, now
 from artifacts.store import update
 from artifacts.validation import to_artifact

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
 
-from artifacts.commands import Outcome, answer, arg, file_arg, json_flag
+from artifacts.commands import Outcome, answer, file_arg, json_flag
+from artifacts.options import arg
 from artifacts.store import sign
 
 SHORT = "sign it: FILE.sig, by which others see that it comes from you and was not changed"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,11 @@ from torch import Tensor
 from artifacts import HeadwiseError, OmniKV
 from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
+from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
-from profiling.progress import phase
+from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Prompt
-from profiling.similarities.layer_similarity import SimilarityConfig, watched
+from profiling.similarities.layer_similarity import SimilarityConfig, depends_on, watched
 from profiling.similarities.mass import attended
 
 
@@ -110,25 +113,36 @@ def measure_budgets(
     budgets: Sequence[int] = (),
     coverages: Sequence[float] = (),
     most: int,
+    ledger: Ledger | None = None,
 ) -> list[Point]:
     """What a decode section's choices cost with each of these budgets, and with each coverage and `most` tokens.
 
-    Choices are made by the last query. config: as profiling.similarities.layer_similarity.resolve settles it.
+    Choices are made by the last query. config: as profiling.similarities.layer_similarity.resolve leaves it. ledger:
+    keeps what each prompt gave; its settings say of which model that is.
 
     Raises:
         HeadwiseError: no layer is sparse.
     """
     prompts = list(prompts)
-    tokens, errors = [], []
+
+    def of_prompt(prompt: Prompt, shown: Phase) -> list[list[float]]:
+        meter = watched(config, loaded, prompt, shown, lambda s, _: BudgetMeter(section, budgets, coverages, most, s))
+        if not meter.errors.any():
+            raise HeadwiseError("no layer is sparse: there is nothing whose budget could be measured")
+        return [(summed / config.steps).tolist() for summed in (meter.tokens, meter.errors)]
+
+    depends: dict[str, Any] = {"budgets": list(budgets), "coverages": list(coverages), "most": most}
+    depends |= section.model_dump(mode="json", include={"filter_layers", "dense_layers", "head_map"})
+    found = []
     with phase("decoding by budgets", len(prompts) * config.steps, "steps") as shown:
         for prompt in prompts:
-            meter = watched(
-                config, loaded, prompt, shown, lambda s, _: BudgetMeter(section, budgets, coverages, most, s)
-            )
-            if not meter.errors.any():
-                raise HeadwiseError("no layer is sparse: there is nothing whose budget could be measured")
-            tokens.append(meter.tokens.numpy() / config.steps)
-            errors.append(meter.errors.numpy() / config.steps)
+            if ledger is None:
+                found.append(of_prompt(prompt, shown))
+                continue
+            unit = ledger.unit("budgets", {**depends_on(config, prompt), **depends})
+            shown.skip(config.steps if unit in ledger else 0)
+            found.append(ledger.once(unit, partial(of_prompt, prompt, shown)))
+    tokens, errors = zip(*found, strict=True)
     kinds = [(budget, None) for budget in budgets] + [(None, share) for share in coverages]
     means = zip(kinds, np.mean(tokens, 0), np.mean(errors, 0), np.max(errors, 0), strict=True)
     return [

@@ -135,18 +135,20 @@ def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Promp
     }
 
 
+def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
+    """What decoding a prompt gives depends on besides the model: of a unit of a ledger."""
+    names = ("length", "steps", "top_k", "sets", "greedy", "dtype", "device")
+    own = {"prompt": digest([prompt]), "finds": [asdict(find) for find in prompt.finds]}
+    return {**{name: getattr(config, name) for name in names}, **own}
+
+
 def _kept(
     config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, ledger: Ledger | None, shown: Phase
 ) -> dict[str, Any]:
     """What a prompt gave: out of the ledger, or measured and put there."""
     if ledger is None:
         return _figures(_decode(config, loaded, prompt, shown))
-    depends = {
-        name: getattr(config, name) for name in ("length", "steps", "top_k", "sets", "greedy", "dtype", "device")
-    }
-    unit = ledger.unit(
-        "similarity", {**depends, "prompt": digest([prompt]), "finds": [asdict(f) for f in prompt.finds]}
-    )
+    unit = ledger.unit("similarity", depends_on(config, prompt))
     found: dict[str, Any] | None = ledger.get(unit)
     if found is not None:
         shown.skip(config.steps)

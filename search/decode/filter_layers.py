@@ -15,6 +15,7 @@ from math import ceil
 import numpy as np
 
 from artifacts import HeadwiseError
+from artifacts.options import BETWEEN_0_AND_1, arg, at_least, check_ranges
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,29 @@ class Rules:
     adjacent: the layer after each filter is dense, so that an offloaded fetch has something to hide behind.
     """
 
-    sparse: float = 0.6
-    filters: int = 6
-    dense_first: int = 0
-    adjacent: bool = False
+    filters: int = arg(
+        "--filters", type=int, default=6, within=at_least(1), help="at most so many filter layers (default %(default)s)"
+    )
+    sparse: float = arg(
+        "--sparse",
+        type=float,
+        default=0.6,
+        within=BETWEEN_0_AND_1,
+        help="least share of sparse layers (default %(default)s)",
+    )
+    dense_first: int = arg(
+        "--dense-first",
+        type=int,
+        default=0,
+        within=at_least(0),
+        help="first layers that are dense (default %(default)s)",
+    )
+    adjacent: bool = arg(
+        "--adjacent", action="store_true", default=False, help="keep the layer after each filter dense, to hide fetches"
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.sparse < 1:
-            raise HeadwiseError(f"--sparse must be between 0 and 1, got {self.sparse}")
-        for name, least in (("filters", 1), ("dense_first", 0)):
-            if getattr(self, name) < least:
-                option = name.replace("_", "-")
-                raise HeadwiseError(f"--{option} must be at least {least}, got {getattr(self, name)}")
+        check_ranges(self)
 
     def full(self, layers: int) -> int:
         """How many of so many full-attention layers may attend to everything."""
@@ -148,12 +160,12 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
             f" first ones, a filter layer{' with the dense one after it' if rules.adjacent else ''} and a sparse one: "
             "change the share of sparse layers"
         )
-    places = np.ix_(layers, layers)
-    if np.isnan(cost[places][np.triu_indices(n, 1)]).any():
+    pairs = np.ix_(layers, layers)
+    if np.isnan(cost[pairs][np.triu_indices(n, 1)]).any():
         raise HeadwiseError("the similarity profile lacks values of full-attention layers: measure it again")
-    run = _runs(cost[places], full, rules.adjacent)
-    # best[a, u]: the cost from a filter at place a on, with u layers behind it that attend to everything: so far with
-    # no further filter, then with one more at most in each turn. after: place of that filter, dense layers up to it.
+    run = _runs(cost[pairs], full, rules.adjacent)
+    # best[a, u]: the cost from filter a on, with u layers behind it that attend to everything: so far with no further
+    # filter, then with one more at most in each turn. after: that filter, and how many layers up to it are dense.
     best = run[:, :, n].T
     after: list[dict[tuple[int, int], tuple[int, int]]] = []
     for _ in range(1, min(rules.filters, full)):
@@ -169,7 +181,7 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
     for count in range(rules.dense_first + 1, full + 1):
         first = min(range(rules.dense_first, count), key=lambda a: best[a, count - 1 - a])
         if np.isfinite(best[first, count - 1 - first]):
-            choices.append(_traced(cost[places], layers, after, first, count - 1 - first, rules.adjacent))
+            choices.append(_traced(cost[pairs], layers, after, first, count - 1 - first, rules.adjacent))
     return choices
 
 
@@ -195,7 +207,7 @@ def _traced(
     behind: int,
     adjacent: bool,
 ) -> Choice:
-    """The choice whose first filter is at place `first`, with so many layers behind it that attend to everything."""
+    """The choice whose first filter is number `first`, with so many layers behind it that attend to everything."""
     a, u, filters, dense = first, behind, [first], list(range(first))
     # Of the turns the last one knows of the most filters.
     for origin in [*reversed(after), {}]:

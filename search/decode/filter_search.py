@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import ceil, inf
@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, load, load_arrays
-from artifacts.files import check_writable
-from profiling.evaluation.intervals import paired_difference
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, arguments
+from artifacts.options import BETWEEN_0_AND_1, POSITIVE, arg, at_least, check_ranges, shared
 from profiling.ledger import Ledger
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import LoadedModel
 from profiling.progress import phase
-from profiling.prompts.held_out import Seen, held_out
-from profiling.prompts.prompt import Prompt, parse_task
+from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.similarities.budget_meter import Point, measure_budgets
 from profiling.similarities.layer_similarity import SimilarityConfig, measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
-from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers
-from search.common.amending import amend
 from search.decode.coverage import GRID, compared, coverage_of, least_coverage
 from search.decode.decode_loss import decode_loss
 from search.decode.filter_layers import (
@@ -42,20 +38,29 @@ from search.decode.filter_layers import (
 from search.decode.found import Found, Score, named
 from search.decode.head_map import KINDS, allowed, head_map, of_heads, pair_costs, with_heads
 from search.decode.rules import RULES, by_kascade, by_loss
+from search.decode.section_search import SectionSearch, beyond_chance
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 RANDOM_CHOICES = 50
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "worst": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "window": (lambda value: value >= 1, "at least 1"),
-    "max_error": (lambda value: 0 <= value < inf, "at least 0"),
-    "prefill_ratio": (lambda value: 0 < value < inf, "a positive number"),
-    "coverage": (lambda value: 0 < value < 1, "between 0 and 1"),
-    "target_error": (lambda value: 0 < value < inf, "a positive number"),
-    "target_tokens": (lambda value: 0 < value < inf, "a positive number"),
-}
+
+
+def _budget(text: str) -> int | float:
+    try:
+        budget = float(text) if "." in text else int(text)
+    except ValueError:
+        budget = 0
+    if budget <= 0 or (isinstance(budget, float) and budget >= 1):
+        raise HeadwiseError(f"--budget must be a number of tokens or a share between 0 and 1, got {text!r}")
+    return budget
+
+
+def _layers(option: str, text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise HeadwiseError(f"{option} must be layer numbers with commas between, such as 2,8,18, got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +73,87 @@ class FilterSearch:
     has no more error on the prompts that chose. target_tokens: it reads so many there, on average.
     """
 
-    model: str
-    config: Path
-    out: Path
     measured: SimilarityConfig
-    profile: Path | None = None
-    rules: Rules = field(default_factory=Rules)
-    layers: tuple[int, ...] | None = None
-    dense_layers: tuple[int, ...] | None = None
-    heads: str | None = None
-    rule: str = RULES[0]
-    worst: float = 0.25
-    max_error: float | None = None
-    budget: int | float = 2048
-    selector: str = "last"
-    window: int = 16
-    prefill_ratio: float | None = None
-    coverage: float | None = None
-    target_error: float | None = None
-    target_tokens: float | None = None
-    fresh: bool = False
+    rules: Rules
+    model: str = shared(arguments.add_model)
+    config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it", old="--config")
+    out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
+    profile: Path | None = arg(
+        "--profile", type=Path, default=None, help="folder of python -m profiling.similarity, instead of measuring"
+    )
+    heads: str | None = arg(
+        "--heads",
+        choices=KINDS,
+        default=None,
+        help="whose tokens a KV head takes: all heads' together, also a single head's, also a group's (default: "
+        "the first, unless another is better beyond chance on prompts that chose neither)",
+    )
+    rule: str = arg("--rule", choices=RULES, default=RULES[0], help="whose rule chooses (default error, ours)")
+    worst: float = arg(
+        "--worst",
+        type=float,
+        default=0.25,
+        within=(lambda value: 0 <= value <= 1, "from 0 to 1"),
+        help="weight of the worst steps (default %(default)s)",
+    )
+    max_error: float | None = arg(
+        "--max-error",
+        type=float,
+        default=None,
+        within=(lambda value: 0 <= value < inf, "at least 0"),
+        help="the fewest full layers within this error, not the best",
+    )
+    layers: tuple[int, ...] | None = arg(
+        "--layers", default=None, read=partial(_layers, "--layers"), help="filter layers by hand, such as 2,8,18"
+    )
+    dense_layers: tuple[int, ...] | None = arg(
+        "--dense-layers",
+        default=None,
+        read=partial(_layers, "--dense-layers"),
+        help="with --layers: layers that stay dense besides those before the first",
+    )
+    budget: int | float = arg(
+        "--budget",
+        default=2048,
+        read=_budget,
+        help="tokens of a sparse layer, or a share such as 0.125 (default %(default)s)",
+    )
+    coverage: float | None = arg(
+        "--coverage",
+        type=float,
+        default=None,
+        within=BETWEEN_0_AND_1,
+        help="stop earlier where this share of the attention is chosen (top-p)",
+    )
+    target_error: float | None = arg(
+        "--target-error",
+        type=float,
+        default=None,
+        within=POSITIVE,
+        help="find the least --coverage within this error on the prompts",
+    )
+    target_tokens: float | None = arg(
+        "--target-tokens",
+        type=float,
+        default=None,
+        within=POSITIVE,
+        help="find the --coverage that reads so many tokens, on average",
+    )
+    selector: str = arg("--selector", choices=("last", "uniform", "exponential"), default="last")
+    window: int = arg(
+        "--window", type=int, default=16, within=at_least(1), help="queries of the selector (default %(default)s)"
+    )
+    prefill_ratio: float | None = arg(
+        "--prefill-ratio",
+        type=float,
+        default=None,
+        within=POSITIVE,
+        help="in chunked prefill, tokens of the past for each of the chunk",
+    )
+    fresh: bool = shared(arguments.add_fresh, default=False)
 
     def __post_init__(self) -> None:
-        for name, (right, says) in _RANGES.items():
-            if (value := getattr(self, name)) is not None and not right(value):
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be {says}, got {value}")
+        check_ranges(self)
         given = [option for option in ("layers", "max_error") if getattr(self, option) is not None]
         if len(given) > 1:
             raise HeadwiseError("--layers and --max-error exclude each other: choose by one of them")
@@ -111,29 +172,32 @@ class FilterSearch:
 
 
 def run(config: FilterSearch) -> tuple[Artifact, Found]:
-    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that it finished.
+    """Measure, choose, compare, and write the artifact; a killed run goes on from what it finished.
 
     Raises:
         HeadwiseError: anything that the user has to put right; nothing is written then.
     """
-    check_writable(config.out)
-    artifact = load(config.config)
     former = None if config.profile is None else load_profile(config.profile)
-    loaded = load_model(config.model, dtype=config.measured.dtype, device=config.measured.device)
-    check(artifact.model, loaded.model)
+    how = {"dtype": config.measured.dtype, "device": config.measured.device}
+    search = SectionSearch.begin("filters", config.config, config.out, config.model, **how)
+    artifact, loaded = search.artifact, search.loaded
     if former is not None and former.about["weights_sha256"] != artifact.model.weights_sha256:
         raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
     _check_rules(config, loaded)
     measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
-    seen = Seen.by([load_arrays(config.config)])
     mine = prompts_of(_like(measured, former), loaded.tokenizer)
-    seen.add(*chain.from_iterable(mine.values()))
+    search.seen.add(*chain.from_iterable(mine.values()))
+
+    def held_out(number: int) -> dict[str, list[Prompt]]:
+        tasks = {task: parse_task(task) for task in measured.tasks}
+        found = search.held_out({name: prompt_length(measured, task) for name, task in tasks.items()}, measured, number)
+        return {tasks[name].name: prompts for name, prompts in found.items()}
+
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
-    others = _held_out(measured, loaded.tokenizer, seen)
-    seen.add(*chain.from_iterable(others.values()))
+    others = held_out(0)
     fixed = config.heads or config.layers is not None or config.rule != RULES[0]
-    between = None if fixed else _held_out(measured, loaded.tokenizer, seen, 1)
-    with Ledger(config.out, "filters", settings=_settings(measured, artifact), fresh=config.fresh) as ledger:
+    between = None if fixed else held_out(1)
+    with search.ledger(measured, fresh=config.fresh) as ledger:
         if former is None:
             former = measure(measured, loaded, ledger)
         again = replace(measured, top_k=former.about["top_k"], sets=former.about["sets"])
@@ -143,29 +207,18 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         tried: list[Score] = []
         kind = config.heads or kinds[config.rule == "kascade" and len(kinds) > 1]
         if between is not None and len(former.choosers) > 1:
-            judge = measure(again, loaded, ledger, prompts=between)
-            tried = [score(choose(config, former, kind), judge) for kind in kinds]
+            deciding = measure(again, loaded, ledger, prompts=between)
+            tried = [score(choose(config, former, kind), deciding) for kind in kinds]
             kind = kinds[best_kind(tried)]
         pooled = choose(config, former, "pooled")
         if config.rule == "loss":
-            prompts = chain.from_iterable(mine.values())
-            choice = _least_loss(
-                decode_loss(again, loaded, artifact, config.budget, prompts), former.layers, config.rules
-            )
+            choice = _least_loss(config, again, search, [*chain.from_iterable(mine.values())], former.layers, ledger)
         else:
             choice = choose(config, former, kind)
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
         if config.target_error is not None or config.target_tokens is not None:
-            found = _with_coverage(config, found, replace(measured, top_k=former.about["top_k"]), loaded, mine, others)
-        seen.add(*chain.from_iterable((between or {}).values()))
-        written = amend(
-            config.config,
-            config.out,
-            artifact.model,
-            lambda now: with_filters(now, config, found),
-            _arrays(found),
-            seen,
-        )
+            found = _with_coverage(config, found, again, loaded, ledger, mine, others)
+        written = search.write(lambda now: with_filters(now, config, found), _measured(found))
         ledger.remove()
     return written, found
 
@@ -175,6 +228,7 @@ def _with_coverage(
     found: Found,
     measured: SimilarityConfig,
     loaded: LoadedModel,
+    ledger: Ledger,
     mine: Mapping[str, Sequence[Prompt]],
     others: Mapping[str, Sequence[Prompt]],
 ) -> Found:
@@ -183,30 +237,41 @@ def _with_coverage(
     most = config.budget if isinstance(config.budget, int) else ceil(config.budget * measured.length)
     section = _section(config, found)
 
-    def measure(prompts: Mapping[str, Sequence[Prompt]], **sizes: Any) -> list[Point]:
-        return measure_budgets(measured, loaded, section, chain.from_iterable(prompts.values()), **sizes)
+    def points(prompts: Mapping[str, Sequence[Prompt]], **sizes: Any) -> list[Point]:
+        return measure_budgets(measured, loaded, section, chain.from_iterable(prompts.values()), **sizes, ledger=ledger)
 
-    grid = measure(mine, coverages=GRID, most=most)
+    grid = points(mine, coverages=GRID, most=most)
     if config.target_tokens is not None:
         coverage, tokens = coverage_of(grid, config.target_tokens), config.target_tokens
     else:
         assert config.target_error is not None
         point = least_coverage(grid, config.target_error)
         coverage, tokens = point.coverage or 0.0, point.tokens
-    return replace(found, coverage=coverage, points=compared(partial(measure, others), coverage, tokens, most))
+    return replace(found, coverage=coverage, points=compared(partial(points, others), coverage, tokens, most))
 
 
-def _least_loss(loss: Callable[[Choice], float], layers: Sequence[int], rules: Rules) -> Choice:
-    """What IndexCache's greedy search chooses, with its progress."""
+def _least_loss(
+    config: FilterSearch,
+    measured: SimilarityConfig,
+    search: SectionSearch,
+    prompts: Sequence[Prompt],
+    layers: Sequence[int],
+    ledger: Ledger,
+) -> Choice:
+    """What IndexCache's greedy search chooses, with its progress; each choice's loss is kept."""
+    loss = decode_loss(measured, search.loaded, search.artifact, config.budget, prompts)
+    depends = {"artifact": search.artifact.content_sha256, "prompts": digest(prompts), "budget": config.budget}
+    depends["steps"] = measured.steps
     # Of the layers that are left each but the first is tried without.
-    with phase("greedy by loss", sum(range(rules.full(len(layers)), len(layers))), "choices") as shown:
+    with phase("greedy by loss", sum(range(config.rules.full(len(layers)), len(layers))), "choices") as shown:
 
         def tried(choice: Choice) -> float:
-            found = loss(choice)
+            layers = {"filter_layers": choice.filter_layers, "dense_layers": choice.dense_layers}
+            found: float = ledger.once(ledger.unit("loss", {**depends, **layers}), partial(loss, choice))
             shown.update()
             return found
 
-        return by_loss(tried, layers, rules)
+        return by_loss(tried, layers, config.rules)
 
 
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
@@ -219,28 +284,11 @@ def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
         best_choice(np.zeros((max(layers) + 1,) * 2), layers, config.rules)
 
 
-def _settings(measured: SimilarityConfig, artifact: Artifact) -> dict[str, Any]:
-    """What all that is measured depends on; the rules are not among it, so that others reuse what is measured."""
-    names = ("length", "steps", "seed", "dtype", "device")
-    model = {"model": artifact.model.name, "weights": artifact.model.weights_sha256}
-    return {**model, **{name: getattr(measured, name) for name in names}}
-
-
 def _like(measured: SimilarityConfig, former: Profile | None) -> SimilarityConfig:
     """The configuration by which the choice's own prompts were made: a profile's, where one is given."""
     if former is None:
         return measured
     return replace(measured, **{name: former.about[name] for name in ("length", "samples", "steps", "seed")})
-
-
-def _held_out(measured: SimilarityConfig, tokenizer: Any, seen: Seen, number: int = 0) -> dict[str, list[Prompt]]:
-    """Prompts of each task that neither this choice nor a search before it has seen; sets of other numbers differ."""
-    how: dict[str, Any] = {"samples": measured.samples, "seed": measured.seed, "seen": seen, "number": number}
-    tasks = {name: parse_task(name) for name in measured.tasks}
-    return {
-        task.name: held_out([name], tokenizer, length=prompt_length(measured, task), **how)
-        for name, task in tasks.items()
-    }
 
 
 def choose(config: FilterSearch, profile: Profile, kind: str) -> Choice:
@@ -278,12 +326,8 @@ def score(choice: Choice, profile: Profile) -> Score:
 
 
 def best_kind(tried: Sequence[Score]) -> int:
-    """Which choice has the least error of those that beat the first beyond chance; the first where none does.
-
-    Student's interval of the logarithm of the errors' ratio, whose units are tasks; one task tells nothing.
-    """
-    logs = [np.log(np.maximum(each.by_task, 1e-30)).tolist() for each in tried]
-    better = [len(logs[0]) > 1 and paired_difference(each, logs[0]).high < 0 for each in logs]
+    """Which choice has the least error of those that beat the first beyond chance over the tasks; else the first."""
+    better = [beyond_chance(each.by_task, tried[0].by_task) for each in tried]
     return min((at for at in range(len(tried)) if better[at] or at == 0), key=lambda at: tried[at].error)
 
 
@@ -330,8 +374,8 @@ def _section(config: FilterSearch, found: Found) -> OmniKV:
     )
 
 
-def _arrays(found: Found) -> dict[str, Array]:
+def _measured(found: Found) -> dict[str, Array]:
     measured = {"similarity.mass": found.profile.mass(), "similarity.error": found.profile.error()[:, -1].sum(-1)}
     if found.choice.takes is not None:
         measured["similarity.head_error"] = found.profile.error()
-    return {name: array.astype(np.float32) for name, array in measured.items()}
+    return measured

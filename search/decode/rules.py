@@ -46,8 +46,8 @@ def by_kascade(
     """
     singles = [at for at, heads in enumerate(choosers) if len(heads) == 1]
     best = least[:, singles].max(axis=1).mean(axis=-1) * turn
-    anchors = best_anchors(best[np.ix_(layers, layers)], rules.full(len(layers)))
-    choice = of_full([layers[place] for place in anchors], layers)
+    at = best_anchors(best[np.ix_(layers, layers)], rules.full(len(layers)))
+    choice = of_full([layers[anchor] for anchor in at], layers)
     takes = np.full((least.shape[2], least.shape[3]), len(choosers) - 1)
     for layer, filter_layer in served(layers, choice).items():
         takes[layer] = np.array(singles)[least[filter_layer, singles, layer].argmax(axis=0)]
@@ -55,13 +55,14 @@ def by_kascade(
 
 
 def best_anchors(score: np.ndarray, count: int) -> list[int]:
-    """At most `count` places, 0 the first, by which all places' scores with the last anchor up to them are largest.
+    """At most `count` anchors of N layers, 0 the first, by which all layers' scores with the last anchor up to them are
+    largest.
 
     score: (N, N), read where the column is not before the row.
     """
     n = len(score)
     sums = np.concatenate([np.zeros((n, 1)), np.triu(np.nan_to_num(score)).cumsum(axis=1)], axis=1)
-    # Of the places from anchor a up to the one before b.
+    # Of the layers from anchor a up to the one before b.
     gains = sums - np.diagonal(sums)[:, None]
     reached, turns = gains[:, n], list[np.ndarray]()
     for _ in range(1, count):

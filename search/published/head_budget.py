@@ -17,6 +17,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts, parse_task
+from profiling.ranks import one_process
 from runtime.fingerprint import fingerprint
 from search.common.layers import score_layers, searched_layers
 from search.common.serving import serving_backend
@@ -33,6 +34,7 @@ def run(config: HeadSearch) -> Artifact:
     Raises:
         HeadwiseError: anything the user has to put right; no file is written then.
     """
+    one_process("search.heads --allocation heads")
     check_writable(config.out)
     if config.calibration is not None:
         parse_task(config.calibration)

@@ -15,6 +15,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.quality.contexts import by_context
+from profiling.ranks import one_process
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
 from search.model.prompts import whole_contexts
@@ -65,6 +66,7 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
     Raises:
         HeadwiseError: the artifact was not searched, the model is of another shape or reads the prompts otherwise.
     """
+    one_process("search.transfer")
     check_writable(config.out)
     artifact, arrays = load_pair(config.source)
     _check_searched(config.source, artifact, arrays)

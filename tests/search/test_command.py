@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_old_spellings_lead_to_what_is_there_and_are_options_no_more(verb: str) 
     )
     assert not gone & {*p._option_string_actions}
     assert {"-q", "-v", "--version"} <= {*p._option_string_actions}
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        ("filters", ["cfg.yaml"]),
+        ("kv", ["cfg.yaml", "--target-share", "0.2"]),
+        ("transfer", ["cfg.yaml"]),
+        ("heads", ["--allocation", "heads"]),
+        ("demo", []),
+    ],
+)
+def test_a_command_for_one_process_says_so_to_a_launch_of_several(
+    module: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(HeadwiseError, match=r"is for one process, got 2 of a launch: start it without torchrun"):
+        import_module(f"search.{module}").main([*options, "--model", "no/such", "--out", str(tmp_path / "new.yaml")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_of_commands_is_current() -> None:

@@ -14,7 +14,7 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from profiling import similarity
-from profiling.similarities import layer_similarity
+from profiling.similarities import budget_meter, layer_similarity
 from runtime import load
 from search import filters
 from search.decode import filter_search
@@ -63,6 +63,7 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     assert section.similarity is not None and section.similarity.tasks == ("passkey", "kv_retrieval")
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
     printed = capsys.readouterr().out
+    assert printed.endswith(f"next: python -m profiling.decode {out} --model {command[1]}\n")
     assert "held-out prompts" in printed and "evenly spaced" in printed and "50 random, mean" in printed
     artifacts.load(by_head)
 
@@ -180,9 +181,48 @@ def test_a_killed_run_goes_on_and_finds_the_same(
     monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
     filters.main(cut)
     assert len(decoded) == 6 and "2 units are finished" in capsys.readouterr().err
-    whole, by_head = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
-    assert whole.content_sha256 == by_head.content_sha256
+    whole, cut_off = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == cut_off.content_sha256
     assert not list(tmp_path.glob("*.ledger"))
+
+
+@pytest.mark.parametrize(
+    ("options", "module", "name", "pieces"),
+    [
+        # Of three layers each but the first is tried without, then of the two that are left.
+        (["--rule", "loss"], filter_search, "decode_loss", 3),
+        # Two prompts that choose the coverage, two that report.
+        (["--target-error", "0.5"], budget_meter, "watched", 4),
+    ],
+)
+def test_a_killed_run_loses_the_choice_or_the_prompt_in_hand(
+    options: list[str], module: Any, name: str, pieces: int, command: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    run = [*command, "--budget", "0.25", *options, "--out"]
+    filters.main([*run, str(tmp_path / "whole.yaml")])
+    done: list[int] = []
+    real, limit = getattr(module, name), pieces - 1
+
+    def counted(work: Any) -> Any:
+        def piece(*given: Any) -> Any:
+            if len(done) == limit:
+                raise KeyboardInterrupt
+            found = work(*given)
+            done.append(1)
+            return found
+
+        return piece
+
+    monkeypatch.setattr(
+        module, name, (lambda *given: counted(real(*given))) if name == "decode_loss" else counted(real)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        filters.main([*run, str(tmp_path / "cut.yaml")])
+    limit = pieces + 1
+    filters.main([*run, str(tmp_path / "cut.yaml")])
+    assert len(done) == pieces
+    whole, cut = (artifacts.load(tmp_path / f"{one}.yaml") for one in ("whole", "cut"))
+    assert whole.content_sha256 == cut.content_sha256 and not list(tmp_path.glob("*.ledger"))
 
 
 def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], by_head: Path, tmp_path: Path) -> None:

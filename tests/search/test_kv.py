@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from artifacts import HeadwiseError
 from profiling.caches import budget_curves
 from profiling.caches.budget_curves import BudgetCurves
 from profiling.models.loading import load_model
+from profiling.quality.divergence import Divergence
 from runtime import load, memory_report
 from search import kv
 from search.decode import kv_search
@@ -29,9 +31,15 @@ def test_writes_budgets_that_the_runtime_keeps(
     tiny_model: Path, by_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.yaml"
-    kv.main(_command(tiny_model, by_head, out, "--target-share", "0.25"))
+    file = tmp_path / "figures.json"
+    kv.main(_command(tiny_model, by_head, out, "--target-share", "0.25", f"--json={file}"))
     said = capsys.readouterr().out
     assert "searched   KL" in said and "even       KL" in said
+    assert said.endswith(f"python -m profiling.evaluate {out} --model {tiny_model} --out report/\n")
+    figures = json.loads(file.read_text())
+    assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
+    # What one prompt says may be chance.
+    assert not figures["better"] and "searched was not better beyond chance" in said
     before, after = artifacts.load(by_head), artifacts.load(out)
     assert after.kv_cache is not None and (after.prefill, after.patterns) == (before.prefill, before.patterns)
     arrays = artifacts.load_arrays(out)
@@ -97,11 +105,41 @@ def test_budgets_go_where_the_error_is() -> None:
     error[1] = np.nan
     error[2, 1] = (4.0, 2.0, 1.0)
     curves = BudgetCurves(shares=shares, error=error, kept=error)
-    section, share = kv_search.choose(curves, 0.35)
+    section, share = kv_search.by_error(curves, 0.35)
     assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
     assert share <= 0.35
     assert section.heads(0, 2) == ("h2o_0.125",) * 2
     assert section.policies["h2o_0.125"] == artifacts.H2O(heavy=0.0625, recent=0.0625, normalised=True)
+
+
+@pytest.mark.parametrize(("factors", "better"), [((0.5, 0.6, 0.4, 0.5), True), ((0.1, 0.1, 1.1, 1.0), False)])
+def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
+    factors: tuple[float, ...], better: bool, tiny_model: Path, by_head: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    calls: list[int] = []
+
+    def divergence(*given: Any) -> Divergence:
+        # Of four prompts that decide: searched, then even.
+        at = len(calls)
+        calls.append(1)
+        kl = np.full(8, 0.1 * (factors[at] if at < 4 else 1.0))
+        return Divergence(kl=kl, loss=kl, full_loss=kl)
+
+    monkeypatch.setattr(kv_search, "divergence", divergence)
+    config = kv_search.KVSearch(
+        model=str(tiny_model),
+        config=by_head,
+        out=tmp_path / "new.yaml",
+        share=0.5,
+        tasks=("passkey",),
+        length=400,
+        samples=4,
+        forced=8,
+        dtype="float32",
+    )
+    written, found = kv_search.run(config)
+    assert found.better == better
+    assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""A command's options, each declared once: a field of its Config is the argument, its default and its range.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        model: str = shared(arguments.add_model)
+        samples: int = arg("--samples", type=int, default=2, within=at_least(1), help="prompts of each task")
+
+        def __post_init__(self) -> None:
+            check_ranges(self)
+
+`add_arguments(parser, Config)` adds them, and `config_of(Config, options)` makes one of what was typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, field, fields
+from math import inf
+from typing import Any, TypeVar
+
+from artifacts.errors import HeadwiseError
+
+C = TypeVar("C")
+Range = tuple[Callable[[Any], bool], str]
+"""Whether a value may be, and in words which ones may."""
+POSITIVE: Range = (lambda value: 0 < value < inf, "a positive number")
+BETWEEN_0_AND_1: Range = (lambda value: 0 < value < 1, "between 0 and 1")
+SHARE: Range = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+
+
+def at_least(least: float) -> Range:
+    """NaN is not."""
+    return (lambda value: value >= least, f"at least {least}")
+
+
+def arg(
+    *flags: str,
+    default: Any = MISSING,
+    group: str | None = None,
+    either: str | None = None,
+    within: Range | None = None,
+    read: Callable[[str], Any] | None = None,
+    **how: Any,
+) -> Any:
+    """A field of a Config and its argument.
+
+    Args:
+        flags, how: as argparse has them; without flags it is a positional one.
+        default: None is no value: the argument was not given.
+        group: heading in the help.
+        either: name of a set of arguments of which one has to be given.
+        within: what it may be; `check_ranges` refuses the rest.
+        read: makes the value of the text, and raises HeadwiseError of its own where it cannot.
+    """
+    own = {"flags": flags, "group": group, "either": either, "within": within, "read": read, "how": how}
+    return field(default=default, metadata=own)
+
+
+def shared(
+    add: Callable[..., None], *given: Any, default: Any = MISSING, within: Range | None = None, **how: Any
+) -> Any:
+    """A field whose argument is one of artifacts.arguments: add(parser, *given, **how) adds it."""
+    return field(default=default, metadata={"add": lambda p: add(p, *given, **how), "within": within})
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Give the parser what the fields of a Config declare; fields that declare nothing are no options."""
+    groups: dict[str | None, Any] = {None: parser}
+    for each in fields(config):
+        # What is repeated begins empty; `config_of` leaves out what was not given.
+        given = None if each.default is MISSING or isinstance(each.default, tuple) else each.default
+        if "add" in each.metadata:
+            each.metadata["add"](parser)
+            if given is not None:
+                parser.set_defaults(**{each.name: given})
+        elif "flags" in each.metadata:
+            flags, group, either, how = (each.metadata[name] for name in ("flags", "group", "either", "how"))
+            if either is not None and either not in groups:
+                groups[either] = parser.add_mutually_exclusive_group(required=True)
+            if group not in groups:
+                groups[group] = parser.add_argument_group(group)
+            to = groups[either or group]
+            if not flags:
+                to.add_argument(each.name, **how)
+            else:
+                required = {"required": True} if each.default is MISSING else {"default": given}
+                to.add_argument(*flags, dest=each.name, **required, **how)
+
+
+def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
+    """The Config of a command line's options, among which others may be for other Configs; `more` wins."""
+    found: dict[str, Any] = {}
+    for each in fields(config):  # type: ignore[arg-type]
+        if (value := options.get(each.name)) is not None:
+            read = each.metadata.get("read")
+            value = read(value) if read is not None and isinstance(value, str) else value
+            found[each.name] = tuple(value) if isinstance(value, list) else value
+    return config(**found | more)
+
+
+def check_ranges(config: Any) -> None:
+    """Raise HeadwiseError for a value that its field does not allow; None is no value."""
+    for each in fields(config):
+        within, value = each.metadata.get("within"), getattr(config, each.name)
+        if within is not None and value is not None and not within[0](value):
+            flag = (each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",))[0]
+            raise HeadwiseError(f"{flag} must be {within[1]}, got {value}")

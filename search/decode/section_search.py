@@ -1,0 +1,91 @@
+"""What searches of one section of an artifact share: model, held-out prompts, ledger, and when a choice is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from artifacts import Artifact, load_pair
+from artifacts.files import check_writable
+from profiling.evaluation.intervals import paired_difference
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.held_out import Seen, held_out
+from profiling.prompts.prompt import Prompt
+from profiling.ranks import one_process
+from runtime.fingerprint import check
+from search.common.amending import amend
+
+if TYPE_CHECKING:
+    from artifacts.sidecar import Array
+
+
+class Sampling(Protocol):
+    """How many prompts of which seed."""
+
+    samples: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SectionSearch:
+    """A search for a section of the artifact in `file`, which is written to `out`. seen: what was looked at."""
+
+    command: str
+    file: Path
+    out: Path
+    artifact: Artifact
+    loaded: LoadedModel
+    seen: Seen
+
+    @classmethod
+    def begin(cls, command: str, file: Path, out: Path, model: str, *, dtype: str, device: str) -> SectionSearch:
+        """Load artifact and model.
+
+        Raises:
+            HeadwiseError: one of them cannot be read, they do not go together, or `out` cannot be written.
+        """
+        one_process(f"search.{command}")
+        check_writable(out)
+        artifact, arrays = load_pair(file)
+        loaded = load_model(model, dtype=dtype, device=device)
+        check(artifact.model, loaded.model)
+        return cls(command=command, file=file, out=out, artifact=artifact, loaded=loaded, seen=Seen.by([arrays]))
+
+    def held_out(self, lengths: Mapping[str, int], how: Sampling, number: int) -> dict[str, list[Prompt]]:
+        """Prompts of each task, of so many tokens, that nothing has seen; sets of other numbers differ.
+
+        Raises:
+            HeadwiseError: a text is too short for that.
+        """
+        own: dict[str, Any] = {"samples": how.samples, "seed": how.seed, "seen": self.seen, "number": number}
+        tokenizer = self.loaded.tokenizer
+        found = {task: held_out([task], tokenizer, length=length, **own) for task, length in lengths.items()}
+        self.seen.add(*chain.from_iterable(found.values()))
+        return found
+
+    def ledger(self, measured: Any, *, fresh: bool) -> Ledger:
+        """With what all that is measured depends on; how it is chosen by is not among that, so that others reuse it."""
+        about = {"model": self.artifact.model.name, "weights": self.artifact.model.weights_sha256}
+        names = (name for name in ("length", "steps", "seed", "dtype", "device") if hasattr(measured, name))
+        about |= {name: getattr(measured, name) for name in names}
+        return Ledger(self.out, self.command, settings=about, fresh=fresh)
+
+    def write(self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]) -> Artifact:
+        """Change the section in the artifact as it is by now, add the arrays, and write it."""
+        small: dict[str, Array] = {name: array.astype(np.float32) for name, array in arrays.items()}
+        return amend(self.file, self.out, self.artifact.model, change, small, self.seen)
+
+
+def beyond_chance(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether errors of the same units are less by more than chance: of one unit nobody knows.
+
+    Student's interval of the mean logarithm of their ratio, at 95%.
+    """
+    logs = [np.log(np.maximum(errors, 1e-30)).tolist() for errors in (ours, theirs)]
+    return len(ours) > 1 and paired_difference(*logs).high < 0
