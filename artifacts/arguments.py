@@ -103,6 +103,11 @@ def add_backend(p: ArgumentParser) -> None:
     p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
 
 
+def add_picture(p: ArgumentParser) -> None:
+    """--no-picture; the destination is `picture`."""
+    p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
+
+
 def add_device(p: ArgumentParser, default: str = "cpu") -> None:
     """--device as torch names it."""
     p.add_argument("--device", metavar="DEVICE", default=default, help=f"cpu, cuda, cuda:1, ... (default {default})")

@@ -3,7 +3,7 @@
     @dataclass(frozen=True, kw_only=True)
     class Config:
         model: str = shared(arguments.add_model)
-        samples: int = arg("--samples", type=int, default=2, within=at_least(1), help="prompts of each task")
+        samples: int = option("prompts of each task", default=2, within=at_least(1))
 
         def __post_init__(self) -> None:
             check_ranges(self)
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from math import inf
+from pathlib import Path
 from typing import Any, TypeVar
 
 from artifacts.errors import HeadwiseError
 
 C = TypeVar("C")
+_TYPES = {"int": int, "float": float, "Path": Path}
 Range = tuple[Callable[[Any], bool], str]
 """Whether a value may be, and in words which ones may."""
 POSITIVE: Range = (lambda value: 0 < value < inf, "a positive number")
@@ -46,7 +48,8 @@ def arg(
     """A field of a Config and its argument.
 
     Args:
-        flags, how: as argparse has them; without flags it is a positional one.
+        flags, how: as argparse has them; without flags it is a positional one. The type is the field's, and a number's
+            default is said in the help.
         default: None is no value: the argument was not given.
         group: heading in the help.
         either: name of a set of arguments of which one has to be given.
@@ -55,6 +58,11 @@ def arg(
     """
     own = {"flags": flags, "group": group, "either": either, "within": within, "read": read, "how": how}
     return field(default=default, metadata=own)
+
+
+def option(help: str | None = None, *, default: Any, **how: Any) -> Any:
+    """The same for an option that is called as its field is: max_error is --max-error."""
+    return arg("", default=default, help=help, **how)
 
 
 def shared(
@@ -75,17 +83,36 @@ def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
             if given is not None:
                 parser.set_defaults(**{each.name: given})
         elif "flags" in each.metadata:
-            flags, group, either, how = (each.metadata[name] for name in ("flags", "group", "either", "how"))
+            flags, group, either = (each.metadata[name] for name in ("flags", "group", "either"))
+            how = _typed(each)
             if either is not None and either not in groups:
                 groups[either] = parser.add_mutually_exclusive_group(required=True)
             if group not in groups:
                 groups[group] = parser.add_argument_group(group)
             to = groups[either or group]
+            if flags == ("",):
+                flags = (_flag(each),)
             if not flags:
                 to.add_argument(each.name, **how)
             else:
                 required = {"required": True} if each.default is MISSING else {"default": given}
                 to.add_argument(*flags, dest=each.name, **required, **how)
+
+
+def _flag(each: Field[Any]) -> str:
+    return f"--{each.name.replace('_', '-')}"
+
+
+def _typed(each: Field[Any]) -> dict[str, Any]:
+    """What argparse is given of a field, with its type and its default in words."""
+    how = dict(each.metadata["how"])
+    kind = _TYPES.get(str(each.type).partition(" |")[0])
+    if kind is not None and not {"action", "type", "choices"} & how.keys() and each.metadata["read"] is None:
+        how["type"] = kind
+    number = isinstance(each.default, int | float) and not isinstance(each.default, bool)
+    if number and "(default" not in (says := how.get("help") or ""):
+        how["help"] = f"{says} (default %(default)s)".lstrip()
+    return how
 
 
 def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
@@ -104,5 +131,5 @@ def check_ranges(config: Any) -> None:
     for each in fields(config):
         within, value = each.metadata.get("within"), getattr(config, each.name)
         if within is not None and value is not None and not within[0](value):
-            flag = (each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",))[0]
+            flag = next(iter(each.metadata.get("flags", ())), "") or _flag(each)
             raise HeadwiseError(f"{flag} must be {within[1]}, got {value}")

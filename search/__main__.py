@@ -11,7 +11,7 @@ from typing import Any
 from artifacts import HeadwiseError, command_line
 from artifacts.command_line import ArgumentParser, run_command
 
-# Group -> verb -> (module, what it does). A module of several verbs is told which by its own name.
+# Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first word.
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "find": {
         "search": ("search.heads", "a pattern for every head of a model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.options import add_arguments, config_of
 from search.explaining.answer import report, run
 from search.explaining.question import Question
 
@@ -23,16 +24,10 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(
         prog="python -m search.explain", description="Say why heads have the patterns that they have.", epilog=_EPILOG
     )
-    arguments.add_artifact(p, "artifact with its sidecar, such as cfg.yaml", dest="file")
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--head", metavar="LAYER.HEAD", help="one head, or all for a line a layer")
     which.add_argument("--layer", type=int, help="the heads of a layer, a line each")
-    arguments.add_model(p, f"draw the head on a prompt: {arguments.MODEL}", required=False)
-    arguments.add_length(p, "tokens of that prompt (default: as searched)")
-    arguments.add_task(p, "of that prompt (default: as searched)", several=False)
-    arguments.add_dtype(p, "of the model (default: as searched)", default=None)
-    arguments.add_device(p)
-    arguments.add_out(p, "where the picture goes (default: beside the artifact)", metavar="FOLDER", required=False)
+    add_arguments(p, Question)
     arguments.add_json(p)
     return p
 
@@ -46,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if not (dot and layer.isdecimal() and head.isdecimal()):
             raise HeadwiseError(f"--head {named!r} must be LAYER.HEAD such as 3.5, or all")
         options |= {"layer": int(layer), "head": int(head)}
-    answer = run(Question(**options, command=arguments.as_typed("search.explain", argv)))
+    answer = run(config_of(Question, options, command=arguments.as_typed("search.explain", argv)))
     arguments.deliver(report(answer), answer, to_json)
     return 0
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
-from search.transferring.run import MAX_DRIFT, Transfer, report, run
+from artifacts.options import add_arguments, config_of
+from search.transferring.run import Transfer, report, run
 
 _EPILOG = """\
 The patterns of the artifact run beside dense attention on the prompts that it was searched on, in the other model. A
@@ -27,27 +28,14 @@ def parser() -> ArgumentParser:
         description="Take an artifact over to a fine-tune of its model; search again the heads that moved.",
         epilog=_EPILOG,
     )
-    arguments.add_artifact(p, "artifact with its sidecar", dest="source", old="--from")
-    arguments.add_model(p, "the fine-tune: hub id, local folder or GGUF file")
-    arguments.add_out(p, "artifact to write")
-    p.add_argument(
-        "--max-drift", type=float, default=MAX_DRIFT, help="how much a head's error may grow (default %(default)s)"
-    )
-    arguments.add_task(p, "a task of the search that has a file: text:FILE", dest="calibration", old="--calibration")
-    arguments.add_dtype(p, "(default: as searched)", default=None)
-    arguments.add_device(p)
-    p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
-    arguments.add_revision(p)
-    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
-    p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
+    add_arguments(p, Transfer)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    options["calibration"] = tuple(options["calibration"] or ())
-    config = Transfer(**options, command=arguments.as_typed("search.transfer", argv))
+    config = config_of(Transfer, options, command=arguments.as_typed("search.transfer", argv))
     print(report(*run(config), config))
     return 0
 

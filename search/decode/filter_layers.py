@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 
 from artifacts import HeadwiseError
-from artifacts.options import BETWEEN_0_AND_1, arg, at_least, check_ranges
+from artifacts.options import BETWEEN_0_AND_1, at_least, check_ranges, option
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,11 @@ class Rules:
     adjacent: the layer after each filter is dense, so that an offloaded fetch has something to hide behind.
     """
 
-    filters: int = arg(
-        "--filters", type=int, default=6, within=at_least(1), help="at most so many filter layers (default %(default)s)"
-    )
-    sparse: float = arg(
-        "--sparse",
-        type=float,
-        default=0.6,
-        within=BETWEEN_0_AND_1,
-        help="least share of sparse layers (default %(default)s)",
-    )
-    dense_first: int = arg(
-        "--dense-first",
-        type=int,
-        default=0,
-        within=at_least(0),
-        help="first layers that are dense (default %(default)s)",
-    )
-    adjacent: bool = arg(
-        "--adjacent", action="store_true", default=False, help="keep the layer after each filter dense, to hide fetches"
+    filters: int = option("at most so many filter layers", default=6, within=at_least(1))
+    sparse: float = option("least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1)
+    dense_first: int = option("first layers that are dense", default=0, within=at_least(0))
+    adjacent: bool = option(
+        "keep the layer after each filter dense, to hide fetches", action="store_true", default=False
     )
 
     def __post_init__(self) -> None:

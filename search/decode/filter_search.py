@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity, arguments
-from artifacts.options import BETWEEN_0_AND_1, POSITIVE, arg, at_least, check_ranges, shared
+from artifacts.options import BETWEEN_0_AND_1, POSITIVE, at_least, check_ranges, option, shared
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
@@ -78,77 +78,44 @@ class FilterSearch:
     model: str = shared(arguments.add_model)
     config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it", old="--config")
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
-    profile: Path | None = arg(
-        "--profile", type=Path, default=None, help="folder of python -m profiling.similarity, instead of measuring"
-    )
-    heads: str | None = arg(
-        "--heads",
+    profile: Path | None = option("folder of python -m profiling.similarity, instead of measuring", default=None)
+    heads: str | None = option(
+        "whose tokens a KV head takes: all heads' together, also a single head's, also a group's (default: "
+        "the first, unless another is better beyond chance on prompts that chose neither)",
         choices=KINDS,
         default=None,
-        help="whose tokens a KV head takes: all heads' together, also a single head's, also a group's (default: "
-        "the first, unless another is better beyond chance on prompts that chose neither)",
     )
-    rule: str = arg("--rule", choices=RULES, default=RULES[0], help="whose rule chooses (default error, ours)")
-    worst: float = arg(
-        "--worst",
-        type=float,
-        default=0.25,
-        within=(lambda value: 0 <= value <= 1, "from 0 to 1"),
-        help="weight of the worst steps (default %(default)s)",
+    rule: str = option("whose rule chooses (default error, ours)", choices=RULES, default=RULES[0])
+    worst: float = option(
+        "weight of the worst steps", default=0.25, within=(lambda value: 0 <= value <= 1, "from 0 to 1")
     )
-    max_error: float | None = arg(
-        "--max-error",
-        type=float,
+    max_error: float | None = option(
+        "the fewest full layers within this error, not the best",
         default=None,
         within=(lambda value: 0 <= value < inf, "at least 0"),
-        help="the fewest full layers within this error, not the best",
     )
-    layers: tuple[int, ...] | None = arg(
-        "--layers", default=None, read=partial(_layers, "--layers"), help="filter layers by hand, such as 2,8,18"
+    layers: tuple[int, ...] | None = option(
+        "filter layers by hand, such as 2,8,18", default=None, read=partial(_layers, "--layers")
     )
-    dense_layers: tuple[int, ...] | None = arg(
-        "--dense-layers",
+    dense_layers: tuple[int, ...] | None = option(
+        "with --layers: layers that stay dense besides those before the first",
         default=None,
         read=partial(_layers, "--dense-layers"),
-        help="with --layers: layers that stay dense besides those before the first",
     )
-    budget: int | float = arg(
-        "--budget",
-        default=2048,
-        read=_budget,
-        help="tokens of a sparse layer, or a share such as 0.125 (default %(default)s)",
+    budget: int | float = option("tokens of a sparse layer, or a share such as 0.125", default=2048, read=_budget)
+    coverage: float | None = option(
+        "stop earlier where this share of the attention is chosen (top-p)", default=None, within=BETWEEN_0_AND_1
     )
-    coverage: float | None = arg(
-        "--coverage",
-        type=float,
-        default=None,
-        within=BETWEEN_0_AND_1,
-        help="stop earlier where this share of the attention is chosen (top-p)",
+    target_error: float | None = option(
+        "find the least --coverage within this error on the prompts", default=None, within=POSITIVE
     )
-    target_error: float | None = arg(
-        "--target-error",
-        type=float,
-        default=None,
-        within=POSITIVE,
-        help="find the least --coverage within this error on the prompts",
+    target_tokens: float | None = option(
+        "find the --coverage that reads so many tokens, on average", default=None, within=POSITIVE
     )
-    target_tokens: float | None = arg(
-        "--target-tokens",
-        type=float,
-        default=None,
-        within=POSITIVE,
-        help="find the --coverage that reads so many tokens, on average",
-    )
-    selector: str = arg("--selector", choices=("last", "uniform", "exponential"), default="last")
-    window: int = arg(
-        "--window", type=int, default=16, within=at_least(1), help="queries of the selector (default %(default)s)"
-    )
-    prefill_ratio: float | None = arg(
-        "--prefill-ratio",
-        type=float,
-        default=None,
-        within=POSITIVE,
-        help="in chunked prefill, tokens of the past for each of the chunk",
+    selector: str = option(choices=("last", "uniform", "exponential"), default="last")
+    window: int = option("queries of the selector", default=16, within=at_least(1))
+    prefill_ratio: float | None = option(
+        "in chunked prefill, tokens of the past for each of the chunk", default=None, within=POSITIVE
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
 
@@ -190,7 +157,8 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
 
     def held_out(number: int) -> dict[str, list[Prompt]]:
         tasks = {task: parse_task(task) for task in measured.tasks}
-        found = search.held_out({name: prompt_length(measured, task) for name, task in tasks.items()}, measured, number)
+        lengths = {name: prompt_length(measured, task) for name, task in tasks.items()}
+        found = search.held_out(lengths, number, samples=measured.samples, seed=measured.seed)
         return {tasks[name].name: prompts for name, prompts in found.items()}
 
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo, arguments
 from artifacts.kv_cache import Policy
-from artifacts.options import SHARE, arg, at_least, check_ranges, shared
+from artifacts.options import SHARE, arg, at_least, check_ranges, option, shared
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
@@ -38,38 +38,27 @@ class KVSearch:
     config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it", old="--config")
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
     share: float | None = arg(
-        "--target-share",
-        type=float,
-        default=None,
-        either="total",
-        within=SHARE,
-        help="keep this share of all tokens, such as 0.2",
+        "--target-share", default=None, either="total", within=SHARE, help="keep this share of all tokens, such as 0.2"
     )
-    target_bytes: int | None = arg(
-        "--target-bytes",
+    target_bytes: int | None = option(
+        "bytes of a sequence's cache at --context tokens, such as 64MiB",
         default=None,
         either="total",
         read=lambda text: bytes_of(text, "--target-bytes"),
-        help="bytes of a sequence's cache at --context tokens, such as 64MiB",
     )
-    context: int | None = arg(
-        "--context", type=int, default=None, within=at_least(1), help="tokens that --target-bytes is for"
-    )
+    context: int | None = option("tokens that --target-bytes is for", default=None, within=at_least(1))
     tasks: tuple[str, ...] = shared(
         arguments.add_task, f"prompts to measure on: {TASKS}", default=("multi_hop", "passkey")
     )
     length: int = shared(
         arguments.add_length, "their length in tokens (default %(default)s)", default=2048, within=at_least(256)
     )
-    samples: int = arg("--samples", type=int, default=2, within=at_least(1), help="of each task (default %(default)s)")
-    forced: int = arg(
-        "--forced", type=int, default=128, within=at_least(1), help="tokens of each held-out prompt decoded"
-    )
-    normalised: bool = arg(
-        "--normalised",
+    samples: int = option("of each task", default=2, within=at_least(1))
+    forced: int = option("tokens of each held-out prompt decoded", default=128, within=at_least(1))
+    normalised: bool = option(
+        "divide scores by how many queries could see a token (default), or keep H2O's sums",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="divide scores by how many queries could see a token (default), or keep H2O's sums",
     )
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
@@ -120,9 +109,8 @@ def run(config: KVSearch) -> tuple[Artifact, KVFound]:
     search.seen.add(*prompts)
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
     lengths = dict.fromkeys(config.tasks, config.length)
-    deciding, reporting = (
-        [*chain.from_iterable(search.held_out(lengths, config, number).values())] for number in range(2)
-    )
+    apart = [search.held_out(lengths, number, samples=config.samples, seed=config.seed) for number in range(2)]
+    deciding, reporting = ([*chain.from_iterable(prompts.values())] for prompts in apart)
     with search.ledger(config, fresh=config.fresh) as ledger:
         curves = measure(loaded, prompts, ledger=ledger)
         even = even_section(curves, share, config.normalised)
@@ -256,5 +244,6 @@ def report(found: KVFound) -> str:
         f"  even       KL {found.even.mean_kl:.5f}  perplexity {100 * (found.even.perplexity_ratio - 1):+.2f}%",
     ]
     if not found.better:
-        lines.append("written is even: on the held-out prompts that decide searched was not better beyond chance")
+        where = "on the held-out prompts that decide (--samples gives more)"
+        lines.append(f"even is what is written: {where} searched was not better beyond chance")
     return "\n".join(lines)

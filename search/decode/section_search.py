@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,13 +23,6 @@ from search.common.amending import amend
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
-
-
-class Sampling(Protocol):
-    """How many prompts of which seed."""
-
-    samples: int
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,13 +50,13 @@ class SectionSearch:
         check(artifact.model, loaded.model)
         return cls(command=command, file=file, out=out, artifact=artifact, loaded=loaded, seen=Seen.by([arrays]))
 
-    def held_out(self, lengths: Mapping[str, int], how: Sampling, number: int) -> dict[str, list[Prompt]]:
+    def held_out(self, lengths: Mapping[str, int], number: int, *, samples: int, seed: int) -> dict[str, list[Prompt]]:
         """Prompts of each task, of so many tokens, that nothing has seen; sets of other numbers differ.
 
         Raises:
             HeadwiseError: a text is too short for that.
         """
-        own: dict[str, Any] = {"samples": how.samples, "seed": how.seed, "seen": self.seen, "number": number}
+        own: dict[str, Any] = {"samples": samples, "seed": seed, "seen": self.seen, "number": number}
         tokenizer = self.loaded.tokenizer
         found = {task: held_out([task], tokenizer, length=length, **own) for task, length in lengths.items()}
         self.seen.add(*chain.from_iterable(found.values()))

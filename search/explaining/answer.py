@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from artifacts import HeadwiseError, load_pair
 from artifacts.files import out_folder
+from search.common.measures import MEASURES
 from search.explaining.findings import Findings, Result, on_hull
 from search.explaining.question import Question
 from search.explaining.why import reasons
@@ -91,12 +93,12 @@ def _table(found: Findings, layer: int, head: int) -> list[dict[str, Any]]:
     """By cost where heads were weighed against each other, for that is the curve; by error where all cost the same."""
     results = found.results(layer, head)
     line = set(on_hull(results))
-    order = sorted(range(len(results)), key=lambda at: _place(found, results[at]))
+    order = sorted(range(len(results)), key=lambda at: _order(found, results[at]))
     winner = int(found.chosen[layer, head])
     return [{**asdict(results[at]), "on_hull": at in line, "chosen": results[at].candidate == winner} for at in order]
 
 
-def _place(found: Findings, result: Result) -> tuple[float, float]:
+def _order(found: Findings, result: Result) -> tuple[float, float]:
     search = found.artifact.search
     by_error = search is not None and search.allocation == "heads"
     return (result.error, result.cost) if by_error else (result.cost, result.loss)
@@ -109,7 +111,7 @@ def _heads(found: Findings, layer: int) -> list[dict[str, Any]]:
     heads = []
     for head, name in enumerate(row):
         winner = found.winner(layer, head)
-        scores: dict[str, float | None] = dict.fromkeys(("error", "recall", "density", "seconds"))
+        scores: dict[str, float | None] = dict.fromkeys((*MEASURES, "seconds"))
         if winner is not None:
             scores |= {key: getattr(winner, key) for key in scores}
             scores |= {key: float(array[layer, head]) for key, array in found.scores.items()}
@@ -120,16 +122,13 @@ def _heads(found: Findings, layer: int) -> list[dict[str, Any]]:
 
 def _layer(found: Findings, layer: int) -> dict[str, Any]:
     heads = [head for head in _heads(found, layer) if head["error"] is not None]
-    kinds: dict[str, int] = {}
-    for name in found.artifact.prefill.layers[layer] or ():
-        kind = found.artifact.patterns[name].kind
-        kinds[kind] = kinds.get(kind, 0) + 1
-    mean = {name: float(np.mean([head[name] for head in heads])) for name in ("error", "recall", "density") if heads}
+    kinds = Counter(found.artifact.patterns[name].kind for name in found.artifact.prefill.layers[layer] or ())
+    mean = {name: float(np.mean([head[name] for head in heads])) for name in MEASURES if heads}
     seconds = [head["seconds"] for head in heads]
     worst = max(heads, key=lambda head: head["error"], default=None)
     return {
         "layer": layer,
-        "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
+        "kinds": dict(kinds.most_common()),
         **mean,
         "seconds": sum(seconds) if seconds and None not in seconds else None,
         "worst": None if worst is None else f"{layer}.{worst['head']}",
@@ -146,18 +145,18 @@ def report(answer: dict[str, Any]) -> str:
         for layer in answer["layers"]:
             kinds = ", ".join(f"{kind} {count}" for kind, count in layer["kinds"].items())
             worst = f"{layer['worst'] or '':<7}{_number(layer['worst_error'])}"
-            lines.append(f"{layer['layer']:>5}{_scores(layer)}  {worst}  {kinds}")
+            lines.append(_row(f"{layer['layer']:>5}", layer, f"  {worst}  {kinds}"))
         return "\n".join(lines)
     if "why" not in answer:
         return "\n".join([*lines, *_heads_table(answer["heads"])])
     lines.append(f"layer {answer['layer']}, head {answer['head']}: {answer['pattern']}\n")
-    told = next((name for name in ("objective", "change") if answer["candidates"][0][name] is not None), None)
-    header = {"objective": "loss", "change": "change", None: ""}[told]
+    measure = next((name for name in ("objective", "change") if answer["candidates"][0][name] is not None), None)
+    header = {"objective": "loss", "change": "change", None: ""}[measure]
     lines.append(f"  {'tried':<26}{_HEADER}{header:>11}")
     for row in answer["candidates"]:
-        mark = "*" if row["chosen"] else " "
-        lost = f"{row[told]:>11.2e}" if told else ""
-        lines.append(f"{mark} {row['pattern']:<26}{_scores(row)}{lost}{'  hull' if row['on_hull'] else ''}")
+        lost = f"{row[measure]:>11.2e}" if measure else ""
+        more = f"{lost}{'  hull' if row['on_hull'] else ''}"
+        lines.append(_row(f"{'*' if row['chosen'] else ' '} {row['pattern']:<26}", row, more))
     lines.append("* chosen; hull: no mixture of two others loses less at the cost\n")
     lines += answer["why"]
     lines.append(f"\nthe heads of layer {answer['layer']}")
@@ -169,17 +168,16 @@ def report(answer: dict[str, Any]) -> str:
 
 
 def _heads_table(heads: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [f"{'head':>7}  {'pattern':<26}{_HEADER}"]
-    for head in heads:
-        at = f"{head['layer']}.{head['head']}"
-        lines.append(f"{at:>7}  {head['pattern']:<26}{_scores(head)}")
-    return lines
+    names = ((f"{head['layer']}.{head['head']}", head["pattern"]) for head in heads)
+    rows = (_row(f"{at:>7}  {name:<26}", head) for (at, name), head in zip(names, heads, strict=True))
+    return [f"{'head':>7}  {'pattern':<26}{_HEADER}", *rows]
 
 
-def _scores(row: dict[str, Any]) -> str:
-    seconds = row.get("seconds")
+def _row(what: str, scores: dict[str, Any], more: str = "") -> str:
+    """A row of any table, below _HEADER."""
+    seconds = scores.get("seconds")
     ms = "-" if seconds is None else f"{1e3 * seconds:.3f}"
-    return "".join(f"{_number(row.get(name)):>9}" for name in ("error", "recall", "density")) + f"{ms:>10}"
+    return f"{what}{''.join(f'{_number(scores.get(name)):>9}' for name in MEASURES)}{ms:>10}{more}"
 
 
 def _number(value: float | None) -> str:

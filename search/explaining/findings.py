@@ -10,19 +10,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from artifacts import Artifact, HeadwiseError, Pattern, pattern_name
-from search.explaining.names import kind_of, pattern_of, sized
+from artifacts.patterns import KINDS, NAMES
+from search.common.measures import MEASURES, OF_MODEL
 from search.model.hulls import hull
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-MEASURES = ("error", "recall", "density")
-# What a search adds that has one budget for the model.
-_OPTIONAL = ("objective", "change", "seconds", "flops")
-# Drift counts from this error up: bfloat16 alone puts dense attention's output 0.002 off.
-DRIFT_FLOOR = 0.01
+_PATTERN: TypeAdapter[Pattern] = TypeAdapter(Pattern)
+_SHORT = {form.partition("_")[0]: kind for kind, form in NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Result:
     @property
     def measured(self) -> dict[str, float]:
         """What is known, by name."""
-        known = {name: getattr(self, name) for name in (*MEASURES, *_OPTIONAL)}
+        known = {name: getattr(self, name) for name in (*MEASURES, *OF_MODEL)}
         return {name: value for name, value in known.items() if value is not None}
 
     @property
@@ -76,19 +75,13 @@ class Candidate:
         """Whether it was tried for that head."""
         return bool(np.isfinite(self.measures["error"][layer, head]))
 
-    def pattern(self, layer: int, head: int) -> Pattern:
-        """The pattern that was tried.
-
-        Raises:
-            HeadwiseError: its name tells none.
-        """
-        sizes = {name: int(array[layer, head]) for name, array in self.sizes.items()}
-        return sized(self.name, sizes) if sizes else pattern_of(self.name)
-
     def result(self, layer: int, head: int) -> Result:
         """How it did for a head that it was tried for."""
         measures = {name: float(array[layer, head]) for name, array in self.measures.items()}
-        pattern = pattern_name(self.pattern(layer, head)) if self.sizes else self.name
+        pattern = self.name
+        if self.sizes:
+            sizes = {name: int(array[layer, head]) for name, array in self.sizes.items()}
+            pattern = pattern_name(_PATTERN.validate_python({"kind": kind_of(self.name), **sizes}))
         return Result(candidate=self.number, pattern=pattern, kind=kind_of(self.name), **measures)
 
 
@@ -97,7 +90,8 @@ class Findings:
     """The findings of a search of heads.
 
     chosen: (L, H) candidate of each head, -1 in layers left alone. price: (L,) weighted loss that a unit of cost has to
-    save, None where each head had a budget of its own. weight: (L,) of the layers' losses, ones without.
+    save, None where each head had a budget of its own. weight: (L,) of the layers' losses, ones without. ranks: of
+    tensor parallelism that it was searched for: of several the price is that of a layer's slowest one, not of a head.
     scores: (L, H) of each measure, of what was chosen; by a transfer measured on the model that it went to.
     drift, before, again: of an artifact that was transferred from another model, (L, H) each, see search.transfer.
     """
@@ -108,6 +102,7 @@ class Findings:
     price: np.ndarray | None
     weight: np.ndarray
     scores: dict[str, np.ndarray]
+    ranks: int = 1
     drift: np.ndarray | None = None
     before: np.ndarray | None = None
     again: np.ndarray | None = None
@@ -145,9 +140,10 @@ class Findings:
             weight=np.ones(layers) if weight is None else weight,
             scores={
                 name: known
-                for name in (*MEASURES, *_OPTIONAL)
+                for name in (*MEASURES, *OF_MODEL)
                 if (known := table(f"chosen.{name}", (layers, heads))) is not None
             },
+            ranks=int(np.max(arrays.get("allocation.ranks", 1))),
             drift=table("transfer.drift", (layers, heads)),
             before=table("transfer.before", (layers, heads)),
             again=table("transfer.again", (layers, heads)),
@@ -163,6 +159,14 @@ class Findings:
         found = (candidate for candidate in self.candidates if candidate.number == chosen)
         candidate = next(found, None)
         return candidate.result(layer, head) if candidate and candidate.tried(layer, head) else None
+
+
+def kind_of(name: str) -> str:
+    """The kind of the pattern, or of the family of patterns, that has this name; "?" for a name that is neither."""
+    for kind in KINDS:
+        if name == kind or name.startswith(f"{kind}_"):
+            return kind
+    return _SHORT.get(name.partition("_")[0], "?")
 
 
 def on_hull(results: Sequence[Result]) -> list[int]:
@@ -181,7 +185,7 @@ def _candidates(arrays: Mapping[str, Array], shape: tuple[int, int]) -> tuple[Ca
         if not number.isdecimal() or not name:
             raise HeadwiseError(f"the sidecar's array {key!r} is not named candidates.NUMBER.NAME.MEASURE")
         candidate = found.setdefault(int(number), Candidate(number=int(number), name=name))
-        values = candidate.measures if measure in (*MEASURES, *_OPTIONAL) else candidate.sizes
+        values = candidate.measures if measure in (*MEASURES, *OF_MODEL) else candidate.sizes
         values[measure] = _checked(key, np.asarray(array), shape)
     for candidate in found.values():
         for measure in MEASURES:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from artifacts import pattern_name
-from search.explaining.findings import DRIFT_FLOOR, Findings, Result, on_hull
-from search.model.hulls import at_price
+from search.common.measures import DRIFT_FLOOR
+from search.explaining.findings import Findings, Result, on_hull
+from search.model.hulls import at_price, slope
 
 # Float32 in the sidecar: what differs by less is the same number, written down twice.
 _SAME = 1e-6
@@ -48,7 +51,7 @@ def _within_budget(found: Findings, results: list[Result], winner: Result) -> li
     else:
         said = [
             f"{_best(better).pattern} has less error than {winner.pattern} over all prompts, but was not within the "
-            f"budget of {budget} on the prompt that the sizes were settled on."
+            f"budget of {budget} on the prompt that the sizes were chosen on."
         ]
     if others := [result for result in within if result.error > winner.error]:
         runner = _best(others)
@@ -64,9 +67,12 @@ def _sizes(results: list[Result], within: list[Result], budget: str) -> str:
 
 def _at_price(found: Findings, layer: int, results: list[Result], winner: Result) -> list[str]:
     """One budget for the model: the least of loss and cost at the price that all heads share."""
-    if found.price is None:
-        stands = "is" if winner in [results[at] for at in on_hull(results)] else "is not"
-        return [f"{winner.pattern} {stands} on the hull; the price that it was chosen at was not written down."]
+    line = [results[at] for at in on_hull(results)]
+    if found.price is None or found.ranks > 1:
+        stands = "is" if winner in line else "is not"
+        how = f"it was chosen together with others, by what the slowest of {found.ranks} ranks takes in a layer"
+        how = how if found.ranks > 1 else "the price that it was chosen at was not written down"
+        return [f"{winner.pattern} {stands} on the hull; {how}."]
     price, weight = float(found.price[layer]), float(found.weight[layer])
     per, unit, per_unit = _unit(winner)
     lost = "squared error" if winner.change is None else "change of the residual stream"
@@ -79,10 +85,14 @@ def _at_price(found: Findings, layer: int, results: list[Result], winner: Result
         if winner.cost > best.cost:
             why = "dearer steps of other heads did not fit any more, and it came in a later step with what was left"
         else:
-            why = "the trial that won left the dearer estimates out, or several ranks share what a layer takes"
+            why = "the trial that won left the dearer estimates out"
         return [f"At {at_it}, this head would have {best.pattern}; it has {winner.pattern}, for {why}."]
+    costs, losses = np.array([[result.cost, weight * result.loss] for result in line]).T / [[per], [1.0]]
+
+    def steepness(step: int) -> float:
+        return slope(costs, losses, step, step + 1)
+
     said = [f"At {at_it}, {winner.pattern} has the least sum of {lost} and cost among {len(results)} candidates."]
-    line = [results[at] for at in on_hull(results)]
     if winner not in line:
         return said
     at = line.index(winner)
@@ -90,24 +100,19 @@ def _at_price(found: Findings, layer: int, results: list[Result], winner: Result
         cheaper = line[at - 1]
         said.append(
             f"The next cheaper, {cheaper.pattern}, would save {(winner.cost - cheaper.cost) / per:.3g} {unit} and add "
-            f"{lost} at {weight * _slope(cheaper, winner) * per:.3g} {per_unit}, more than the price."
+            f"{lost} at {steepness(at - 1):.3g} {per_unit}, more than the price."
         )
     if at + 1 < len(line):
         dearer = line[at + 1]
         said.append(
             f"The next dearer, {dearer.pattern}, would cost {(dearer.cost - winner.cost) / per:.3g} {unit} more and "
-            f"take away {lost} at {weight * _slope(winner, dearer) * per:.3g} {per_unit}, less than the price."
+            f"take away {lost} at {steepness(at):.3g} {per_unit}, less than the price."
         )
     return said
 
 
-def _slope(cheaper: Result, dearer: Result) -> float:
-    """Loss that each unit of cost saves between two candidates on the hull."""
-    return (cheaper.loss - dearer.loss) / max(dearer.cost - cheaper.cost, 1e-300)
-
-
 def _unit(result: Result) -> tuple[float, str, str]:
-    """In which unit a cost is told: its size, its name, and what a price is for."""
+    """In which unit a cost is written: its size, its name, and what a price is for."""
     if result.seconds is not None:
         return 1e-3, "ms", "a ms"
     return (1e9, "GFLOP", "a GFLOP") if result.flops is not None else (1.0, "of dense", "for all of dense")

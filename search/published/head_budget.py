@@ -24,7 +24,7 @@ from search.common.serving import serving_backend
 from search.model.prompts import check_positions
 from search.published.config import DEFAULT_BUDGET, HeadSearch
 from search.published.record import build_artifact
-from search.published.score import mean_scores, score_layer
+from search.published.score import mean_scores, score_families
 from search.published.space import PAPER_BUDGET, PAPER_LENGTH, initial_space, target_tiles
 
 
@@ -81,8 +81,8 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
     }
 
     def score(inputs: LayerInputs, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        settled = None if first is None else first["sizes"]
-        return score_layer(inputs, families, target, config.tail, settled, backend=backend)
+        sizes = None if first is None else first["sizes"]
+        return score_families(inputs, families, target, config.tail, sizes, backend=backend)
 
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh) as ledger:
         scores = score_layers(loaded, prompts, {layer: {} for layer in layers}, score, ledger, "scoring candidates")

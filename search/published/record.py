@@ -9,10 +9,10 @@ import numpy as np
 
 from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo, Prefill, SearchInfo, Summary, window_arrays
 from artifacts.sections import save_searched
+from search.common.measures import MEASURES
 from search.common.scores import rows_of, score_arrays, winners
-from search.explaining.findings import MEASURES
 from search.published.config import HeadSearch
-from search.published.score import Scores, best_single_kind, choose
+from search.published.score import FamilyScores, best_single_kind, least_error
 from search.published.space import Family
 
 
@@ -21,7 +21,7 @@ def build_artifact(
     model: ModelInfo,
     calibration: Calibration,
     families: Sequence[Family],
-    layers: Sequence[Scores | None],
+    layers: Sequence[FamilyScores | None],
     *,
     target_density: float,
     kernel_backend: str,
@@ -40,7 +40,7 @@ def build_artifact(
         None if heads is None else [families[c].sized(one["sizes"][c]) for c, one in zip(row, heads, strict=True)]
         for row, heads in zip(chosen, by_head, strict=True)
     )
-    arrays = _arrays(families, layers, chosen)
+    arrays = _candidate_arrays(families, layers, chosen)
     kind, recall = best_single_kind(searched, families)
     search = SearchInfo(
         tool_version=version("headwise"),
@@ -69,7 +69,7 @@ def build_artifact(
     return save_searched(artifact, config.out, {**arrays, **window_arrays(windows)})
 
 
-def choose_all(by_head: Sequence[Sequence[Scores] | None]) -> np.ndarray:
+def choose_all(by_head: Sequence[Sequence[FamilyScores] | None]) -> np.ndarray:
     """(L, H) the candidate of each head by its scores, -1 in layers left alone.
 
     Raises:
@@ -78,7 +78,7 @@ def choose_all(by_head: Sequence[Sequence[Scores] | None]) -> np.ndarray:
     chosen = np.full((len(by_head), max(len(heads) for heads in by_head if heads)), -1)
     for layer, heads in enumerate(by_head):
         for head, scores in enumerate(heads or ()):
-            best = choose(scores)
+            best = least_error(scores)
             if best is None:
                 raise HeadwiseError(
                     f"no candidate keeps to the budget for head {layer}.{head}: the cheapest computes "
@@ -88,11 +88,13 @@ def choose_all(by_head: Sequence[Sequence[Scores] | None]) -> np.ndarray:
     return chosen
 
 
-def _by_head(scores: Scores) -> list[Scores]:
+def _by_head(scores: FamilyScores) -> list[FamilyScores]:
     return [{name: values[head] for name, values in scores.items()} for head in range(len(scores["error"]))]
 
 
-def _arrays(families: Sequence[Family], layers: Sequence[Scores | None], chosen: np.ndarray) -> dict[str, np.ndarray]:
+def _candidate_arrays(
+    families: Sequence[Family], layers: Sequence[FamilyScores | None], chosen: np.ndarray
+) -> dict[str, np.ndarray]:
     """What each head got and every candidate's scores; NaN, 0 or -1 in layers left alone."""
     shape = (*chosen.shape, len(families))
     measures = {name: np.full(shape, np.nan) for name in MEASURES}

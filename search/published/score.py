@@ -11,15 +11,15 @@ import numpy as np
 
 from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, index_fidelity
-from search.explaining.findings import MEASURES
+from search.common.measures import MEASURES
 from search.published.space import Family, builders, change_space
 
-Scores = Mapping[str, np.ndarray]
+FamilyScores = Mapping[str, np.ndarray]
 """Of heads (H, C), or of one (C,): error, recall and density as profiling.inside.head_fidelity has them; within:
 whether the candidate keeps to the budget; sizes, with an axis more: its sizes in its family's order, 0 beyond them."""
 
 
-def score_layer(
+def score_families(
     inputs: LayerInputs,
     families: Sequence[Family],
     target: int,
@@ -27,7 +27,7 @@ def score_layer(
     sizes: np.ndarray | None,
     *,
     backend: str,
-) -> Scores:
+) -> FamilyScores:
     """Scores of all heads and candidates of a layer.
 
     Args:
@@ -35,7 +35,7 @@ def score_layer(
         families: the C entries of the initial space.
         target: tiles a head may compute.
         dense_tail: last queries that see every key, whatever the candidate.
-        sizes: (H, C, 2) settled on an earlier prompt; None settles them here by ChangeSpace.
+        sizes: (H, C, 2) chosen on an earlier prompt; None chooses them here by ChangeSpace.
         backend: the attention backend, as for kernels.attention.sparse_attention.
     """
     heads, length = inputs.q.shape[1:3]
@@ -58,13 +58,13 @@ def score_layer(
     return found
 
 
-def mean_scores(samples: Sequence[Scores]) -> Scores:
-    """Over the prompts; sizes are settled on the first, and what keeps to the budget does so on all."""
+def mean_scores(samples: Sequence[FamilyScores]) -> FamilyScores:
+    """Over the prompts; sizes are chosen on the first, and what keeps to the budget does so on all."""
     means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
     return means | {"within": np.all([one["within"] for one in samples], axis=0), "sizes": samples[0]["sizes"]}
 
 
-def choose(scores: Scores, allowed: np.ndarray | None = None) -> int | None:
+def least_error(scores: FamilyScores, allowed: np.ndarray | None = None) -> int | None:
     """Of one head's candidates within the budget the one with the least error; ties go to the cheaper.
 
     allowed: (C,) those that may be taken, all if None. None: there is none.
@@ -75,7 +75,7 @@ def choose(scores: Scores, allowed: np.ndarray | None = None) -> int | None:
     return int(np.lexsort((scores["density"], scores["error"], ~within))[0])
 
 
-def best_single_kind(heads: Sequence[Scores], families: Sequence[Family]) -> tuple[str, float]:
+def best_single_kind(heads: Sequence[FamilyScores], families: Sequence[Family]) -> tuple[str, float]:
     """The kind that does best when every head must take it, by mean recall, with that recall.
 
     A kind that some head cannot take within the budget is out; A-shape shrinks to any budget there is.
@@ -83,7 +83,7 @@ def best_single_kind(heads: Sequence[Scores], families: Sequence[Family]) -> tup
     recalls = {}
     for kind in dict.fromkeys(family.kind for family in families):
         of_kind = np.array([family.kind == kind for family in families])
-        forced = [choose(scores, of_kind) for scores in heads]
+        forced = [least_error(scores, of_kind) for scores in heads]
         if None not in forced:
             recalls[kind] = float(np.mean([one["recall"][at] for one, at in zip(heads, forced, strict=True)]))
     return max(recalls.items(), key=lambda item: item[1])

@@ -18,7 +18,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt
-from search.explaining.findings import DRIFT_FLOOR, MEASURES
+from search.common.measures import DRIFT_FLOOR, MEASURES
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array

@@ -14,8 +14,8 @@ import numpy as np
 from artifacts import Artifact, ModelInfo, pattern_name
 from artifacts.merging import section_of
 from artifacts.sections import save_searched
+from search.common.measures import MEASURES
 from search.common.scores import winners
-from search.explaining.findings import MEASURES
 from search.transferring.drift import Drift
 from search.transferring.rules import Head, Replacement
 
@@ -45,7 +45,7 @@ def write_transferred(
         row[head] = pattern_name(found.pattern)
         patterns[row[head]] = found.pattern
     used = {name: patterns[name] for row in rows for name in row or ()}
-    kept = _arrays(arrays, drift, again)
+    kept = _here(arrays, drift, again)
     layers = tuple(None if row is None else tuple(row) for row in rows)
     means = {name: float(np.nanmean(kept[f"chosen.{name}"])) for name in MEASURES}
     summary = source.search.summary.model_copy(update={**means, "winners": winners(layers, used)})
@@ -63,7 +63,7 @@ def write_transferred(
     return save_searched(artifact, out, kept)
 
 
-def _arrays(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Replacement]) -> dict[str, np.ndarray]:
+def _here(arrays: Mapping[str, Array], drift: Drift, again: Mapping[Head, Replacement]) -> dict[str, np.ndarray]:
     """The sidecar's arrays, with the scores that were measured on this model in place of the other's."""
     kept = {name: np.array(array) for name, array in arrays.items() if section_of(name) == "prefill"}
     for cost in ("chosen.seconds", "chosen.flops"):

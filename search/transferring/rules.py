@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, Pattern
-from kernels.patterns import LayerPlan, make
+from artifacts import Artifact, HeadwiseError, Pattern, pattern_name
+from kernels.index import with_dense_tail
+from kernels.patterns import Pattern as KernelPattern
 from profiling.inside.capture import LayerInputs
-from profiling.inside.head_fidelity import dense_attention, layer_fidelity
+from profiling.inside.head_fidelity import dense_attention, index_fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt
-from runtime.plans import kernel_growth
 from search.common.layers import score_layers
+from search.common.measures import MEASURES
 from search.common.scores import as_artifact_pattern
-from search.explaining.findings import MEASURES, Findings
+from search.explaining.findings import Findings
+from search.model.candidates import ladder
 from search.model.hulls import at_price
-from search.published.score import Scores, choose, mean_scores, score_layer
+from search.model.scoring import build_all
+from search.published.score import FamilyScores, least_error, mean_scores, score_families
 from search.published.space import initial_space, target_tiles
 
 if TYPE_CHECKING:
@@ -59,23 +62,23 @@ class HeadBudget:
         self._budget, self._backend = search.budget, backend
 
     def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: FamilyScores | None
     ) -> Mapping[str, np.ndarray]:
         """The scores of a layer's heads on one prompt, arrays (h, C, ...) by name.
 
         inputs: of these heads alone, in this order. first: their scores on the first prompt, None on that one.
         """
-        settled = None if first is None else first["sizes"]
-        return score_layer(inputs, self._families, self._target, self._tail, settled, backend=self._backend)
+        sizes = None if first is None else first["sizes"]
+        return score_families(inputs, self._families, self._target, self._tail, sizes, backend=self._backend)
 
-    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
+    def replacement(self, layer: int, head: int, samples: Sequence[FamilyScores]) -> Replacement:
         """What a head gets by its scores on all prompts.
 
         Raises:
             HeadwiseError: no candidate may be taken.
         """
         scores = mean_scores(samples)
-        best = choose(scores)
+        best = least_error(scores)
         if best is None:
             raise HeadwiseError(f"no candidate keeps to the budget {self._budget} for head {layer}.{head}")
         values: dict[str, float] = {}
@@ -95,30 +98,31 @@ class ModelPrice:
     """
 
     def __init__(self, found: Findings, backend: str) -> None:
+        if found.ranks > 1:
+            raise HeadwiseError(
+                f"this artifact was searched for {found.ranks} ranks of tensor parallelism, which share a layer's "
+                "price: no head is chosen by it alone; search the model with python -m search.heads"
+            )
         if found.price is None:
             raise HeadwiseError(
                 "this artifact has no allocation.price in its sidecar: nobody knows what its heads were weighed by; "
                 "search the model with python -m search.heads"
             )
         self._found, self._price, self._backend = found, found.price, backend
-        self._growth, self._tail = kernel_growth(found.artifact), found.artifact.prefill.dense_tail
+        self._patterns = _tried(found)
+        self._tail = found.artifact.prefill.dense_tail
 
     def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: Scores | None
+        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: FamilyScores | None
     ) -> Mapping[str, np.ndarray]:
         """As HeadBudget.score."""
         dense = dense_attention(inputs, backend=self._backend)
-        found = {name: np.empty((len(heads), len(self._found.candidates))) for name in MEASURES}
-        for c, candidate in enumerate(self._found.candidates):
-            kernels = [make(**candidate.pattern(layer, head).model_dump()) for head in heads]
-            plan = LayerPlan(kernels, len(heads), dense_tail=self._tail, growth=self._growth)
-            one = layer_fidelity(inputs, plan, dense=dense, backend=self._backend)
-            for name, values in found.items():
-                values[:, c] = getattr(one, name)
-        return found
+        indices = (with_dense_tail(index, self._tail) for index in build_all(inputs, self._patterns))
+        each = [index_fidelity(inputs, index, dense=dense, backend=self._backend) for index in indices]
+        return {name: np.stack([getattr(one, name) for one in each], axis=1) for name in MEASURES}
 
-    def choose(self, layer: int, head: int, samples: Sequence[Scores]) -> Replacement:
-        """As HeadBudget.choose; some candidate always may be taken."""
+    def replacement(self, layer: int, head: int, samples: Sequence[FamilyScores]) -> Replacement:
+        """As HeadBudget.replacement; some candidate always may be taken."""
         means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
         tried = self._found.results(layer, head)
         errors = sum(result.error**2 for result in tried)
@@ -140,8 +144,27 @@ class ModelPrice:
             for candidate, result in zip(candidates, here, strict=True)
             for name, value in result.measured.items()
         }
-        chosen = candidates[best]
-        return Replacement.of(chosen.pattern(layer, head), chosen.number, here[best].measured, values)
+        pattern = as_artifact_pattern(self._patterns[best])
+        return Replacement.of(pattern, candidates[best].number, here[best].measured, values)
+
+
+def _tried(found: Findings) -> list[KernelPattern]:
+    """The patterns of a search's candidates, which it knows by their names.
+
+    Raises:
+        HeadwiseError: it tried some that searches try no more.
+    """
+    assert found.artifact.search is not None
+    known = {
+        pattern_name(as_artifact_pattern(pattern)): pattern
+        for pattern in ladder(max(found.artifact.search.calibration.lengths))
+    }
+    names = [candidate.name for candidate in found.candidates]
+    if gone := [name for name in names if name not in known]:
+        raise HeadwiseError(
+            f"the search tried {gone[0]}, which searches try no more: search the model with python -m search.heads"
+        )
+    return [known[name] for name in names]
 
 
 def rule_of(artifact: Artifact, arrays: Mapping[str, Array], *, backend: str) -> HeadBudget | ModelPrice:
@@ -175,7 +198,9 @@ def search_again(
     layers = {layer: {"heads": some} for layer, some in by_layer.items()}
     scores = score_layers(loaded, prompts, layers, score, ledger, "searching again")
     return {
-        (layer, head): rule.choose(layer, head, [{name: of[at] for name, of in one.items()} for one in scores[layer]])
+        (layer, head): rule.replacement(
+            layer, head, [{name: of[at] for name, of in one.items()} for one in scores[layer]]
+        )
         for layer, some in by_layer.items()
         for at, head in enumerate(some)
     }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, ModelInfo, SearchInfo, load_pair
+from artifacts import Artifact, HeadwiseError, ModelInfo, SearchInfo, arguments, load_pair
 from artifacts.files import check_writable
+from artifacts.options import at_least, check_ranges, option, shared
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
@@ -37,22 +39,27 @@ _SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim",
 class Transfer:
     """What to take over to which model; None takes what the search had."""
 
-    source: Path
-    model: str
-    out: Path
-    max_drift: float = MAX_DRIFT
-    calibration: tuple[str, ...] = ()
-    dtype: str | None = None
-    device: str = "cpu"
-    backend: str = "auto"
-    revision: str | None = None
-    fresh: bool = False
-    picture: bool = True
+    source: Path = shared(arguments.add_artifact, "artifact with its sidecar", dest="source", old="--from")
+    model: str = shared(arguments.add_model, "the fine-tune: hub id, local folder or GGUF file")
+    out: Path = shared(arguments.add_out, "artifact to write")
+    max_drift: float = option("how much a head's error may grow", default=MAX_DRIFT, within=at_least(0))
+    calibration: tuple[str, ...] = shared(
+        arguments.add_task,
+        "a task of the search that has a file: text:FILE",
+        dest="calibration",
+        old="--calibration",
+        default=(),
+    )
+    dtype: str | None = shared(partial(arguments.add_dtype, default=None), "(default: as searched)", default=None)
+    device: str = shared(arguments.add_device, default="cpu")
+    backend: str = shared(arguments.add_backend, default="auto")
+    revision: str | None = shared(arguments.add_revision, default=None)
+    fresh: bool = shared(arguments.add_fresh, default=False)
+    picture: bool = shared(arguments.add_picture, default=True)
     command: str = ""
 
     def __post_init__(self) -> None:
-        if not self.max_drift >= 0:
-            raise HeadwiseError(f"--max-drift must be at least 0, got {self.max_drift}")
+        check_ranges(self)
         for task in self.calibration:
             parse_task(task)
 
@@ -78,7 +85,7 @@ def run(config: Transfer) -> tuple[Artifact, Artifact, Drift, np.ndarray]:
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     _check_shape(artifact, model, loaded)
     prompts = _prompts(config, artifact, loaded)
-    with Ledger(config.out, "transfer", settings=_settings(config, artifact, model), fresh=config.fresh) as ledger:
+    with Ledger(config.out, "transfer", settings=_depends(config, artifact, model), fresh=config.fresh) as ledger:
         drift = measure_drift(loaded, artifact, arrays, prompts, ledger, backend=config.backend)
         moved = drift.moved(config.max_drift)
         heads = [(int(layer), int(head)) for layer, head in np.argwhere(moved)]
@@ -153,7 +160,7 @@ def _made(search: SearchInfo, tasks: Sequence[str], length: int, loaded: LoadedM
     return [prompt for task in tasks for prompt in make_prompts(task, loaded.tokenizer, **how)]
 
 
-def _settings(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:
+def _depends(config: Transfer, artifact: Artifact, model: ModelInfo) -> dict[str, Any]:
     """All that drift and scores depend on."""
     return {
         "artifact": artifact.content_sha256,
@@ -191,4 +198,5 @@ def report(written: Artifact, source: Artifact, drift: Drift, moved: np.ndarray,
     if left:
         lines.append(f"not taken over: {' and '.join(left)}, which were found on {source.model.name}")
     lines.append(f"wrote {config.out}, {written.sidecar.file if written.sidecar else ''}")
+    lines.append(f"next: python -m search.gate {config.out} --model {config.model} --task text:FILE")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import pattern_name
+from artifacts import HeadwiseError, pattern_name
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
 from search.common.report import report
@@ -78,6 +78,22 @@ def test_every_head_is_explained_by_the_recorded_price(searched: Path) -> None:
             why = " ".join(answer["why"])
             assert "has the least sum" in why or "in a later step" in why or "left the dearer estimates out" in why
             assert answer["unit"] == "flops" and sum(row["chosen"] for row in answer["candidates"]) == 1
+
+
+def test_a_price_that_ranks_share_is_no_heads(searched: Path, tiny_model: Path, tmp_path: Path) -> None:
+    artifact, arrays = artifacts.load_pair(searched)
+    shared, other = tmp_path / "shared.yaml", tmp_path / "gone.yaml"
+    artifacts.save(artifact, shared, {**arrays, "allocation.ranks": np.array([2])})
+    files = {"out": tmp_path / "new.yaml", "model": str(tiny_model)}
+    with pytest.raises(HeadwiseError, match="searched for 2 ranks of tensor parallelism, which share a layer's price"):
+        transfer(Transfer(source=shared, **files))
+    (why,) = explain(Question(file=shared, layer=1, head=0))["why"]
+    assert "by what the slowest of 2 ranks takes in a layer" in why
+    renamed = {name.replace(".a_64_125.", ".a_64_126."): array for name, array in arrays.items()}
+    assert renamed.keys() != arrays.keys()
+    artifacts.save(artifact, other, renamed)
+    with pytest.raises(HeadwiseError, match="the search tried a_64_126, which searches try no more"):
+        transfer(Transfer(source=other, **files))
 
 
 def test_a_fine_tune_of_other_weights_is_searched_again_at_the_price(

@@ -34,21 +34,8 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     command: list[str], by_head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new.yaml"
-    filters.main(
-        [
-            *command,
-            "--out",
-            str(out),
-            "--budget",
-            "0.25",
-            "--selector",
-            "uniform",
-            "--window",
-            "4",
-            "--prefill-ratio",
-            "0.5",
-        ]
-    )
+    options = "--budget 0.25 --selector uniform --window 4 --prefill-ratio 0.5"
+    filters.main([*command, "--out", str(out), *options.split()])
     before, arrays = artifacts.load_pair(by_head)
     after, more = artifacts.load_pair(out)
     assert after.decode is not None and after.prefill == before.prefill and after.patterns == before.patterns

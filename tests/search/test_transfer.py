@@ -103,6 +103,7 @@ def test_only_the_heads_that_moved_are_searched_again(
     out = tmp_path / "new.yaml"
     assert main([str(source), "--model", str(finetune), "--out", str(out), "--no-picture"]) == 0
     said = capsys.readouterr().out
+    assert said.endswith(f"next: python -m search.gate {out} --model {finetune} --task text:FILE\n")
     assert "2 of 18 heads drifted by more than 0.25 and were searched again" in said
     assert "layers   0 (1), 2 (1)" in said
     before, old = artifacts.load_pair(source)

@@ -292,6 +292,7 @@ def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: 
     assert main(options(tiny_model, out, tensor_parallel="2")) == 0
     artifact, arrays = artifacts.load_pair(out)
     assert artifact.prefill.front is not None
+    assert arrays["allocation.ranks"] == 2
     own = np.asarray(arrays["chosen.flops"], dtype=np.float64)
     assert spent_by(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 from artifacts import HeadwiseError
 from kernels.patterns import make
 from search.published.record import choose_all
-from search.published.score import Scores, best_single_kind, choose, mean_scores
+from search.published.score import FamilyScores, best_single_kind, least_error, mean_scores
 from search.published.space import Family
 
 FAMILIES = [
@@ -19,22 +19,22 @@ FAMILIES = [
 SIZES = np.array([[64, 128], [4, 0], [8, 0]])
 
 
-def scores(*rows: tuple[float, float, float, bool]) -> Scores:
+def scores(*rows: tuple[float, float, float, bool]) -> FamilyScores:
     error, recall, density, within = map(np.array, zip(*rows, strict=True))
     return {"error": error, "recall": recall, "density": density, "within": within, "sizes": SIZES}
 
 
 def test_smallest_error_wins() -> None:
-    assert choose(scores((0.3, 0.9, 0.2, True), (0.2, 0.8, 0.2, True), (0.4, 0.95, 0.2, True))) == 1
+    assert least_error(scores((0.3, 0.9, 0.2, True), (0.2, 0.8, 0.2, True), (0.4, 0.95, 0.2, True))) == 1
 
 
 def test_a_tie_goes_to_the_cheaper() -> None:
-    assert choose(scores((0.2, 0.9, 0.3, True), (0.2, 0.9, 0.1, True), (0.2, 0.9, 0.2, True))) == 1
+    assert least_error(scores((0.2, 0.9, 0.3, True), (0.2, 0.9, 0.1, True), (0.2, 0.9, 0.2, True))) == 1
 
 
 def test_over_budget_is_out_however_good() -> None:
-    assert choose(scores((0.5, 0.5, 0.2, True), (0.0, 1.0, 0.9, False), (0.0, 1.0, 0.9, False))) == 0
-    assert choose(scores((0.1, 1, 0.4, False), (0.1, 1, 0.5, False), (0.1, 1, 0.6, False))) is None
+    assert least_error(scores((0.5, 0.5, 0.2, True), (0.0, 1.0, 0.9, False), (0.0, 1.0, 0.9, False))) == 0
+    assert least_error(scores((0.1, 1, 0.4, False), (0.1, 1, 0.5, False), (0.1, 1, 0.6, False))) is None
 
 
 def test_nothing_within_budget_names_the_head() -> None:
