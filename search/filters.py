@@ -19,8 +19,9 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.options import add_arguments, config_of
 from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import SimilarityConfig
+from search.decode.filter_config import FilterSearch
 from search.decode.filter_layers import Rules
-from search.decode.filter_search import FilterSearch, run
+from search.decode.filter_search import run
 from search.decode.found import record, report
 
 

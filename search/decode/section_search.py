@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, load_pair
+from artifacts import Artifact, HeadwiseError, load_pair, update
 from artifacts.files import check_writable
+from artifacts.sections import with_seen
 from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -19,7 +20,6 @@ from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt
 from profiling.ranks import one_process
 from runtime.fingerprint import check
-from search.common.amending import amend
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -70,9 +70,20 @@ class SectionSearch:
         return Ledger(self.out, self.command, settings=about, fresh=fresh)
 
     def write(self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]) -> Artifact:
-        """Change the section in the artifact as it is by now, add the arrays, and write it."""
-        small: dict[str, Array] = {name: array.astype(np.float32) for name, array in arrays.items()}
-        return amend(self.file, self.out, self.artifact.model, change, small, self.seen)
+        """Change the section in the artifact as it is by now, add the arrays and what was looked at, and write it.
+
+        Raises:
+            HeadwiseError: it is by now of another model than the one that was measured.
+        """
+        found = {name: array.astype(np.float32) for name, array in arrays.items()}
+
+        def changed(now: Artifact, others: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+            # Measuring took a while, and other commands write into the same file.
+            if now.model != self.artifact.model:
+                raise HeadwiseError(f"{self.file}: was replaced meanwhile by an artifact of another model: start again")
+            return with_seen(change(now), {**others, **found}, self.seen.digests)
+
+        return update(self.file, changed, out=self.out)
 
 
 def beyond_chance(ours: Sequence[float], theirs: Sequence[float]) -> bool:

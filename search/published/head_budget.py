@@ -6,13 +6,11 @@ dense attention's output wins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from artifacts import Artifact, Calibration, ModelInfo
 from artifacts.files import check_writable
-from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
@@ -24,7 +22,7 @@ from search.common.serving import serving_backend
 from search.model.prompts import check_positions
 from search.published.config import DEFAULT_BUDGET, HeadSearch
 from search.published.record import build_artifact
-from search.published.score import mean_scores, score_families
+from search.published.score import HeadBudget, mean_scores
 from search.published.space import PAPER_BUDGET, PAPER_LENGTH, initial_space, target_tiles
 
 
@@ -80,12 +78,11 @@ def search_model(config: HeadSearch, loaded: LoadedModel, model: ModelInfo) -> A
         "space": [family.name for family in families],
     }
 
-    def score(inputs: LayerInputs, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        sizes = None if first is None else first["sizes"]
-        return score_families(inputs, families, target, config.tail, sizes, backend=backend)
-
+    rule = HeadBudget(families=families, target=target, dense_tail=config.tail, backend=backend)
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh) as ledger:
-        scores = score_layers(loaded, prompts, {layer: {} for layer in layers}, score, ledger, "scoring candidates")
+        scores = score_layers(
+            loaded, prompts, {layer: {} for layer in layers}, rule.score, ledger, "scoring candidates"
+        )
         artifact = build_artifact(
             config,
             model,

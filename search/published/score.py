@@ -6,6 +6,7 @@ Shapes: H query heads, G KV heads, S prompt length, D head dim, C candidates (fa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,43 +20,41 @@ FamilyScores = Mapping[str, np.ndarray]
 whether the candidate keeps to the budget; sizes, with an axis more: its sizes in its family's order, 0 beyond them."""
 
 
-def score_families(
-    inputs: LayerInputs,
-    families: Sequence[Family],
-    target: int,
-    dense_tail: int,
-    sizes: np.ndarray | None,
-    *,
-    backend: str,
-) -> FamilyScores:
-    """Scores of all heads and candidates of a layer.
+@dataclass(frozen=True, kw_only=True)
+class HeadBudget:
+    """What every head has to keep to: `target` tiles, with the last `dense_tail` queries that see every key.
 
-    Args:
-        inputs: the layer's q (1, H, S, D), k (1, G, S, D) and v.
-        families: the C entries of the initial space.
-        target: tiles a head may compute.
-        dense_tail: last queries that see every key, whatever the candidate.
-        sizes: (H, C, 2) chosen on an earlier prompt; None chooses them here by ChangeSpace.
-        backend: the attention backend, as for kernels.attention.sparse_attention.
+    families: the C entries of the initial space. backend: as for kernels.attention.sparse_attention.
     """
-    heads, length = inputs.q.shape[1:3]
-    dense = dense_attention(inputs, backend=backend)
-    build = builders(families, inputs.q, inputs.k, scale=inputs.scale, dense_tail=dense_tail)
-    found = {name: np.empty((heads, len(families))) for name in MEASURES}
-    found |= {"within": np.ones((heads, len(families)), dtype=bool), "sizes": np.zeros((heads, len(families), 2), int)}
-    for c, family in enumerate(families):
-        if sizes is None:
-            patterns = change_space(family, target, build[family.kind], num_heads=heads, length=length)
-        else:
-            patterns = [family.sized(own) for own in sizes[:, c]]
-        index = build[family.kind](patterns)
-        one = index_fidelity(inputs, index, dense=dense, backend=backend)
-        for name in MEASURES:
-            found[name][:, c] = getattr(one, name)
-        if sizes is None:
-            found["within"][:, c] = index.computed_tiles()[0].cpu().numpy() <= target
-        found["sizes"][:, c, : len(family.start)] = [family.sizes_of(pattern) for pattern in patterns]
-    return found
+
+    families: Sequence[Family]
+    target: int
+    dense_tail: int
+    backend: str
+
+    def score(self, inputs: LayerInputs, first: Mapping[str, np.ndarray] | None) -> FamilyScores:
+        """Scores of all heads and candidates of a layer, q (1, H, S, D), k (1, G, S, D) and v.
+
+        first: those on the first prompt, whose sizes are taken; None chooses them by ChangeSpace.
+        """
+        (heads, length), count = inputs.q.shape[1:3], len(self.families)
+        dense = dense_attention(inputs, backend=self.backend)
+        build = builders(self.families, inputs.q, inputs.k, scale=inputs.scale, dense_tail=self.dense_tail)
+        found = {name: np.empty((heads, count)) for name in MEASURES}
+        found |= {"within": np.ones((heads, count), dtype=bool), "sizes": np.zeros((heads, count, 2), int)}
+        for c, family in enumerate(self.families):
+            if first is None:
+                patterns = change_space(family, self.target, build[family.kind], num_heads=heads, length=length)
+            else:
+                patterns = [family.sized(own) for own in first["sizes"][:, c]]
+            index = build[family.kind](patterns)
+            one = index_fidelity(inputs, index, dense=dense, backend=self.backend)
+            for name in MEASURES:
+                found[name][:, c] = getattr(one, name)
+            if first is None:
+                found["within"][:, c] = index.computed_tiles()[0].cpu().numpy() <= self.target
+            found["sizes"][:, c, : len(family.start)] = [family.sizes_of(pattern) for pattern in patterns]
+        return found
 
 
 def mean_scores(samples: Sequence[FamilyScores]) -> FamilyScores:

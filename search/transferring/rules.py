@@ -26,7 +26,7 @@ from search.explaining.findings import Findings
 from search.model.candidates import ladder
 from search.model.hulls import at_price
 from search.model.scoring import build_all
-from search.published.score import FamilyScores, least_error, mean_scores, score_families
+from search.published.score import HeadBudget, least_error, mean_scores
 from search.published.space import initial_space, target_tiles
 
 if TYPE_CHECKING:
@@ -50,28 +50,10 @@ class Replacement:
         return cls(pattern=pattern, values={"chosen.candidate": candidate, **own, **values})
 
 
-class HeadBudget:
+class LeastError(HeadBudget):
     """Each head has the same budget, and of what keeps to it takes the least error (MInference 1.0, Algorithm 1)."""
 
-    def __init__(self, artifact: Artifact, backend: str) -> None:
-        assert artifact.search is not None
-        search = artifact.search
-        length, self._tail = search.calibration.lengths[0], artifact.prefill.dense_tail
-        self._families = initial_space(length, scaled=search.preset == "scaled")
-        self._target = target_tiles(search.budget, length, self._tail)
-        self._budget, self._backend = search.budget, backend
-
-    def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: FamilyScores | None
-    ) -> Mapping[str, np.ndarray]:
-        """The scores of a layer's heads on one prompt, arrays (h, C, ...) by name.
-
-        inputs: of these heads alone, in this order. first: their scores on the first prompt, None on that one.
-        """
-        sizes = None if first is None else first["sizes"]
-        return score_families(inputs, self._families, self._target, self._tail, sizes, backend=self._backend)
-
-    def replacement(self, layer: int, head: int, samples: Sequence[FamilyScores]) -> Replacement:
+    def replacement(self, layer: int, head: int, samples: Sequence[Mapping[str, np.ndarray]]) -> Replacement:
         """What a head gets by its scores on all prompts.
 
         Raises:
@@ -80,13 +62,13 @@ class HeadBudget:
         scores = mean_scores(samples)
         best = least_error(scores)
         if best is None:
-            raise HeadwiseError(f"no candidate keeps to the budget {self._budget} for head {layer}.{head}")
+            raise HeadwiseError(f"no candidate keeps to the budget of {self.target} tiles for head {layer}.{head}")
         values: dict[str, float] = {}
-        for number, family in enumerate(self._families):
+        for number, family in enumerate(self.families):
             sizes = {name: int(size) for (name, _), size in zip(family.start, scores["sizes"][number], strict=False)}
             found = {name: float(scores[name][number]) for name in MEASURES} | sizes
             values |= {f"candidates.{number}.{family.name}.{name}": value for name, value in found.items()}
-        pattern = as_artifact_pattern(self._families[best].sized(scores["sizes"][best]))
+        pattern = as_artifact_pattern(self.families[best].sized(scores["sizes"][best]))
         return Replacement.of(pattern, best, {name: float(scores[name][best]) for name in MEASURES}, values)
 
 
@@ -112,17 +94,15 @@ class ModelPrice:
         self._patterns = _tried(found)
         self._tail = found.artifact.prefill.dense_tail
 
-    def score(
-        self, inputs: LayerInputs, layer: int, heads: Sequence[int], first: FamilyScores | None
-    ) -> Mapping[str, np.ndarray]:
-        """As HeadBudget.score."""
+    def score(self, inputs: LayerInputs, first: Mapping[str, np.ndarray] | None) -> Mapping[str, np.ndarray]:
+        """The scores of h heads on one prompt, (h, C) by name; inputs: of these heads alone, in this order."""
         dense = dense_attention(inputs, backend=self._backend)
         indices = (with_dense_tail(index, self._tail) for index in build_all(inputs, self._patterns))
         each = [index_fidelity(inputs, index, dense=dense, backend=self._backend) for index in indices]
         return {name: np.stack([getattr(one, name) for one in each], axis=1) for name in MEASURES}
 
-    def replacement(self, layer: int, head: int, samples: Sequence[FamilyScores]) -> Replacement:
-        """As HeadBudget.replacement; some candidate always may be taken."""
+    def replacement(self, layer: int, head: int, samples: Sequence[Mapping[str, np.ndarray]]) -> Replacement:
+        """As LeastError.replacement; some candidate always may be taken."""
         means = {name: np.mean([one[name] for one in samples], axis=0) for name in MEASURES}
         tried = self._found.results(layer, head)
         errors = sum(result.error**2 for result in tried)
@@ -167,20 +147,26 @@ def _tried(found: Findings) -> list[KernelPattern]:
     return [known[name] for name in names]
 
 
-def rule_of(artifact: Artifact, arrays: Mapping[str, Array], *, backend: str) -> HeadBudget | ModelPrice:
+def rule_of(artifact: Artifact, arrays: Mapping[str, Array], *, backend: str) -> LeastError | ModelPrice:
     """The rule that the artifact's search went by.
 
     Raises:
         HeadwiseError: the sidecar lacks what the rule needs.
     """
-    assert artifact.search is not None
-    if artifact.search.allocation == "heads":
-        return HeadBudget(artifact, backend)
+    search, tail = artifact.search, artifact.prefill.dense_tail
+    assert search is not None
+    if search.allocation == "heads":
+        (length,) = search.calibration.lengths
+        families, target = (
+            initial_space(length, scaled=search.preset == "scaled"),
+            target_tiles(search.budget, length, tail),
+        )
+        return LeastError(families=families, target=target, dense_tail=tail, backend=backend)
     return ModelPrice(Findings.of(artifact, arrays), backend)
 
 
 def search_again(
-    loaded: LoadedModel, rule: HeadBudget | ModelPrice, prompts: Sequence[Prompt], heads: Sequence[Head], ledger: Ledger
+    loaded: LoadedModel, rule: LeastError | ModelPrice, prompts: Sequence[Prompt], heads: Sequence[Head], ledger: Ledger
 ) -> dict[Head, Replacement]:
     """Score these heads' candidates on every prompt, and choose.
 
@@ -192,8 +178,7 @@ def search_again(
         by_layer.setdefault(layer, []).append(head)
 
     def score(inputs: LayerInputs, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        some = by_layer[inputs.layer]
-        return rule.score(of_heads(inputs, some), inputs.layer, some, first)
+        return rule.score(of_heads(inputs, by_layer[inputs.layer]), first)
 
     layers = {layer: {"heads": some} for layer, some in by_layer.items()}
     scores = score_layers(loaded, prompts, layers, score, ledger, "searching again")

@@ -80,20 +80,26 @@ def test_every_head_is_explained_by_the_recorded_price(searched: Path) -> None:
             assert answer["unit"] == "flops" and sum(row["chosen"] for row in answer["candidates"]) == 1
 
 
-def test_a_price_that_ranks_share_is_no_heads(searched: Path, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (None, "allocation.ranks", "searched for 2 ranks of tensor parallelism, which share a layer's price"),
+        ("allocation.price", "allocation.former", r"no allocation\.price in its sidecar"),
+        (".a_64_125.", ".a_64_126.", "the search tried a_64_126, which searches try no more"),
+    ],
+)
+def test_without_a_price_of_its_own_and_known_candidates_no_head_is_chosen(
+    old: str | None, new: str, says: str, searched: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     artifact, arrays = artifacts.load_pair(searched)
-    shared, other = tmp_path / "shared.yaml", tmp_path / "gone.yaml"
-    artifacts.save(artifact, shared, {**arrays, "allocation.ranks": np.array([2])})
-    files = {"out": tmp_path / "new.yaml", "model": str(tiny_model)}
-    with pytest.raises(HeadwiseError, match="searched for 2 ranks of tensor parallelism, which share a layer's price"):
-        transfer(Transfer(source=shared, **files))
-    (why,) = explain(Question(file=shared, layer=1, head=0))["why"]
-    assert "by what the slowest of 2 ranks takes in a layer" in why
-    renamed = {name.replace(".a_64_125.", ".a_64_126."): array for name, array in arrays.items()}
-    assert renamed.keys() != arrays.keys()
-    artifacts.save(artifact, other, renamed)
-    with pytest.raises(HeadwiseError, match="the search tried a_64_126, which searches try no more"):
-        transfer(Transfer(source=other, **files))
+    changed = {name.replace(old, new) if old else name: array for name, array in arrays.items()}
+    file = tmp_path / "changed.yaml"
+    artifacts.save(artifact, file, changed if old else {**changed, new: np.array([2])})
+    with pytest.raises(HeadwiseError, match=says):
+        transfer(Transfer(source=file, model=str(tiny_model), out=tmp_path / "new.yaml"))
+    if old != ".a_64_125.":
+        (why,) = explain(Question(file=file, layer=1, head=0))["why"]
+        assert ("by what the slowest of 2 ranks takes in a layer" if old is None else "was not written down") in why
 
 
 def test_a_fine_tune_of_other_weights_is_searched_again_at_the_price(

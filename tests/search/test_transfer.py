@@ -286,13 +286,3 @@ def test_what_is_in_the_ledger_is_not_measured_again(
     assert run(options(source, finetune, out, max_drift=0.05))[3].sum() >= len(MOVED)
     monkeypatch.setattr("search.common.layers.capture", never)
     assert run(options(source, finetune, out))[0].content_sha256 == first.content_sha256
-
-
-def test_without_the_price_nobody_can_choose(source: Path, finetune: Path, tmp_path: Path) -> None:
-    artifact, arrays = artifacts.load_pair(source)
-    assert artifact.search is not None
-    search = artifact.search.model_copy(update={"allocation": "model"})
-    file = tmp_path / "model.yaml"
-    artifacts.save(artifact.model_copy(update={"search": search}), file, arrays)
-    with pytest.raises(HeadwiseError, match=r"no allocation\.price in its sidecar"):
-        run(options(file, finetune, tmp_path / "new.yaml"))
