@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,13 +46,10 @@ def coverage_of(points: Sequence[Point], tokens: float) -> float:
     return float(np.interp(tokens, reads, [point.coverage or 0.0 for point in points]))
 
 
-def compared(measure: Callable[..., list[Point]], coverage: float, tokens: float, most: int) -> tuple[Point, ...]:
-    """A coverage on other prompts, beside a fixed budget of as many tokens and beside the whole budget."""
-    return tuple(measure(budgets=sorted({max(1, round(tokens)), most}), coverages=[coverage], most=most))
-
-
-def report(points: Sequence[Point]) -> list[str]:
-    """A line for each point, on held-out prompts."""
+def lines_of(points: Sequence[Point]) -> list[str]:
+    """A line for each point, on held-out prompts; none without points."""
+    if not points:
+        return []
     lines = [f"{'on held-out prompts':<27}tokens       error  worst prompt"]
     for point in points:
         what = f"top {point.budget}" if point.coverage is None else f"coverage {point.coverage:g}"

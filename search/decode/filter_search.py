@@ -20,7 +20,7 @@ from profiling.similarities.budget_meter import Point, measure_budgets
 from profiling.similarities.layer_similarity import SimilarityConfig, measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.layers import attention_layers, sliding_layers
-from search.decode.coverage import GRID, compared, coverage_of, least_coverage
+from search.decode.coverage import GRID, coverage_of, least_coverage
 from search.decode.decode_loss import decode_loss
 from search.decode.filter_config import FilterSearch
 from search.decode.filter_layers import (
@@ -92,7 +92,8 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         found = compare(choice, former, measure(again, loaded, ledger, prompts=others), pooled, tried)
         if config.target_error is not None or config.target_tokens is not None:
             found = _with_coverage(config, found, again, loaded, ledger, mine, others)
-        written = search.write(lambda now: with_filters(now, config, found), _measured(found))
+        section = Decode(omnikv=_section(config, found))
+        written = search.write(lambda now: now.model_copy(update={"decode": section}), _measured(found))
         ledger.remove()
     return written, found
 
@@ -121,7 +122,9 @@ def _with_coverage(
         assert config.target_error is not None
         point = least_coverage(grid, config.target_error)
         coverage, tokens = point.coverage or 0.0, point.tokens
-    return replace(found, coverage=coverage, points=compared(partial(points, others), coverage, tokens, most))
+    # Beside a fixed budget of as many tokens, and the whole one.
+    found_there = points(others, budgets=sorted({max(1, round(tokens)), most}), coverages=[coverage], most=most)
+    return replace(found, coverage=coverage, points=tuple(found_there))
 
 
 def _least_loss(
@@ -218,11 +221,6 @@ def compare(choice: Choice, profile: Profile, held_out: Profile, pooled: Choice,
         pooled=score(pooled, held_out),
         tried=tuple(tried),
     )
-
-
-def with_filters(artifact: Artifact, config: FilterSearch, found: Found) -> Artifact:
-    """The artifact with the choice as its decode section."""
-    return artifact.model_copy(update={"decode": Decode(omnikv=_section(config, found))})
 
 
 def _section(config: FilterSearch, found: Found) -> OmniKV:

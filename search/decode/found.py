@@ -12,7 +12,7 @@ import numpy as np
 from artifacts.errors import plural
 from profiling.similarities.budget_meter import Point
 from profiling.similarities.similarity_profile import Profile
-from search.decode.coverage import report as report_points
+from search.decode.coverage import lines_of
 from search.decode.filter_layers import Choice, served
 from search.decode.head_map import KINDS
 
@@ -58,15 +58,21 @@ class Found:
         return float(np.mean([score.error for score in self.random]))
 
 
+def _scores(found: Found) -> dict[str, Score]:
+    """By the names of the report."""
+    return {
+        "chosen on": found.made_by,
+        "held-out prompts": found.held_out,
+        "one choice for all": found.pooled,
+        "evenly spaced": found.even,
+    }
+
+
 def record(found: Found) -> dict[str, Any]:
     """The figures of the report as plain data, with what they were measured on."""
-    scores = {
-        "chosen_on": found.made_by,
-        "held_out": found.held_out,
-        "one_for_all": found.pooled,
-        "evenly_spaced": found.even,
-        **{f"tried {kind}": score for kind, score in zip(KINDS, found.tried, strict=False)},
-    }
+    names = ("chosen_on", "held_out", "one_for_all", "evenly_spaced")
+    scores = dict(zip(names, _scores(found).values(), strict=True))
+    scores |= {f"tried {kind}": score for kind, score in zip(KINDS, found.tried, strict=False)}
     about = found.profile.about
     return {
         "scores": {
@@ -100,41 +106,32 @@ def _whose(found: Found) -> str:
 
 def report(found: Found) -> str:
     """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
-    choice, n, mapped = found.choice, len(found.profile.layers), found.choice.takes is not None
-
-    tried = ", ".join(f"--heads {kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
-
-    def line(what: str, mass: float, error: float, note: str = "") -> str:
-        return f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip()
-
+    choice, n = found.choice, len(found.profile.layers)
+    rows: list[tuple[str, float, float, str]] = []
+    for what, score in _scores(found).items():
+        if score is not found.pooled or choice.takes is not None:
+            other = score is found.pooled or score is found.even
+            rows.append((what, score.kept, score.error, f"({named(score.choice.filter_layers)})" * other))
+    kept, errors = [score.kept for score in found.random], [score.error for score in found.random]
+    rows += [(f"{len(kept)} random, mean", found.random_kept, found.random_error, "")]
+    rows += [("best of these", max(kept), min(errors), "")]
     lines = [
         f"filter layers {named(choice.filter_layers)}; dense {named(choice.dense_layers)}; "
         f"{n - choice.full} of {n} full-attention layers are sparse",
         f"with the top {found.profile.about['top_k']} tokens of {_whose(found)}",
         f"{'':<27}kept       error",
-        line("chosen on", found.made_by.kept, found.made_by.error),
-        line("held-out prompts", found.held_out.kept, found.held_out.error),
-        *([line("one choice for all", found.pooled.kept, found.pooled.error, _layers(found.pooled.choice))] * mapped),
-        line("evenly spaced", found.even.kept, found.even.error, _layers(found.even.choice)),
-        line(f"{len(found.random)} random, mean", found.random_kept, found.random_error),
-        line(
-            "best of these",
-            max(other.kept for other in found.random),
-            min(other.error for other in found.random),
-        ),
-        *(
-            [f"error on other prompts again: {tried}; a head map is taken where it has less beyond chance"]
-            if tried
-            else []
-        ),
-        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
-        "the residual stream, summed",
+        *(f"  {what:<21}{mass:8.4f}{error:12.5f}  {note}".rstrip() for what, mass, error, note in rows),
     ]
-    return "\n".join([*lines, *(report_points(found.points) if found.points else [])])
-
-
-def _layers(choice: Choice) -> str:
-    return f"({named(choice.filter_layers)})"
+    if found.tried:
+        tried = (f"--heads {kind} {score.error:.5f}" for kind, score in zip(KINDS, found.tried, strict=False))
+        lines.append(
+            f"error on other prompts again: {', '.join(tried)}; a head map is taken where it has less beyond chance"
+        )
+    lines.append(
+        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
+        "the residual stream, summed"
+    )
+    return "\n".join([*lines, *lines_of(found.points)])
 
 
 def named(layers: Sequence[int]) -> str:
