@@ -11,12 +11,23 @@ _failed: dict[tuple[object, ...], str] = {}
 
 
 class CannotBuildError(RuntimeError):
-    """A kernel could not be compiled or does not fit the device. Nothing of the call has been computed."""
+    """A kernel could not be compiled or does not fit the device. The call is to be done by another."""
 
 
 def failure(*kernel: object) -> str | None:
     """Why a kernel cannot be built, by whatever names it: None if it can, or has not been tried."""
     return _failed.get(kernel)
+
+
+def any_failed() -> bool:
+    """Whether there is one that cannot be built."""
+    return bool(_failed)
+
+
+def check(*kernel: object) -> None:
+    """Raise CannotBuildError if the kernel is known to fail."""
+    if (reason := failure(*kernel)) is not None:
+        raise CannotBuildError(reason)
 
 
 def failures() -> dict[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
 from typing import TypeVar
 
 import torch
@@ -65,9 +65,19 @@ def derivative_wanted(*tensors: Tensor) -> str | None:
 
 
 def choose(
-    name: str, q: Tensor, k: Tensor, v: Tensor, op: str = "attention", *, sinks: Tensor | None = None
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    op: str = "attention",
+    *,
+    sinks: Tensor | None = None,
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> ModuleType:
-    """The module that serves the call: the one asked for, or for "auto" the fastest that can."""
+    """The module that serves the call: the one asked for, or for "auto" the fastest that can.
+
+    failed: backends that have tried this call in vain, and why.
+    """
     unwanted = None if sinks is None else derivative_wanted(sinks)
     if name != "auto":
         module = backend(name, op)
@@ -76,7 +86,7 @@ def choose(
         return module
     for candidate in _by_device(q.device.type):
         module = backend(candidate, op)
-        reason = module.supports(q, k, v) or (unwanted if candidate != "reference" else None)
+        reason = failed.get(candidate) or module.supports(q, k, v) or (unwanted if candidate != "reference" else None)
         if reason is None:
             return module
         if _MADE_FOR[candidate] == q.device.type:
@@ -99,14 +109,16 @@ def serve(
     Raises:
         ValueError: the backend asked for by name cannot serve the call.
     """
+    failed: dict[str, str] = {}
     while True:
-        module = choose(name, q, k, v, op, sinks=sinks)
+        module = choose(name, q, k, v, op, sinks=sinks, failed=failed)
         try:
             return call(module)
         except CannotBuildError as error:
-            # The next time around, and in all calls to come, the module says so itself.
+            # What builds for other calls is asked for them again: only `supports` declines all.
             if name != "auto":
                 raise ValueError(f"backend {name!r} cannot serve this call: {error}") from error
+            failed[module.__name__.rpartition(".")[2]] = str(error)
 
 
 @functools.cache

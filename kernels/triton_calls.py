@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.breaker import building
+from kernels.breaker import any_failed, building, check
 
 _LOG2E = 1.4426950408889634
 
@@ -19,7 +19,10 @@ _LOG2E = 1.4426950408889634
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
     """One launch: the kernel and the module that has it, its grid, its arguments, those of them that are compiled in,
-    Triton's own options, and whether it makes descriptors, which takes memory of the device's while it runs."""
+    Triton's own options, and whether it makes descriptors, which takes memory of the device's while it runs.
+
+    plain: whether no call of its op does with less; where it does not build, the op is not served.
+    """
 
     module: str
     kernel: str
@@ -28,6 +31,11 @@ class KernelCall:
     constants: dict[str, Any]
     options: dict[str, Any]
     descriptors: bool = False
+    plain: bool = True
+
+    def build(self, op: tuple[object, ...]) -> tuple[object, ...]:
+        """What a build of it that fails is remembered by: its op, and what is compiled in where others do without."""
+        return op if self.plain else (*op, self.kernel, *self.constants.values(), *self.options.values())
 
     @property
     def function(self) -> Any:
@@ -42,16 +50,24 @@ def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
-def run_calls(calls: Sequence[KernelCall], device: torch.device, *build: object) -> None:
-    """Launch them in turn; `build` is what one that fails to build is remembered by (kernels.breaker)."""
-    on_its_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_its_device, building(*build):
+def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) -> None:
+    """Launch them in turn, none where one is known to fail; `op` is what their builds have in common (kernels.breaker).
+
+    Raises:
+        CannotBuildError: one cannot be built. What was launched before it is to be done again.
+    """
+    if any_failed():
         for call in calls:
-            if call.descriptors:
-                # Whoever else sets an allocator in this process keeps it.
-                contextvars.copy_context().run(_with_memory, call, device)
-            else:
-                _run(call)
+            check(*call.build(op))
+    on_its_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_its_device:
+        for call in calls:
+            with building(*call.build(op)):
+                if call.descriptors:
+                    # Whoever else sets an allocator in this process keeps it.
+                    contextvars.copy_context().run(_with_memory, call, device)
+                else:
+                    _run(call)
 
 
 def _run(call: KernelCall) -> None:

@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,8 @@ from kernels.attention.triton_launch import (
     unavailable,
     unread,
 )
-from kernels.attention.triton_tuned import best
-from kernels.breaker import failure
+from kernels.attention.triton_tuned import best, timed
+from kernels.breaker import CannotBuildError, failure
 from kernels.copies import on_device
 from kernels.dispatch import derivative_wanted
 from kernels.index import TILE, SparseIndex, num_tiles
@@ -72,8 +73,17 @@ def sparse_attention(
     """See kernels.attention.launch; `launch` takes another build than the table's, `splits` so many parts."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
-    calls = prepare(q, k, v, index, **how, out=out, skipped=skipped, heads=heads, launch=launch, splits=splits)
-    run_calls(calls, q.device, *_build(q, v))
+    how |= {"out": out, "skipped": skipped, "heads": heads, "launch": launch, "splits": splits}
+    op = _build(q, v)
+    if launch is None and timed(q.device, q.element_size()):
+        # What was timed are plain calls: where such a build is none for this one, the table's is.
+        with suppress(CannotBuildError):
+            return _run(prepare(q, k, v, index, **how), q.device, *op, "timed")
+    return _run(prepare(q, k, v, index, **how, target=architecture(q.device)), q.device, *op)
+
+
+def _run(calls: Sequence[KernelCall], device: torch.device, *op: object) -> tuple[Tensor, Tensor]:
+    run_calls(calls, device, *op)
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
 
@@ -102,7 +112,7 @@ def prepare(
     """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
 
     With a block table k and v are caches (pages, page size, G, dim). `heads` are the query heads wanted, None for all.
-    `target` compiles for another architecture than that of q's device.
+    `target` takes an architecture's build from the table, where the fastest that was timed on the device would do.
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
@@ -204,7 +214,9 @@ def prepare(
         }  # fmt: skip
         programs, options = index.batch * chunks * per_chunk, build_options(each)
         call = _call("triton_kernel", "sparse_attention_kernel", programs, arguments | more, {"H": compiled}, options)
-        calls.append(replace(call, descriptors=compiled.bulk))
+        # A build that was timed can be done without.
+        plain = compiled.plain and target is not None and launch is None
+        calls.append(replace(call, descriptors=compiled.bulk, plain=plain))
     if splits > 1:
         calls.append(triton_parts.combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes))
     return calls

@@ -83,6 +83,12 @@ class How:
         return "_".join(str(value) for value in vars(self).values())
 
     @property
+    def plain(self) -> bool:
+        """Whether it is the least that is compiled: keys of a tensor by diagonals, of all heads and whole rows."""
+        more = (self.tiles, self.columns, self.tail, self.window, self.ragged, self.softcap, self.sinks, self.skip)
+        return not (self.page or self.subset or self.split or any(more))
+
+    @property
     def few(self) -> int:
         """Keys of a step over columns or own tiles."""
         return min(64, self.keys)

@@ -29,17 +29,21 @@ def best(device: torch.device, target: str, *, dim: int, itemsize: int, has_tile
 
     bulk: whether descriptors can be made of keys and values. A build with them is kept only where it is the faster.
     """
-    if device.type == "cuda" and itemsize == 2:
+    if timed(device, itemsize):
         sort = "lists" if has_tiles else "paired"
-        timed = _timed(torch.cuda.get_device_name(device))
         fitting = [
             (at, not described, build)
-            for (kind, at, described), build in timed.items()
+            for (kind, at, described), build in _timed(torch.cuda.get_device_name(device)).items()
             if kind == sort and dim <= at < 2 * dim and bulk >= described
         ]
         if fitting:
             return min(fitting, key=lambda each: each[:2])[2]
     return choose(target, dim=dim, itemsize=itemsize, has_tiles=has_tiles)
+
+
+def timed(device: torch.device, itemsize: int) -> bool:
+    """Whether any build was timed on this device."""
+    return device.type == "cuda" and itemsize == 2 and bool(_timed(torch.cuda.get_device_name(device)))
 
 
 def path(device_name: str) -> Path:

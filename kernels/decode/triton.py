@@ -198,6 +198,7 @@ def prepare(
             **which, "KEEP": mass is not None,
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
+        plain=not (any(which.values()) or paged or softcap or mass is not None),
     )  # fmt: skip
     launches = [split, triton_parts.combine(split.arguments, out, lse, sinks, rows=rows, splits=splits)]
     if mass is not None:
@@ -209,6 +210,7 @@ def prepare(
             arguments={**common, "lse": lse, "scores": mass},
             constants={"KEYS": _SCORED, "LARGEST": scores == "max", **which},
             options={"num_warps": 4},
+            plain=False,
         )
         launches.append(score)
     return launches, out, lse, mass

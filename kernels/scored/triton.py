@@ -101,5 +101,6 @@ def prepare(
             "SOFTCAP": softcap is not None, "PRECISION": build.precision,
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
+        plain=softcap is None,
     )  # fmt: skip
     return call, scores
