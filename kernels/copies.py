@@ -17,6 +17,11 @@ class Copy:
     stream: torch.cuda.Stream | None = None
     event: torch.cuda.Event | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.tensor.numel() * self.tensor.element_size()
+
     @classmethod
     def of(cls, made: Tensor, device: torch.device) -> Copy:
         """Copy a tensor of the host."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Self
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from kernels.copies import Copy, on_device
 from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows, num_tiles
+from kernels.kept import kept
 from kernels.patterns.base import Pattern
 from kernels.patterns.paged import Keys
 
@@ -36,7 +36,7 @@ class Fixed(Pattern):
     def whole(self, k_len: int) -> bool:
         """See Pattern.whole. Without a gap up to the farthest diagonal there is none at all."""
         far = num_tiles(k_len) - 1
-        diagonals = _entries(type(self), (self,), 1, k_len, torch.device("cpu"))[0].read()[0, 0]  # type: ignore[arg-type]
+        diagonals = _entries(type(self), (self,), 1, k_len, torch.device("cpu"))[0].read()[0, 0]
         return far < len(diagonals) and int(diagonals[far]) == far
 
     @classmethod
@@ -54,7 +54,7 @@ class Fixed(Pattern):
         batch, q_len, k_len, device = q.shape[0], q.shape[2], k.shape[2], q.device
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
-            diagonals, columns = (copy.read() for copy in _entries(cls, tuple(patterns), batch, k_len, device))  # type: ignore[arg-type]
+            diagonals, columns = (copy.read() for copy in _entries(cls, tuple(patterns), batch, k_len, device))
             return SparseIndex.built(
                 q_len=q_len,
                 k_len=k_len,
@@ -67,7 +67,7 @@ class Fixed(Pattern):
         return build
 
 
-@lru_cache(maxsize=64)
+@kept(lambda made: sum(copy.nbytes for copy in made), 1 << 26)
 def _entries(
     cls: type[Fixed], patterns: tuple[Fixed, ...], batch: int, k_len: int, device: torch.device
 ) -> tuple[Copy, ...]:

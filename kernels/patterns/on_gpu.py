@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from kernels.breaker import CannotBuildError
 from kernels.copies import Copy
 from kernels.index import PAD, SparseIndex, empty_entries, no_lists, num_rows, num_tiles
 from kernels.joining import cat_heads
+from kernels.kept import kept
 from kernels.patterns import cpu, triton
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse, chunks
@@ -48,6 +48,11 @@ class _Layout:
     offsets: Copy | None
     skip: Copy | None
     total: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of what it holds on the device."""
+        return sum(copy.nbytes for copy in (self.entries, self.offsets, self.skip) if copy is not None)
 
     def fields(self) -> dict[str, Any]:
         """What changes hands of it, to be read only but for the tiles, which are nobody's yet."""
@@ -154,7 +159,11 @@ def _build(
     return layout.with_fields(made)
 
 
-@lru_cache(maxsize=64)
+# Bytes of the layouts that are kept: those of 48 unlike layers at two lengths of 128K tokens.
+_ROOM = 1 << 27
+
+
+@kept(lambda layout: layout.nbytes, _ROOM)
 def _layout(kinds: _Kinds, shape: tuple[int, ...], k_len: int, window: int | None, device: torch.device) -> _Layout:
     """What is the same for every prompt of a length; not to be written to."""
     batch, _, q_len, dim = shape

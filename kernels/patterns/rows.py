@@ -5,12 +5,11 @@ Shapes: B batch, h heads of one kind, R query tiles, T entries of all lists.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from kernels.copies import Copy, on_device
+from kernels.kept import kept
 
 
 def offsets_of(
@@ -25,7 +24,7 @@ def offsets_of(
     return offsets.read(), total
 
 
-@lru_cache(maxsize=64)
+@kept(lambda made: made[0].nbytes, 1 << 26)
 def _made(
     most: tuple[int, ...], held: tuple[int, ...], batch: int, rows: int, first: int, device: torch.device
 ) -> tuple[Copy, int]:
