@@ -162,7 +162,7 @@ def prepare(
         splits = 1
     elif splits is None:
         splits = max(
-            _splits(index, part, each, sizes, q.device) for part, each, sizes in zip(parts, launches, has, strict=True)
+            _splits(index, part, each, sizes, q, (k, v)) for part, each, sizes in zip(parts, launches, has, strict=True)
         )
     partial = {"tops": lse, "totals": lse, "partial": lse}
     holes = ragged is not None and not ragged.covers(q.shape[0], q_len)
@@ -223,13 +223,14 @@ def prepare(
 
 
 def _splits(
-    index: SparseIndex, heads: Sequence[int], launch: Launch, sizes: Sequence[int], device: torch.device
+    index: SparseIndex, heads: Sequence[int], launch: Launch, sizes: Sequence[int], q: Tensor, kv: Sequence[Tensor]
 ) -> int:
     """Into how many parts a launch over some heads cuts the keys of a program, by the most that it may have."""
     diagonals, listed, columned = sizes
     keys = index.k_len if any(index.dense_tail) else min(index.k_len, (diagonals + listed) * TILE + columned)
     programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
-    return triton_parts.count(programs, keys // 128, triton_parts.at_once(launch.warps, device))
+    query, *key = (sum(split(x.shape[-1])) * x.element_size() for x in (q, *kv))
+    return triton_parts.count(programs, keys // 128, triton_parts.at_once(launch, sum(key), query, q.device))
 
 
 def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -> tuple[Tensor, Tensor]:

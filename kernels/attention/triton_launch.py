@@ -90,8 +90,13 @@ class How:
 
     @property
     def few(self) -> int:
-        """Keys of a step over columns or own tiles."""
-        return min(64, self.keys)
+        """Keys of a step over columns or own tiles.
+
+        Columns are looked up ahead, in shared memory, too: in steps of 64 what parts of 64 keys take of it would be too
+        much for a second program on a multiprocessor of Hopper.
+        """
+        crowded = self.split and self.columns and self.d0 > 64 and not self.bulk
+        return min(32 if crowded else 64, self.keys)
 
     @property
     def careful(self) -> How:

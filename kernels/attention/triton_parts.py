@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.attention.triton_launch import Launch
+from kernels.index import TILE
 from kernels.triton_calls import KernelCall
 
 # Beyond so many programs for each that runs at a time the last ones keep a GPU waiting for too little to matter.
@@ -20,6 +22,8 @@ OVERHEAD = 4
 _MOST = 64
 # Parts that combine_kernel reads at a time.
 _COMBINED = 16
+# Bytes that the system takes of a multiprocessor's shared memory for each program.
+_SHARED_OF_A_PROGRAM = 1024
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,18 +40,41 @@ def count(programs: int, steps: int, at_once: int) -> int:
 
 def few(programs: int, device: torch.device) -> bool:
     """Whether so many programs of four warps are too few for a GPU."""
-    return device.type == "cuda" and programs < _WAVES * at_once(4, device)
+    return device.type == "cuda" and programs < _WAVES * 2 * multiprocessors(device)
 
 
-def at_once(warps: int, device: torch.device) -> int:
-    """How many programs a device runs at a time: on each multiprocessor two of four warps, or one of eight."""
-    return multiprocessors(device) * max(1, 8 // warps)
+def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.device) -> int:
+    """How many programs a device runs at a time.
+
+    key_bytes: of a key and its value; query_bytes: of a query.
+    """
+    return multiprocessors(device) * resident(build, key_bytes, query_bytes, _shared(device))
+
+
+def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None) -> int:
+    """How many programs of a build a multiprocessor holds whose shared memory is so large; None: large enough.
+
+    Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by stage.
+    """
+    by_registers = max(1, 8 // build.warps)
+    if shared is None:
+        return by_registers
+    held = build.rows * TILE * query_bytes + build.stages * build.keys * key_bytes
+    return max(1, min(by_registers, shared // (held + _SHARED_OF_A_PROGRAM)))
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many a device has; an interpreter is one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _shared(device: torch.device) -> int | None:
+    """Bytes of a multiprocessor of NVIDIA's; Triton copies less ahead on others, so that it does not bind there."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def scratch(q: Tensor, num_kv_heads: int, v_dim: int, parts: int, *, holes: bool) -> dict[str, Tensor]:

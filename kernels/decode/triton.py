@@ -22,8 +22,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
 # A split shorter than this costs more to combine than it saves, and so do more of them than this.
 _FEWEST_KEYS, _MOST_SPLITS = 256, 256
-# Programs for each multiprocessor, so that the last ones do not keep the GPU waiting.
-_PROGRAMS = 4
 _SCORED = 512
 
 
@@ -70,6 +68,15 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     if itemsize == 4:
         return Build(rows=rows, keys=16, warps=warps, stages=2, precision="tf32x3" if dim <= 128 else "ieee")
     return Build(rows=rows, keys=64 if dim <= 64 else 32, warps=warps, stages=3)
+
+
+def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
+    """How many programs of a build a multiprocessor is given: no more than it holds at a time, so that none comes last.
+
+    What is looked up for each key takes registers, as profiling.gpu_build shows. Two have enough under way to ask for
+    all of the memory's bandwidth.
+    """
+    return 2 if build.warps > 4 or dim > 128 else 4 - tokens - paged
 
 
 def decode_attention(
@@ -143,9 +150,9 @@ def prepare(
     build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
     programs = batch * num_kv_heads * -(-rows // build.rows)
     seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
-    splits = splits or max(
-        1, min(-(-_PROGRAMS * triton_parts.multiprocessors(q.device) // programs), seen // _FEWEST_KEYS, _MOST_SPLITS)
-    )
+    held = resident(build, dim=max(block_d, block_e), tokens=tokens is not None, paged=paged)
+    at_once = held * triton_parts.multiprocessors(q.device)
+    splits = splits or max(1, min(at_once // programs, seen // _FEWEST_KEYS, _MOST_SPLITS))
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -12,6 +12,7 @@ import torch
 
 from kernels.decode import triton as backend
 from profiling.gpu.compiled import TARGETS, Build
+from profiling.gpu.time_model import programs
 from profiling.gpu.variants import DECODE_VARIANTS, compile_decode
 from tests.sampling import sampled
 
@@ -56,6 +57,20 @@ def test_kernels_compile_without_spills(target: str, head_dim: int, variant: str
     assert (
         faults(compile_decode(target, head_dim=head_dim, dtype=dtype, **DECODE_VARIANTS[variant]), target, dtype) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "variant"),
+    sampled([(dim, name) for dim in (64, 128, 256) for name in DECODE_VARIANTS], (128, SCORED), (128, "all keys")),
+)
+def test_as_many_programs_as_keys_are_cut_for_fit(head_dim: int, variant: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    how = DECODE_VARIANTS[variant]
+    built = compile_decode("sm_90", head_dim=head_dim, dtype=torch.bfloat16, **how)["split_kernel"]
+    build = backend.choose("sm_90", dim=head_dim, itemsize=2, rows=4 * how.get("q_len", 1))
+    given = backend.resident(build, dim=head_dim, tokens="tokens" in how, paged="page" in how)
+    # One after the other is as good as side by side, if all come as often.
+    assert given % min(given, programs(built, "sm_90")) == 0
 
 
 @pytest.mark.exhaustive

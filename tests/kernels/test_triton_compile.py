@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention import triton_parts
 from profiling.gpu.compiled import TARGETS
 from profiling.gpu.machine_code import hot_loops
+from profiling.gpu.time_model import programs
 from profiling.gpu.variants import (
     VARIANTS,
     compile_choice,
@@ -57,6 +59,24 @@ def test_kernel_compiles_without_spills(target: str, head_dim: int, variant: str
         assert all(word in built.assembly for word in ("cp.async.bulk.tensor", "mbarrier.try_wait"))
         loop = hot_loops(built.machine)[0]
         assert loop.bulk_copies >= 2 and loop.async_copies <= 2 and not loop.local and built.registers < 255
+
+
+PARTS = [
+    ("sm_90", 128, {}),
+    ("sm_90", 128, {"tail": True, "ragged": True, "page": 16}),
+    *[("sm_90", dim, {}) for dim in (64, 256)],
+    *[(target, 128, {}) for target in ("sm_80", "sm_89", "sm_100")],
+]
+
+
+@pytest.mark.parametrize(("target", "head_dim", "more"), sampled(PARTS, PARTS[1]))
+def test_as_many_programs_as_keys_are_cut_for_fit(target: str, head_dim: int, more: dict[str, Any]) -> None:
+    """Two of four warps on a multiprocessor, where its shared memory is large enough for that."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    launch, built = compile_for(target, head_dim=head_dim, dtype=torch.bfloat16, columns=True, splits=4, **more)
+    shared = TARGETS[target][1] + 1024
+    given = triton_parts.resident(launch, 4 * head_dim, 2 * head_dim, shared)
+    assert given == (1 if launch.warps > 4 or target == "sm_89" else 2) <= programs(built, target)
 
 
 @pytest.mark.exhaustive

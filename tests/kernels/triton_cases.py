@@ -165,6 +165,9 @@ PARTS = {
     "3 parts, pairs of tiles, tails": Case(
         q_len=150, k_len=450, heads=2, index="random:5,0,90", dense_tail=(0, 100), launch=_launch(2, 128), splits=3
     ),
+    "3 parts, D 80, 64 keys a step, 32 columns": Case(
+        q_len=70, k_len=400, heads=2, head_dim=80, v_dim=80, index="random:2,0,200", launch=_launch(1, 64), splits=3
+    ),
     "3 parts, D 80, E 17, batch 2, sinks, window": Case(
         q_len=70, k_len=400, batch=2, heads=2, head_dim=80, v_dim=17, sinks=True, window=250, index="random:4,2,60",
         splits=3,
