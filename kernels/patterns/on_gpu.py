@@ -149,9 +149,12 @@ def _build(
         beside = tuple((head, max(p.blocks, 2) - 1) for head, p in zip(listed, some, strict=True))
         reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
         for part in chunks(queries.shape[1], 4 * len(queries) * n, q.device):
-            scores = torch.bmm(queries[:, part], keys.transpose(1, 2))
             first = layout.index.first_row
-            lists = triton.Lists(scores=scores, heads=beside, first=first, row=part.start, reach=reach)
+            # No row of the chunk sees a tile outside these.
+            seen = slice(max(first + part.start - reach, 0), first + part.stop)
+            scores = torch.bmm(queries[:, part], keys[:, seen].transpose(1, 2))
+            where: Any = {"first": first, "row": part.start, "tile": seen.start}
+            lists = triton.Lists(scores=scores, heads=beside, reach=reach, **where)
             triton.fill(made, lines, lists)
             lines = None
     else:

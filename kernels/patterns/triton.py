@@ -121,9 +121,10 @@ class Lines:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lists:
-    """What tiles are chosen by: scores (B * h, rows, N), and of each head its number and how many beside the own tile.
+    """What tiles are chosen by: scores (B * h, rows, n), and of each head its number and how many beside the own tile.
 
-    Row i is query tile row + i, at key tile first + row + i, and sees `reach` tiles before its own.
+    Row i is query tile row + i, at key tile first + row + i, and sees `reach` tiles before its own. Its scores are of
+    the n tiles from `tile` on.
     """
 
     scores: Tensor
@@ -131,6 +132,7 @@ class Lists:
     first: int
     row: int
     reach: int
+    tile: int = 0
 
 
 def fill(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None) -> None:
@@ -161,6 +163,7 @@ def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None
         "columns_width": columns.shape[-1], "diagonals_width": diagonals.shape[-1],
         "listing": len(listed), "rows": rows, "all_rows": offsets.shape[-1] - 1, "n": by_row.shape[-1],
         "first": lists.first if lists else 0, "row0": lists.row if lists else 0, "reach": lists.reach if lists else 0,
+        "tile0": lists.tile if lists else 0,
         "elements": batch,
     }  # fmt: skip
     return KernelCall(
@@ -168,7 +171,8 @@ def choices(made: Mapping[str, Tensor], lines: Lines | None, lists: Lists | None
         kernel="choose_kernel",
         grid=(batch * (2 * len(lined) + len(others) + len(listed) * rows),),
         arguments=arguments,
-        **_chunked(max(vertical.shape[-1], by_row.shape[-1]), {}),
+        # By all key tiles, so that every chunk of rows has the same build.
+        **_chunked(max(vertical.shape[-1], lists.first + offsets.shape[-1] - 1 if lists else 0), {}),
     )
 
 

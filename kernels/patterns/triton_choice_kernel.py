@@ -156,14 +156,14 @@ def _copy(found, to, width, CHUNK: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "heads", "lines", "others", "k_len", "seen", "columns_width", "diagonals_width",
-        "listing", "rows", "all_rows", "n", "first", "row0", "reach", "elements",
+        "listing", "rows", "all_rows", "n", "first", "row0", "reach", "tile0", "elements",
     ]
 )  # fmt: skip
 def choose_kernel(
     vertical, near, far, line_heads, columns, diagonals, other_heads, other_columns, other_diagonals,
     scores, list_heads, offsets, tiles,
     heads, lines, others, k_len, seen, columns_width, diagonals_width,
-    listing, rows, all_rows, n, first, row0, reach, elements,
+    listing, rows, all_rows, n, first, row0, reach, tile0, elements,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes what a layer chooses: one program for a head's columns, for its diagonals, or for one row's tiles.
@@ -174,9 +174,9 @@ def choose_kernel(
     seen) fp32: masses by key, and by distance, the sum of both; columns (B, heads, columns_width) and diagonals
     (B, heads, diagonals_width) int32, of which each head's are written. other_heads (others) int32: heads whose entries
     are those of other_columns and other_diagonals, which have the same shapes.
-    list_heads (listing, 2) int32: head and tiles beside the own one. scores (B, listing, rows, n) fp32: of the tiles of
-    row row0 + i; offsets (B, heads, all_rows + 1) int64 and tiles (T) int32 as in a SparseIndex. A row's own tile is at
-    first + row, and it sees `reach` tiles before it.
+    list_heads (listing, 2) int32: head and tiles beside the own one. scores (B, listing, rows, n) fp32: of the tiles
+    from tile0 on, for row row0 + i; offsets (B, heads, all_rows + 1) int64 and tiles (T) int32 as in a SparseIndex. A
+    row's own tile is at first + row, and it sees `reach` tiles before it.
     elements: B, the elements of the batch.
     """
     pid = tl.program_id(0)
@@ -210,4 +210,5 @@ def choose_kernel(
         low = tl.maximum(own - reach, 0)
         # The first tile comes before all others.
         forced = tl.where(low == 0, 1, low)
-        _places(scores + at * n, low, forced, own, tl.minimum(tl.load(entry + 1), width), tiles + begin, width, CHUNK)
+        wanted = tl.minimum(tl.load(entry + 1), width)
+        _places(scores + (at * n - tile0), low, forced, own, wanted, tiles + begin, width, CHUNK)

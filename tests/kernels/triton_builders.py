@@ -169,6 +169,8 @@ LAYERS: dict[str, tuple[int, int, int, int | None]] = {
     "layer of 300": (300, 300, 1, None),
     "layer, 100 of 450, batch 2": (100, 450, 2, None),
     "layer in a window of 130": (257, 400, 1, 130),
+    "layer of 450, 3 rows at a time": (450, 450, 1, None),
+    "layer of 450 in a window of 130, 3 rows at a time": (430, 450, 2, 130),
     "layer of 130": (130, 130, 1, None),
     "layer of 4500": (130, 4500, 1, None),
 }
@@ -185,7 +187,12 @@ def layer_error(name: str, device: torch.device) -> tuple[float, float]:
     torch.manual_seed(0)
     q, k = (torch.randn(batch, heads, n, 32, device=device).half() for heads, n in ((8, q_len), (2, k_len)))
     plan = LayerPlan(_KINDS, 2, dense_tail=40)
-    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+    # Scores of three rows of three heads on eight tiles.
+    room = 4 * 3 * batch * 3 * 8 if "rows at a time" in name else 1 << 22
+    with (
+        mock.patch("kernels.patterns.cpu.serves", return_value=False),
+        mock.patch.dict("kernels.patterns.block_sparse._SCRATCH_BYTES", {device.type: room}),
+    ):
         found = plan.build(q, k, window=window)
         with mock.patch("kernels.patterns.on_gpu.build", return_value=None):
             expected = plan.build(q, k, window=window)
