@@ -282,8 +282,7 @@ def masses(
     new = torch.empty if window is None else torch.zeros
     vertical = new(*shape, k.shape[2], dtype=torch.float32, device=q.device)
     near, far = torch.empty(2, *shape, seen, dtype=torch.float32, device=q.device)
-    for block in range(how.blocks):
-        run(how.masses(block, partial, vertical, near, far), q.device)
+    run(how.masses(partial, vertical, near, far), q.device)
     return vertical, near, far
 
 
@@ -311,15 +310,15 @@ class Plan:
             options=self.options,
         )
 
-    def masses(self, block: int, normalisers: Tensor, vertical: Tensor, near: Tensor, far: Tensor) -> KernelCall:
-        """The masses of one block of queries, added to those of the blocks before it."""
+    def masses(self, normalisers: Tensor, vertical: Tensor, near: Tensor, far: Tensor) -> KernelCall:
+        """The masses of all queries, block after block."""
         tensors = {"normalisers": normalisers, "vertical": vertical, "near": near, "far": far}
         return KernelCall(
             module=_MODULE,
             kernel="masses_kernel",
             grid=(self.programs,),
-            arguments=self.arguments | tensors | {"block": block},
-            constants=self.constants | {"ADD": block > 0},
+            arguments=self.arguments | tensors,
+            constants=self.constants | {"BLOCKS": self.blocks > 1},
             options=self.options,
         )
 
@@ -338,7 +337,8 @@ def plan(
     batch, num_heads, q_len, dim = q.shape
     k_len, group_size = k.shape[2], num_heads // k.shape[1]
     last = [min(n, q_len) for n in last_q]
-    members = _members(heads, last, group_size, 2 if dim <= _MOST_FOR_TWO else 1)
+    # Of several blocks their sums take the registers of a second head.
+    members = _members(heads, last, group_size, 2 if dim <= _MOST_FOR_TWO and max(last) <= TILE else 1)
     seen = k_len if window is None else min(k_len, max(last) + window - 1)
     tiles, blocks, groups = num_tiles(seen), num_tiles(max(last)), len(members)
     chunk = -(-tiles // min(_MOST_CHUNKS, -(-_PROGRAMS // (batch * groups))))
@@ -354,7 +354,7 @@ def plan(
         "MEMBERS": len(members[0]), "WINDOW": window is not None and window < k_len,
     }  # fmt: skip
     build = choose(target or architecture(q.device), dim=dim, itemsize=q.element_size(), has_tiles=False)
-    warps = 8 if len(members[0]) == 2 or dim > _MOST_FOR_TWO else 4
+    warps = 8 if len(members[0]) == 2 or dim > _MOST_FOR_TWO or max(last) > TILE else 4
     options = {"num_warps": warps, "num_stages": build.stages, "enable_fp_fusion": True}
     return Plan(
         arguments=arguments,

@@ -139,7 +139,7 @@ def _logits(
     return tl.where(seen, logits * scale, float("-inf")), start + column
 
 
-_SIZES = ["heads", "groups", "group_size", "q_len", "k_len", "tiles", "chunk", "chunks", "rows", "window", "block"]
+_SIZES = ["heads", "groups", "group_size", "q_len", "k_len", "tiles", "chunk", "chunks", "rows", "window"]
 _MEANS = ["pooled", "q_wanted", "k_wanted", "q_tiles", "k_tiles", "q_lead", "k_lead", "q_programs"]
 
 
@@ -158,7 +158,7 @@ def means_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=[*_SIZES[:-1], *_MEANS, "programs"])
+@triton.jit(do_not_specialize=[*_SIZES, *_MEANS, "programs"])
 def normalisers_kernel(
     q, k, pages, normalisers, members, q_means, k_means, q_places, k_places,
     scale,
@@ -215,10 +215,10 @@ def normalisers_kernel(
 
 
 @triton.jit
-def _keep(out, at, values, live, ADD: tl.constexpr):
-    """Stores values, or adds them to what an earlier launch has stored: no two programs of a launch meet."""
+def _keep(out, at, values, live, block, ADD: tl.constexpr):
+    """Stores the values of block 0, and adds those of the blocks after it."""
     if ADD:
-        values += tl.load(out + at, mask=live, other=0.0)
+        values += tl.load(out + at, mask=live & (block > 0), other=0.0)
     tl.store(out + at, values, mask=live)
 
 
@@ -228,32 +228,18 @@ def _over_queries(weights, MEMBERS: tl.constexpr):
     return tl.sum(tl.reshape(weights, (MEMBERS, TILE, TILE)), 1)
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def masses_kernel(
-    q, k, pages, normalisers, members, vertical, near, far,
-    scale,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
-    heads, groups, group_size, q_len, k_len, tiles, chunk, chunks, rows, window, block,
+@triton.jit
+def _masses(
+    block, begin, end, group, batch, q, k, pages, normalisers, members, vertical, near, far,
+    scale, q_head, q_row, k_batch, k_row,
+    heads, q_len, k_len, tiles, chunks, rows, window,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """What one query block attends to, by key and by distance (MInference 1.0, Algorithm 2, lines 3-6).
-
-    A tile touches 127 distances: those of its own 64 and, where the column is right of the row, those before them. Each
-    has its array, so that one program alone writes a place.
-
-    normalisers (B, h, rows, C) fp32: natural log-sum-exp of each query's logits, by chunks of keys.
-    vertical (B, h, K) fp32. near, far (B, h, tiles * 64) fp32: the mass at a distance is the sum of both.
-    """
-    group = tl.program_id(0) % groups
-    part = tl.program_id(0) // groups % chunks
-    batch = (tl.program_id(0) // groups // chunks).to(tl.int64)
+    """What one query block attends to of the keys and of the distances of tiles begin ... end - 1."""
     head, place, query, asked = _members(group, q_len, block, members, MEMBERS)
     if tl.max(asked.to(tl.int32)) == 0:
         return
-    k, pages = _element(k, pages, batch, k_batch, pages_width, PAGE)
-    k += tl.load(members + group * MEMBERS * 3) // group_size * k_head
-    q += batch * q_batch
     q_rows = head * q_head + query.to(tl.int64) * q_row
     q0 = load_rows(q, q_rows, asked, 0, D0, D, True)
     q1 = q0
@@ -274,20 +260,67 @@ def masses_kernel(
     member = (batch * heads + tl.load(entry + 1))[:, None]
     # Column c of the skewed weights holds what lies c, or c - 64, keys before the row's own place in the tile.
     skew = (row[:, None] - column[None, :]) & (TILE - 1)
-    first = tl.maximum(part * chunk, block)
     LEVELS: tl.constexpr = 2 if PAGE > 0 else 1
-    for tile in tl.range(first, tl.minimum((part + 1) * chunk, tiles), num_stages=1 + (STAGES - 1) * LEVELS):
+    last = tl.minimum(end + block, tiles)
+    for tile in tl.range(tl.maximum(begin, block), last, num_stages=1 + (STAGES - 1) * LEVELS):
         logits, key = _logits(
             q0, q1, k, pages, tile, block, k_len, k_batch, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW, PAGE
         )
         weights = tl.exp2(logits - normaliser[:, None])
         there = live & (key >= 0)[None, :]
-        _keep(vertical, member * k_len + key[None, :], _over_queries(weights, MEMBERS), there, ADD)
+        mine = live
+        if ADD:
+            there = there & (tile < end)
+            mine = live & (tile - block >= begin)
+        _keep(vertical, member * k_len + key[None, :], _over_queries(weights, MEMBERS), there, block, ADD)
         skewed = tl.gather(weights, skew, 1)
         own = column[None, :] <= row[:, None]
         offset = (tile - block) * TILE
         # Before the distances of block 0 lies nothing: what it would add there is 0, and goes to the end.
         before = tl.where(offset == 0, tiles * TILE, offset) - TILE
         width = member * tiles * TILE + column[None, :]
-        _keep(near, width + offset, _over_queries(tl.where(own, skewed, 0.0), MEMBERS), live, ADD)
-        _keep(far, width + before, _over_queries(tl.where(own, 0.0, skewed), MEMBERS), live, ADD)
+        _keep(near, width + offset, _over_queries(tl.where(own, skewed, 0.0), MEMBERS), mine, block, ADD)
+        _keep(far, width + before, _over_queries(tl.where(own, 0.0, skewed), MEMBERS), mine, block, ADD)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def masses_kernel(
+    q, k, pages, normalisers, members, vertical, near, far,
+    scale,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
+    heads, groups, group_size, q_len, k_len, tiles, chunk, chunks, rows, window,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """What the query blocks attend to, by key and by distance (MInference 1.0, Algorithm 2, lines 3-6).
+
+    A tile touches 127 distances: those of its own 64 and, where the column is right of the row, those before them. Each
+    has its array, so that one program alone writes a place: a program has the keys and the distances of its chunk of
+    tiles. For block b these are not the same tiles: b of them are another program's, too (BLOCKS: there are several).
+
+    normalisers (B, h, rows, C) fp32: natural log-sum-exp of each query's logits, by chunks of keys.
+    vertical (B, h, K) fp32. near, far (B, h, tiles * 64) fp32: the mass at a distance is the sum of both.
+    """
+    group = tl.program_id(0) % groups
+    part = tl.program_id(0) // groups % chunks
+    batch = (tl.program_id(0) // groups // chunks).to(tl.int64)
+    k, pages = _element(k, pages, batch, k_batch, pages_width, PAGE)
+    k += tl.load(members + group * MEMBERS * 3) // group_size * k_head
+    q += batch * q_batch
+    begin = part * chunk
+    end = tl.minimum(begin + chunk, tiles)
+    if BLOCKS:
+        for block in tl.range(0, rows // TILE, num_stages=1):
+            _masses(
+                block, begin, end, group, batch, q, k, pages, normalisers, members, vertical, near, far,
+                scale, q_head, q_row, k_batch, k_row, heads, q_len, k_len, tiles, chunks, rows, window,
+                D, D0, D1, MEMBERS, WINDOW, STAGES, PAGE, True,
+            )  # fmt: skip
+            # The next block adds to what other threads of the program have stored.
+            tl.debug_barrier()
+    else:
+        _masses(
+            0, begin, end, group, batch, q, k, pages, normalisers, members, vertical, near, far,
+            scale, q_head, q_row, k_batch, k_row, heads, q_len, k_len, tiles, chunks, rows, window,
+            D, D0, D1, MEMBERS, WINDOW, STAGES, PAGE, False,
+        )  # fmt: skip

@@ -148,15 +148,18 @@ def compile_estimate(
         cache, table = k.reshape(256 // page, page, 2, head_dim), torch.zeros(1, 256 // page, dtype=torch.int32)
         where = Paged.of(cache, table, [256], dtype)
     architecture = "hip" if target.startswith("gfx") else target
-    heads, last = range(4), [128] * 4
-    plan = builders.plan(q, where, heads, last, scale=1.0, window=window, target=architecture)
+    heads = range(4)
+    plan, blocks = (
+        builders.plan(q, where, heads, [last] * 4, scale=1.0, window=window, target=architecture) for last in (64, 128)
+    )
     means, some = builders.means(q, where, heads, [0, 0, 1, 1]), torch.empty(1, 4, 256)
     launches = {
         "means": means.alone(),
         "normalisers": plan.normalisers(some),
         "normalisers, means": plan.normalisers(some, means),
-        "masses": plan.masses(0, some, some, some, some),
-        "more masses": plan.masses(1, some, some, some, some),
+        "masses": plan.masses(some, some, some, some),
+        "normalisers of 128 queries": blocks.normalisers(some, means),
+        "masses of 128 queries": blocks.masses(some, some, some, some),
     }
     return {name: _compile(one, target) for name, one in launches.items()}
 

@@ -76,7 +76,13 @@ def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: di
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sampled(triton_builders.ESTIMATES, "estimate of a layer", "estimate in a window of 65")
+    "name",
+    sampled(
+        triton_builders.ESTIMATES,
+        "estimate of a layer",
+        "estimate in a window of 65",
+        "estimate of 256 queries, chunks of two tiles",
+    ),
 )
 def test_interpreted_estimate_agrees_with_torch(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert max(interpreted[name]) <= triton_builders.ERROR, f"vertical, slash are off by {interpreted[name]}"

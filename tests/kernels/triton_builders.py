@@ -48,6 +48,9 @@ ESTIMATES = {
     "estimate of heads of unlike numbers": Estimate(
         q_len=300, k_len=300, heads=(1, 3, 0), last_q=(200, 130, 1), kv_heads=4
     ),
+    "estimate of 256 queries, chunks of two tiles": Estimate(
+        q_len=256, k_len=4200, heads=(0, 1), last_q=(256, 64), num_heads=2, head_dim=16
+    ),
     "estimate of more queries than there are": Estimate(q_len=5, k_len=70, heads=(1,), last_q=(64,)),
     "estimate of wide heads": Estimate(q_len=64, k_len=130, heads=(0, 3), last_q=(64, 64), head_dim=160),
     **{
