@@ -50,7 +50,9 @@ def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
     for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
         width = max(e.shape[-1] for e in entries)
-        made[name] = torch.cat([pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries], dim)
+        # To pad by nothing is to copy.
+        padded = [e if e.shape[-1] == width else pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries]
+        made[name] = torch.cat(padded, dim)
     if any(part.skip is not None for part in parts):
         skips = [
             part.diagonals.new_full(part.diagonals.shape[:2], -torch.inf, dtype=torch.float32)

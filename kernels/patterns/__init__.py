@@ -111,9 +111,6 @@ class LayerPlan:
         self._kinds: dict[type[Pattern], list[int]] = {}
         for head, pattern in enumerate(patterns):
             self._kinds.setdefault(type(pattern), []).append(head)
-        grouped = [head for heads in self._kinds.values() for head in heads]
-        # Where each head stands in the concatenation of the kinds.
-        self._place = sorted(range(len(grouped)), key=grouped.__getitem__)
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
         self._lengths: dict[int, LayerPlan] = {}
         self._whole: dict[int, tuple[int, ...]] = {}
@@ -223,11 +220,16 @@ class LayerPlan:
         if self.dense_tail and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE:
             # Every row is one of the tail: there is nothing to choose.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-        built = on_gpu.build(self.patterns, self._kinds, q, k, scale=scale, window=window)
-        if built is not None:
-            return built
-        parts = [
-            cls.build_index([self.patterns[head] for head in heads], heads, q, k, scale=scale, window=window)
-            for cls, heads in self._kinds.items()
-        ]
-        return cat_heads(parts, on_device(tuple(self._place), q.device), self._place)
+        how: dict[str, Any] = {"scale": scale, "window": window}
+        order, parts = [], []
+        if (built := on_gpu.build(self.patterns, self._kinds, q, k, **how)) is not None:
+            order, parts = list(built[0]), [built[1]]
+            if len(order) == len(self.patterns):
+                return built[1]
+        for cls, heads in self._kinds.items():
+            if left := [head for head in heads if head not in order]:
+                parts.append(cls.build_index([self.patterns[head] for head in left], left, q, k, **how))
+                order += left
+        # Where each head stands in the concatenation of the parts.
+        place = sorted(range(len(order)), key=order.__getitem__)
+        return cat_heads(parts, on_device(tuple(place), q.device), place)

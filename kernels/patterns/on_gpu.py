@@ -33,6 +33,8 @@ from kernels.patterns.vertical_slash import VerticalSlash
 
 # Kinds whose index depends on nothing but lengths.
 _LAID_OUT = (Dense, Fixed, SkipSoftmax)
+_SERVED = (*_LAID_OUT, VerticalSlash, BlockSparse)
+_Heads = dict[type[Pattern], list[int]]
 _Kinds = tuple[tuple[type[Pattern], tuple[int, ...], tuple[Pattern, ...]], ...]
 
 
@@ -93,32 +95,37 @@ def build(
     *,
     scale: float,
     window: int | None,
-) -> SparseIndex | None:
-    """The index of a layer, as LayerPlan.build says; None where its kinds or tensors are not for these launches.
+) -> tuple[list[int], SparseIndex] | None:
+    """The heads of a layer that these launches are for, and their index, as LayerPlan.build says; None without any.
 
     They choose columns, diagonals and tiles by number, not by mass, and read half precision on a GPU; or choose nothing
-    and are of several kinds, on any device.
+    and are beside some that do, or of several kinds, on any device.
     """
-    key = tuple((kind, tuple(heads), tuple(patterns[head] for head in heads)) for kind, heads in kinds.items())
-    if all(issubclass(kind, _LAID_OUT) for kind in kinds):
-        if len(kinds) == 1:
-            return None
-        layout = _layout(key, tuple(q.shape), k.shape[2], window, q.device)
-        return layout.with_fields(layout.fields())
-    chosen = [*kinds.get(VerticalSlash, ()), *kinds.get(BlockSparse, ())]
-    fixed = all(issubclass(kind, (*_LAID_OUT, VerticalSlash, BlockSparse)) for kind in kinds)
-    by_mass = any(getattr(patterns[head], "coverage", None) is not None for head in chosen)
-    if not chosen or not fixed or by_mass or cpu.serves(q) or not triton.serves(q):
+    served: _Heads = {kind: _by_number(patterns, heads) for kind, heads in kinds.items() if issubclass(kind, _SERVED)}
+    served = {kind: some for kind, some in served.items() if some}
+    heads = sorted(head for some in served.values() for head in some)
+    chosen = bool({VerticalSlash, BlockSparse} & served.keys())
+    if (cpu.serves(q) or not triton.serves(q)) if chosen else (len(served) < 2 or len(heads) < len(patterns)):
         return None
+    key = tuple((kind, tuple(heads), tuple(patterns[head] for head in heads)) for kind, heads in served.items())
+    layout = _layout(key, tuple(q.shape), k.shape[2], window, q.device)
+    if not chosen:
+        return heads, layout.with_fields(layout.fields())
     # Where a kernel turns out not to build, torch serves this call and those to come.
     with suppress(CannotBuildError):
-        return _build(patterns, kinds, _layout(key, tuple(q.shape), k.shape[2], window, q.device), q, k, scale, window)
+        return heads, _build(patterns, served, heads, layout, q, k, scale, window)
     return None
+
+
+def _by_number(patterns: Sequence[Pattern], heads: Sequence[int]) -> list[int]:
+    """Those of the heads that choose by number, or nothing."""
+    return [head for head in heads if getattr(patterns[head], "coverage", None) is None]
 
 
 def _build(
     patterns: Sequence[Pattern],
     kinds: Mapping[type[Pattern], Sequence[int]],
+    all_heads: Sequence[int],
     layout: _Layout,
     q: Tensor,
     k: Keys,
@@ -128,17 +135,19 @@ def _build(
     made = layout.fields()
     lines = pooled = None
     some: Any
+    # Where each head stands in the index.
+    place = {head: at for at, head in enumerate(all_heads)}
     if listed := kinds.get(BlockSparse, ()):
         of = [head // (q.shape[1] // k.shape[1]) for head in listed]
         pooled = triton.means(q, k, listed, of, q_lead=(k.shape[2] - q.shape[2]) % 64)
     if heads := kinds.get(VerticalSlash, ()):
         some = [patterns[head] for head in heads]
-        sizes = tuple((head, max(p.vertical, 64), max(p.slash, 64)) for head, p in zip(heads, some, strict=True))
+        sizes = tuple((place[head], max(p.vertical, 64), max(p.slash, 64)) for head, p in zip(heads, some, strict=True))
         how: Any = {"scale": scale, "window": window, "beside": pooled}
         vertical, near, far = triton.masses(q, k, heads, [p.last_q for p in some], **how)
         laid_out = {name: made[name] for name in ("diagonals", "columns")}
         made |= {name: torch.empty_like(each) for name, each in laid_out.items()}
-        others = tuple(head for head in range(len(patterns)) if head not in heads)
+        others = tuple(place[head] for head in all_heads if head not in heads)
         lines = triton.Lines(vertical=vertical, near=near, far=far, heads=sizes, others=others, **laid_out)
     elif pooled is not None:
         triton.run(pooled.alone(), q.device)
@@ -146,7 +155,7 @@ def _build(
         queries, keys = pooled.queries.flatten(0, 1), pooled.keys.flatten(0, 1)
         n = keys.shape[1]
         some = [patterns[head] for head in listed]
-        beside = tuple((head, max(p.blocks, 2) - 1) for head, p in zip(listed, some, strict=True))
+        beside = tuple((place[head], max(p.blocks, 2) - 1) for head, p in zip(listed, some, strict=True))
         reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
         for part in chunks(queries.shape[1], 4 * len(queries) * n, q.device):
             first = layout.index.first_row

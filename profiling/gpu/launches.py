@@ -1,7 +1,11 @@
 """How often a layer's prefill or a decode step launches something, and what it allocates: counted without a GPU.
 
 Our kernels are counted as they are launched, torch's operations as they are called, views left out: on a GPU each is a
-launch. Triton interprets ours (TRITON_INTERPRET=1), so lengths are small; counts do not depend on them.
+launch. Triton interprets ours (TRITON_INTERPRET=1), so lengths are small. Counts do not depend on them but for two
+things. Heads that list tiles score as many rows at a time as 256 MiB have room for, each time by a product and a
+choice: all at once up to 92K tokens where 32 heads list, up to 262K where four do, and in 16 turns four heads' 1M. And
+the first call of a length lays out on the host what all later ones share, with operations that are counted here, too,
+though on a GPU they launch nothing but its copies.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
+from kernels.ragged import Ragged
 from kernels.scored import scored_attention
 from profiling.gpu import model
 from profiling.gpu.launches import Counts, as_on_gpu, counting
@@ -27,6 +28,18 @@ LAYERS = {
     "A-shape": [make("a_shape", sink=64, window=64)],
     "A-shape and dense": [make("a_shape", sink=64, window=64), make("dense")],
     "block-sparse": [make("block_sparse", blocks=2)],
+    "by 256 last queries": [
+        make("vertical_slash", vertical=80, slash=90, last_q=256),
+        make("a_shape", sink=64, window=64),
+        make("block_sparse", blocks=2),
+        make("dense"),
+    ],
+    "one by mass": [
+        make("vertical_slash", vertical=80, slash=90, coverage=0.9),
+        make("vertical_slash", vertical=80, slash=90),
+        make("block_sparse", blocks=2),
+        make("dense"),
+    ],
     "all three": [
         make("vertical_slash", vertical=80, slash=90),
         make("a_shape", sink=64, window=64),
@@ -34,11 +47,14 @@ LAYERS = {
         make("dense"),
     ],
 }
-LENGTHS = (128, 256)
+LENGTHS = (128, 320)
 
 
-def prefill(name: str, length: int, *, pages: bool) -> Counts:
-    """The second call of a plan: what is made once is there. pages: keys and values lie in pages of 64."""
+def prefill(name: str, length: int, *, pages: bool = False, first: bool = False) -> Counts:
+    """A call of a plan, the second of its length, where what is made once is there, or the first.
+
+    pages: keys and values lie in pages of 64.
+    """
     q = torch.randn(1, 4, length, 64, dtype=torch.float16)
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     where: dict[str, Any] = {}
@@ -49,10 +65,25 @@ def prefill(name: str, length: int, *, pages: bool) -> Counts:
     patterns = LAYERS[name]
     plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
     with torch.no_grad(), as_on_gpu():
-        with counting(run=False):
-            plan.build(q, k, **where, **more)
+        if not first:
+            with counting(run=False):
+                plan.build(q, k, **where, **more)
         with counting(run=False) as counts:
             sparse_attention(q, k, v, plan.build(q, k, **where, **more), **where, backend="triton")
+    return counts
+
+
+def ragged(name: str, length: int) -> Counts:
+    """The second call with two sequences end to end, the first of them of 128 tokens."""
+    q = torch.randn(1, 4, 128 + length, 64, dtype=torch.float16)
+    k, v = (torch.randn(1, 2, 128 + length, 64, dtype=torch.float16) for _ in range(2))
+    where = {"ragged": Ragged.packed((0, 128, 128 + length), (0, 128, 128 + length))}
+    patterns = LAYERS[name]
+    plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
+    with torch.no_grad(), as_on_gpu():
+        for _ in range(2):
+            with counting(run=False) as counts:
+                sparse_attention(q, k, v, plan.build(q, k, **where), backend="triton")
     return counts
 
 
@@ -102,6 +133,10 @@ def main() -> None:
         for name in LAYERS:
             found[f"prefill, {name}, {length}"] = asdict(prefill(name, length, pages=False))
             found[f"prefill, {name}, pages, {length}"] = asdict(prefill(name, length, pages=True))
+        for name in ("A-shape and dense", "all three"):
+            found[f"ragged, {name}, {length}"] = asdict(ragged(name, length))
+            # Of lengths that nothing else has asked for.
+            found[f"first, {name}, {length}"] = asdict(prefill(name, length + 64, first=True))
         for what, chosen, scores in (
             ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False, True),
         ):  # fmt: skip

@@ -101,7 +101,14 @@ def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(triton_builders.LAYERS, "layer of 450 in a window of 130, 3 rows at a time"))
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        triton_builders.LAYERS,
+        "layer of 450 in a window of 130, 3 rows at a time",
+        "layer with heads by mass, 257 of 300",
+    ),
+)
 def test_an_interpreted_layer_has_torch_s_index(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
     assert tuple(interpreted[name]) == (0, 0)
 

@@ -176,12 +176,18 @@ LAYERS: dict[str, tuple[int, int, int, int | None]] = {
     "layer of 450 in a window of 130, 3 rows at a time": (430, 450, 2, 130),
     "layer of 130": (130, 130, 1, None),
     "layer of 4500": (130, 4500, 1, None),
+    "layer with heads by mass, 257 of 300": (257, 300, 2, None),
 }
 _KINDS = (
     make("vertical_slash", vertical=80, slash=90), make("block_sparse", blocks=3), make("a_shape", sink=70, window=100),
     make("dense"), make("block_sparse", blocks=1), make("vertical_slash", vertical=200, slash=64, last_q=100),
     make("skip_softmax", scale_factor=3.0), make("block_sparse", blocks=70),
 )  # fmt: skip
+# Heads that these launches are not for.
+_BESIDE = {
+    1: make("block_sparse", blocks=4, coverage=0.7), 2: make("memory_units", sink=1, window=70, units=2),
+    5: make("vertical_slash", vertical=100, slash=100, coverage=0.8),
+}  # fmt: skip
 
 
 def layer_error(name: str, device: torch.device) -> tuple[float, float]:
@@ -189,7 +195,8 @@ def layer_error(name: str, device: torch.device) -> tuple[float, float]:
     q_len, k_len, batch, window = LAYERS[name]
     torch.manual_seed(0)
     q, k = (torch.randn(batch, heads, n, 32, device=device).half() for heads, n in ((8, q_len), (2, k_len)))
-    plan = LayerPlan(_KINDS, 2, dense_tail=40)
+    beside = _BESIDE if "by mass" in name else {}
+    plan = LayerPlan([beside.get(head, pattern) for head, pattern in enumerate(_KINDS)], 2, dense_tail=40)
     # Scores of three rows of three heads on eight tiles.
     room = 4 * 3 * batch * 3 * 8 if "rows at a time" in name else 1 << 22
     with (
