@@ -8,14 +8,22 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+# Host memory that captured graphs copy from at each replay: theirs for as long as the process runs.
+_captured: list[Tensor] = []
+
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A tensor that is copied to a GPU without waiting: the stream that copies it, and the event that it has been."""
+    """A tensor that is copied to a GPU without waiting: the stream that copies it, and the event that it has been.
+
+    to: the GPU, where the copy was first wanted while a graph was captured: no tensor of that graph holds anything
+    before it is replayed, nor after, so that the tensor stays on the host and each who asks gets a copy.
+    """
 
     tensor: Tensor
     stream: torch.cuda.Stream | None = None
     event: torch.cuda.Event | None = None
+    to: torch.device | None = None
 
     @property
     def nbytes(self) -> int:
@@ -27,17 +35,21 @@ class Copy:
         """Copy a tensor of the host."""
         if device.type != "cuda":
             return cls(made.to(device))
+        pinned = made.pin_memory()
+        if torch.cuda.is_current_stream_capturing():
+            _captured.append(pinned)
+            return cls(pinned, to=device)
         stream = torch.cuda.current_stream(device)
-        tensor = made.pin_memory().to(device, non_blocking=True)
-        # A graph's nodes are in order by themselves.
-        event = None if torch.cuda.is_current_stream_capturing() else stream.record_event()
-        return cls(tensor, stream, event)
+        tensor = pinned.to(device, non_blocking=True)
+        return cls(tensor, stream, stream.record_event())
 
     def read(self) -> Tensor:
         """The tensor, for the current stream; not to be written to, since all who ask share it.
 
         Another stream than the one that copies it waits for the copy, the host never does.
         """
+        if self.to is not None:
+            return self.tensor.to(self.to, non_blocking=True)
         if self.event is not None and not torch.cuda.is_current_stream_capturing():
             current = torch.cuda.current_stream(self.tensor.device)
             if current != self.stream:

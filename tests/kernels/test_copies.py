@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import copies
 from kernels.copies import Copy
 
 
@@ -30,18 +31,41 @@ class Recorded(torch.Tensor):
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-@pytest.mark.parametrize("recorded", [True, False])
-def test_only_another_stream_waits_and_holds_the_memory(
-    capturing: bool, recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_another_stream_waits_and_holds_the_memory(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.arange(3).as_subclass(Recorded)
     tensor.users = []
     copying, other = Stream(), Stream()
-    event: Any = object() if recorded else None
+    event: Any = object()
     copy = Copy(tensor, copying, event)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for current in (copying, other, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=current: at)
         assert copy.read() is tensor
-    waits = recorded and not capturing
+    waits = not capturing
     assert copying.asked == [] and other.asked == [event] * 2 * waits and tensor.users == [other] * 2 * waits
+
+
+class Pinned(torch.Tensor):
+    """A tensor of the host that notes where it is copied to, and stays here."""
+
+    def pin_memory(self, *_: Any) -> Pinned:
+        return self
+
+    def to(self, *to: Any, **how: Any) -> torch.Tensor:
+        assert (to, how) == ((torch.device("cuda", 0),), {"non_blocking": True})
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_captured", [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    source = torch.arange(3).as_subclass(Pinned)
+    copy = Copy.of(source, torch.device("cuda", 0))
+    captured = copy.read()
+    # Until the graph is replayed its memory holds anything.
+    captured.fill_(-1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert copy.read().tolist() == [0, 1, 2]
+    del copy
+    # A replay reads it again.
+    assert [kept.tolist() for kept in copies._captured] == [[0, 1, 2]]

@@ -233,6 +233,22 @@ def test_numbers_copied_on_one_stream_are_right_on_another() -> None:
     assert read.tolist() == list(values)
 
 
+def test_numbers_first_copied_in_a_graph_are_right_at_each_replay() -> None:
+    values = tuple(range(2000, 2500))
+    copies._copied.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        read = copies.on_device(values, DEVICE) + 0
+    # Nothing has been replayed, and others ask already.
+    assert copies.on_device(values, DEVICE).tolist() == list(values)
+    copies._copied.cache_clear()
+    others = [torch.zeros(len(values), dtype=torch.int64).pin_memory() for _ in range(8)]
+    for _ in range(2):
+        read.zero_()
+        graph.replay()
+        assert read.tolist() == list(values) and not any(other.any() for other in others)
+
+
 def test_dense_index_is_causal_attention_at_long_length() -> None:
     torch.manual_seed(0)
     length = 32_768
