@@ -120,9 +120,9 @@ class Handle:
         self._lossless = made = Lossless(self._artifact, self._applied_to, self.settings, drafts)
         return made
 
-    def warm_up(self, lengths: Sequence[int]) -> dict[int, float]:
+    def warm_up(self, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
         """See runtime.warm_up; with the caches that new_cache() makes."""
-        return warm.warm_up(self._applied_to, lengths, self.new_cache)
+        return warm.warm_up(self._applied_to, lengths, self.new_cache, batch=batch)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""

@@ -73,22 +73,25 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
     return attach_dense(model, by=by)
 
 
-def warm_up(model: nn.Module, lengths: Sequence[int]) -> dict[int, float]:
-    """Serve a prompt of each length and two tokens after it, so that kernels are compiled and dense attention measured.
+def warm_up(model: nn.Module, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
+    """Serve a prompt of each length, two tokens and a turn after it: kernels are compiled, dense attention is measured.
 
     Args:
         model: a model that an artifact is applied to (`apply`, `apply_dense`); nobody else may be using it yet.
         lengths: tokens of the prompts that are to be expected: one below dense_below and the longest, as a rule.
+        batch: with 2 or more a padded batch of so many prompts is served after each, too: padding has builds of its
+            own. It takes the memory that such a batch takes.
 
     Returns:
         Seconds that each took, compiling and measuring included. stats() counts none of it.
 
     Raises:
-        HeadwiseError: nothing is applied to the model; a length is no number of tokens that it can take.
+        HeadwiseError: nothing is applied to the model; a length is no number of tokens that it can take; a batch of
+            none.
     """
     from runtime import warm
 
-    return warm.warm_up(model, lengths)
+    return warm.warm_up(model, lengths, batch=batch)
 
 
 def memory_report(cache: Cache) -> MemoryReport:

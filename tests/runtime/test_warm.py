@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from kernels import dispatch, triton_calls
+from kernels.attention import triton_launch, triton_parts
+from kernels.attention.triton_launch import How
+from kernels.triton_calls import KernelCall
 from runtime import Headwise, apply_dense, dense, measured, warm_up
 
 
@@ -38,6 +42,38 @@ def test_sections_are_served_with_their_own_caches(build: Any, decoding: Any, id
     assert torch.equal(found, expected)
 
 
+def test_no_variant_is_left_to_a_request(build: Any, artifact_for: Any, ids: Any, monkeypatch: Any) -> None:
+    """Triton's launches on the CPU, which compute nothing here: what would be compiled is counted."""
+    compiled: set[tuple[object, ...]] = set()
+
+    def run(call: KernelCall) -> None:
+        compiled.add((call.kernel, *call.constants.values(), *call.options.values()))
+        for name in {"out", "lse"} & call.arguments.keys():
+            call.arguments[name].zero_()
+
+    monkeypatch.setattr(triton_calls, "_run", run)
+    monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
+    monkeypatch.setattr(dispatch, "_by_device", lambda kind: dispatch.BACKENDS)
+    monkeypatch.setattr("kernels.patterns.triton.chooses", lambda *_: False)
+    # A GPU of 16 multiprocessors, which a turn does not fill.
+    monkeypatch.setattr(triton_parts, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(triton_parts, "few", lambda programs, device: programs < 30)
+    model, prompt, turn = build(max_position_embeddings=4096), ids(2200), ids(100)
+    padding = torch.ones(2, 2200, dtype=torch.long)
+    padding[0, :30] = 0
+    with Headwise(artifact_for(model)).apply(model) as handle, torch.no_grad():
+        handle.warm_up([2200], batch=2)
+        warm = set(compiled)
+        model.generate(prompt, max_new_tokens=3, do_sample=False)
+        past = model(prompt, use_cache=True).past_key_values
+        model(turn, past_key_values=past)
+        model(prompt.expand(2, -1), attention_mask=padding)
+        assert handle.stats()["sparse"] > 0
+    kinds = {part for kernel in warm for part in kernel if isinstance(part, How)}
+    assert compiled == warm
+    assert all(any(getattr(how, sort) for how in kinds) for sort in ("split", "ragged", "tiles", "columns", "walk"))
+
+
 def test_what_cannot_be_warmed_is_refused(build: Any) -> None:
     model = build()
     with pytest.raises(HeadwiseError, match="wants a model that an artifact is applied to"):
@@ -46,4 +82,6 @@ def test_what_cannot_be_warmed_is_refused(build: Any) -> None:
         for length in (0, -5, 1025, 1.5, True):
             with pytest.raises(HeadwiseError, match="lengths of 1 to 1024 tokens"):
                 warm_up(model, [length])
+        with pytest.raises(HeadwiseError, match="a batch of 1 sequence or more"):
+            warm_up(model, [1024], batch=0)
         assert list(warm_up(model, [1024])) == [1024]
