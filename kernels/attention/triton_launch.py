@@ -79,8 +79,8 @@ class How:
     safe: bool = False
 
     def __repr__(self) -> str:
-        # Part of the names of compiled functions.
-        return "_".join(str(value) for value in vars(self).values())
+        # Part of the names of compiled functions, and what Triton's cache knows them by: also what is worked out below.
+        return "_".join(str(value) for value in (*vars(self).values(), self.few))
 
     @property
     def plain(self) -> bool:

@@ -211,6 +211,15 @@ def test_every_target_has_a_build(target: str, dim: int) -> None:
         assert serves(target, dim=dim, itemsize=itemsize) or (itemsize == 4 and dim > 128)
 
 
+def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's cache on disk knows builds by their names: those of another release must not be taken for these."""
+    x = torch.ones(1, 1, 4, 8)
+    how = triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=1.0, softcap=None)[1].constants["H"]
+    name = repr(how)
+    monkeypatch.setattr(triton_launch.How, "few", 8)
+    assert repr(how) != name
+
+
 def test_scale_must_be_positive() -> None:
     x = torch.ones(1, 1, 4, 8)
     with pytest.raises(ValueError, match=r"scale must be positive, got -1\.0"):
