@@ -82,6 +82,11 @@ class ModelSearch:
         return JUDGED_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
 
     @property
+    def measures_costs(self) -> bool:
+        """Whether this machine is timed; with FLOPs or a table of costs nothing is, and all ranks find the same."""
+        return self.cost == "seconds" and self.cost_table is None
+
+    @property
     def share(self) -> float:
         """The budget that was asked for, or the default."""
         return DEFAULT_BUDGET if self.budget is None else self.budget

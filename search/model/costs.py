@@ -15,7 +15,6 @@ import numpy as np
 from artifacts import HeadwiseError, ModelInfo
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
-from profiling.environment import environment
 from profiling.speed.cost_table import CostTable, load
 from search.model.candidates import LAST_Q
 
@@ -41,10 +40,6 @@ class Costs:
     @property
     def device(self) -> str | None:
         return self.table.device if self.table else None
-
-    def of_machine(self, device: str) -> bool:
-        """Whether the table was measured on this machine, so that times here are to be compared with it."""
-        return self.table is not None and self.table.device == environment(device)["device"]
 
     def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
         """The cost of each head with each candidate, index build included, from the tiles it computes (..., C)."""

@@ -84,7 +84,6 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
     """Times of attention on this machine, beside dense attention and beside what was predicted."""
     if timings is None:
         return ()
-    assert outcome.costs.table is not None
     where = environment(outcome.setup.config.device)
     shared: dict[str, Any] = {
         "command": outcome.setup.config.command or "search.heads",
@@ -101,12 +100,16 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
         if dense in timings.seconds
     ]
     # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
-    anchor = float(np.median([cost.dense_seconds for cost in outcome.costs.table.costs])) * len(outcome.setup.searched)
-    pace = timings.seconds[ANCHOR] / anchor
+    costs, model, layers = outcome.costs, outcome.setup.model, len(outcome.setup.searched)
+    assert costs.table is not None
+    then = costs.table.dense_seconds(
+        length=costs.length, head_dim=costs.head_dim, dtype=costs.dtype, heads=model.num_heads
+    )
+    pace = timings.seconds[ANCHOR] / (layers * then)
     if abs(pace - 1) > MOVED:
         print(
             f"dense attention takes {pace:.2f} times what it took when candidates were timed: other work ran beside "
-            "one of the two; --fresh on a quiet machine measures costs again",
+            "one of the two; the same command on a quiet machine measures costs again",
             file=sys.stderr,
         )
     predicted = outcome.gated.chosen.allocation.cost * pace

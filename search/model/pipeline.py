@@ -20,6 +20,7 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError, ModelInfo
 from artifacts.files import check_writable
+from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
@@ -44,6 +45,7 @@ from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import score_prompts
 from search.model.setup import Setup
 from search.model.task_losses import TaskLoss, by_task
+from search.model.timing import all_threads
 
 # Raised where the same unit would have another value.
 _VERSION = 3
@@ -179,7 +181,10 @@ class _Search(Setup):
 
     def _measured_costs(self, one: TokenSequence, curves: Mapping[int, Curves]) -> Costs:
         """What candidates cost on this machine, which the first rank finds out while the others wait."""
-        unit = self.ledger.unit("times", {"sequence": one.digest, "table": self.config.cost})
+        # The allocations that are timed follow from the curves, the budget and how ranks that serve are counted.
+        asked = {"sequence": one.digest, "share": self.config.share, "tensor parallel": self.config.tensor_parallel}
+        with all_threads():
+            unit = self.ledger.unit("times", {**asked, "machine": environment(self.config.device)})
 
         def find() -> dict[str, Any]:
             return measured(self, one.ids[: one.context], partial(self._heads, curves))

@@ -35,8 +35,7 @@ def write(outcome: Outcome) -> Artifact:
     """Time what was found, and write the artifact with its sidecar."""
     setup, chosen = outcome.setup, outcome.gated.chosen.allocation
     config = setup.config
-    here = outcome.costs.of_machine(config.device)
-    timings, below = timed(outcome) if here else (None, None)
+    timings, below = timed(outcome) if config.measures_costs else (None, None)
     rows, patterns = chosen.rows(setup.patterns)
     points = _front(outcome, timings)
     listed = []

@@ -88,15 +88,6 @@ def test_a_table_without_a_kind_is_one_line(model: ModelInfo, tmp_path: Path) ->
     assert given_costs("seconds", model, length=LENGTH, dtype="float32", table=None) is None
 
 
-def test_what_a_table_is_of() -> None:
-    from profiling.environment import environment
-
-    costs = Costs(unit="seconds", length=LENGTH, head_dim=16, dtype="float32", table=linear_table())
-    assert not costs.of_machine("cpu")
-    here = linear_table(device=environment("cpu")["device"])
-    assert Costs(unit="seconds", length=LENGTH, head_dim=16, dtype="float32", table=here).of_machine("cpu")
-
-
 def test_a_line_is_found() -> None:
     predicted = np.array([0.2, 0.3, 0.6])
     assert line_through(predicted, 1.2 * predicted + 0.02) == pytest.approx((1.2, 0.02))

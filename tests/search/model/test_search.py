@@ -15,6 +15,7 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
+from profiling.environment import device_name
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
@@ -22,9 +23,11 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.sequences import Reference, sequences
 from profiling.ranks import Ranks
+from profiling.speed.cost_table import save
 from runtime import load
 from search.common.check import plans_of
 from search.heads import main
+from search.model import measured_costs, pipeline
 from search.model.allocation import spent_by
 from search.model.config import ModelSearch
 from search.model.pipeline import _Search
@@ -34,7 +37,7 @@ from search.model.timing import ANCHOR, SDPA
 from tests.processes import run
 from tests.sampling import sampled
 from tests.search.conftest import save_tiny
-from tests.search.model.made import heads_of
+from tests.search.model.made import heads_of, linear_table
 
 LENGTH = 512
 TASKS = ("passkey", "prose")
@@ -243,6 +246,43 @@ def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_p
     assert out.with_name(artifacts.load(out).sidecar.file).read_bytes() == (
         found.with_name(artifacts.load(found).sidecar.file).read_bytes()
     )
+
+
+@pytest.mark.slow
+def test_by_a_table_of_this_machine_nothing_is_timed_and_ranks_find_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    table = tmp_path / "costs.safetensors"
+    save(linear_table(device=device_name("cpu"), tiles=(10, 36)), table)
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}" / "cfg.yaml"
+        out.parent.mkdir()
+        words = options(tiny_model, out, cost="seconds", cost_table=str(table), budget="0.9", n_trials="1")
+        code, _, said = run("search.heads", *words, ranks=ranks)
+        assert code == 0, said
+        found.append(artifacts.load(out))
+    one, two = found
+    assert one.content_sha256 == two.content_sha256
+    assert not one.evidence.measurements and one.prefill.dense_below == LENGTH // 2
+
+
+def test_times_are_those_of_this_machine_and_this_budget(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was timed for another budget, or with other threads, is timed again by the search that goes on."""
+    taken: list[int] = []
+    real = measured_costs.measured
+    monkeypatch.setattr(pipeline, "measured", lambda *args: taken.append(1) or real(*args))
+    monkeypatch.setattr("search.model.timing.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3))
+    out, asked = tmp_path / "cfg.yaml", {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"}
+    more: dict[str, str]
+    for count, more in ((1, {}), (1, {}), (2, {"budget": "0.6"}), (3, {"tensor_parallel": "2"})):
+        with pytest.raises(HeadwiseError):
+            main(options(tiny_model, out, **asked | more))
+        assert len(taken) == count
+    monkeypatch.setattr(pipeline, "environment", lambda device: {"device": device, "threads": "64"})
+    with pytest.raises(HeadwiseError):
+        main(options(tiny_model, out, **asked))
+    assert len(taken) == 4
 
 
 def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
