@@ -32,21 +32,28 @@ class TaskFigures(Record):
     )
     nll_rise_low: float | None = Field(default=None, description="lower end of its 95% interval over the prompts")
     nll_rise_high: float | None = Field(default=None, description="upper end")
-    dense_right: Natural | None = Field(default=None, description="prompts that dense attention answers right")
-    lost: Natural | None = Field(default=None, description="of these, answered wrong with the artifact applied")
-    won: Natural | None = Field(default=None, description="of the others, answered right with the artifact applied")
+    answers: Count | None = Field(default=None, description="answers that the prompts ask for; null: one each, or none")
+    dense_right: Natural | None = Field(default=None, description="answers that dense attention gets right")
+    lost: Natural | None = Field(default=None, description="of these, wrong with the artifact applied")
+    won: Natural | None = Field(default=None, description="of the others, right with the artifact applied")
+    fewer_low: float | None = Field(
+        default=None, description="lower end of the 95% interval over contexts of (lost - won) / dense_right"
+    )
+    fewer_high: float | None = Field(default=None, description="upper end")
     perplexity_ratio: Positive | None = Field(default=None, description="perplexity over that of dense attention")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         check_lost(self.lost, self.dense_right)
-        if self.dense_right is not None and self.dense_right > self.prompts:
-            raise ValueError(f"dense_right is {self.dense_right}, there are {self.prompts} prompts")
-        if self.won is not None and self.won > self.prompts - (self.dense_right or 0):
-            wrong = self.prompts - (self.dense_right or 0)
+        answers = self.prompts if self.answers is None else self.answers
+        if self.dense_right is not None and self.dense_right > answers:
+            raise ValueError(f"dense_right is {self.dense_right}, there are {answers} answers")
+        if self.won is not None and self.won > answers - (self.dense_right or 0):
+            wrong = answers - (self.dense_right or 0)
             raise ValueError(f"won is {self.won}, dense attention answers {wrong} wrong")
         low, rise, high = self.nll_rise_low, self.nll_rise, self.nll_rise_high
         together(self, "nll_rise_low", "nll_rise_high")
+        together(self, "fewer_low", "fewer_high")
         if low is not None and high is not None and (rise is None or not low <= rise <= high):
             raise ValueError(f"nll_rise must lie from nll_rise_low to nll_rise_high, got {rise} for {low} to {high}")
         return self

@@ -15,6 +15,7 @@ from artifacts.command_line import FOUND, ArgumentParser, run_command
 from profiling.prompts.prompt import JUDGED_TASKS
 from search.common.check import Check, run
 from search.common.limits import add_limits, limits_of
+from search.model.task_losses import line
 
 
 def parser() -> ArgumentParser:
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parser().parse_args(argv))
     limits, tasks, to_json = limits_of(options), options.pop("tasks"), options.pop("json")
     verdict = run(Check(**options, limits=limits, tasks=tuple(tasks) if tasks else None))
-    lines = [f"  {task.line()}" for task in verdict.tasks]
+    lines = [f"  {line(task)}" for task in verdict.tasks]
     if verdict.fault is None:
         text = ["passes", *lines]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.plans import kernel_patterns, layer_plan
 from search.model.prompts import judged_prompts
-from search.model.task_losses import Limits, TaskLoss, by_task
+from search.model.task_losses import Limits, TaskLoss, by_task, pooled
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -78,10 +78,9 @@ def verdict(
     config: Check, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int
 ) -> Verdict:
     """The same of an artifact and a model that are loaded."""
-    tasks = config.tasks or JUDGED_TASKS
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
     # A set that no search uses: its own may have decided.
-    prompts = judged_prompts(tasks, loaded, **how, seen=Seen.by([arrays]), number=SETS)
+    prompts = judged_prompts(config.tasks or JUDGED_TASKS, loaded, **how, seen=Seen.by([arrays]), number=SETS)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, length)
     with phase("held-out prompts", len(reference.sequences), "prompts") as shown:
@@ -92,7 +91,8 @@ def verdict(
     found = by_task(reference.sequences, losses)
     fault = config.limits.fault(found)
     heads = _worst(loaded, artifact, arrays, prompts) if fault else ()
-    return Verdict(tasks=tuple(found), fault=fault, heads=heads)
+    tasks = tuple(replace(task, contexts=()) for task in (*found, *pooled(found)))
+    return Verdict(tasks=tasks, fault=fault, heads=heads)
 
 
 def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> dict[int, LayerPlan]:

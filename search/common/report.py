@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from artifacts import Artifact, Measurement, TaskFigures, load_arrays
+from artifacts import Artifact, Measurement, load_arrays
 from artifacts.front_rows import served_point
 from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, rows, speedup, told
+from search.model.task_losses import line
 
 # Under this name a search writes down what it expected.
 _PREDICTED = "predicted"
@@ -54,23 +55,7 @@ def _quality(artifact: Artifact) -> list[str]:
     others = ""
     if evidence.chosen_on is not None:
         others = "; by another set of them the budget was raised"
-    return [f"held-out prompts against dense attention{others}:", *(f"  {_task(task)}" for task in evidence.tasks)]
-
-
-def _task(task: TaskFigures) -> str:
-    said = f"{task.task:<26} KL {task.kl:.4f}"
-    if task.perplexity_ratio is not None:
-        said += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
-    if task.dense_right is not None:
-        said += f"  answers lost {task.lost} of {task.dense_right}"
-    if task.won is not None:
-        said += f", won {task.won}"
-    if task.nll_rise is not None:
-        said += f"  -log p {task.nll_rise:+.3f}"
-        if task.nll_rise_low is None:
-            return f"{said}  (not judged: answers take four contexts)"
-        said += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
-    return said
+    return [f"held-out prompts against dense attention{others}:", *(f"  {line(task)}" for task in evidence.tasks)]
 
 
 def _times(artifact: Artifact, out: Path) -> list[str]:

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
-
-from artifacts import Evidence, Measurement, PromptSet, TaskFigures
+from artifacts import Evidence, Measurement, PromptSet
 from kernels.index import TILE
 from profiling.environment import environment
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from search.model.outcome import Outcome
-from search.model.task_losses import TaskLoss
+from search.model.task_losses import pooled
 from search.model.timing import ANCHOR, MOVED, SDPA, Timed, Timings, time_layers
 
 _CHOSEN = "chosen"
@@ -46,32 +44,14 @@ def timed(outcome: Outcome) -> tuple[Timings, int]:
 
 def evidence(outcome: Outcome, timings: Timings | None) -> Evidence:
     """Its figures; without timings those of tasks alone."""
-    gated = outcome.gated
+    gated, tasks = outcome.gated, outcome.gated.chosen.tasks
     return Evidence(
         chosen_on=None
         if gated.chosen_on is None
         else _prompt_set("held-out, by which the budget was raised", gated.chosen_on),
         reported_on=_prompt_set("held-out", gated.reported_on),
-        tasks=tuple(_figures(task, outcome.setup.length) for task in gated.chosen.tasks),
+        tasks=tuple(task.figures(outcome.setup.length) for task in (*tasks, *pooled(tasks))),
         measurements=_measurements(outcome, timings),
-    )
-
-
-def _figures(task: TaskLoss, length: int) -> TaskFigures:
-    """A task's losses as an artifact has them."""
-    asked = task.nll is not None
-    return TaskFigures(
-        task=task.task,
-        length=length,
-        prompts=task.answers if asked else task.sequences,
-        kl=task.kl,
-        nll_rise=task.nll,
-        nll_rise_low=task.nll_low,
-        nll_rise_high=task.nll_high,
-        dense_right=task.dense_right if asked else None,
-        lost=task.lost if asked else None,
-        won=task.won if asked else None,
-        perplexity_ratio=task.perplexity,
     )
 
 

@@ -251,7 +251,7 @@ def test_seen_windows(every_kind, tmp_path):
     [
         ({"lost": 1}, "lost is 1, but dense attention answers 0 right"),
         ({"dense_right": 3, "lost": 4}, "lost is 4, but dense attention answers 3 right"),
-        ({"dense_right": 17}, "dense_right is 17, there are 16 prompts"),
+        ({"dense_right": 17}, "dense_right is 17, there are 16 answers"),
         ({"nll_rise_low": 0.1}, "nll_rise_low and nll_rise_high go together"),
         ({"nll_rise": 0.3, "nll_rise_low": 0.1, "nll_rise_high": 0.2}, "must lie from nll_rise_low to nll_rise_high"),
         ({"kl": -0.1}, "evidence.tasks[0].kl: must be at least 0"),

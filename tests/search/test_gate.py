@@ -178,7 +178,7 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
         losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
         tasks = by_task(reference.sequences, losses)
         kl = float(np.mean([one.kl.mean() for one in losses]))
-        rise = max(task.perplexity - 1 for task in tasks if task.perplexity is not None)
+        rise = max(task.perplexity_ratio - 1 for task in tasks if task.perplexity_ratio is not None)
         lost = ", ".join(f"{task.task} {task.lost} of {task.dense_right}" for task in tasks if task.answers)
         print(f"head {head}: mean KL {kl:.4f}, perplexity {rise:+.2%}, answers lost: {lost}")
         assert not unseen or (kl <= MAX_KL and rise <= MAX_PERPLEXITY), "it would not have passed"

@@ -12,7 +12,7 @@ from artifacts import Finding
 from search.model.allocation import Allocation, Heads
 from search.model.gate import Gate, Gated
 from search.model.refine import Trial
-from search.model.task_losses import Limits, TaskLoss
+from search.model.task_losses import ContextLoss, Limits, TaskLoss
 from tests.search.model.made import heads_of
 
 TAILS = (0, 64, 256)
@@ -32,8 +32,7 @@ class Prompts:
 
 
 def lost(heads: Heads, one: Allocation, factor: float) -> tuple[TaskLoss, ...]:
-    none = {"perplexity": None, "nll": None, "nll_low": None, "nll_high": None, "dense_right": 0, "lost": 0, "won": 0}
-    return (TaskLoss(task="any", sequences=1, kl=factor * heads.predicted(one), answers=0, **none),)
+    return (TaskLoss.of("any", [ContextLoss(digest="", kl=factor * heads.predicted(one))]),)
 
 
 def made() -> Heads:

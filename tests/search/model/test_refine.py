@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from artifacts import HeadwiseError
 from search.model.allocation import Allocation
 from search.model.refine import Refinement, Trial, balanced, check_storage, refine
-from search.model.task_losses import TaskLoss
+from search.model.task_losses import ContextLoss, TaskLoss
 from tests.search.model.made import heads_of
 
 TAILS = (0, 64)
@@ -22,8 +23,7 @@ TEXT, ANSWER = 1.5, 6.0
 
 
 def task(name: str, loss: float, *, answers: int = 0) -> TaskLoss:
-    none = {"perplexity": None, "nll": None, "nll_low": None, "nll_high": None, "dense_right": 0, "lost": 0, "won": 0}
-    return TaskLoss(task=name, sequences=1, kl=loss, answers=answers, **none)
+    return TaskLoss.of(name, [ContextLoss(digest=name, kl=loss, answers=answers, tokens=answers)])
 
 
 def refinement(seed: int = 0, **changes: object) -> Refinement:
@@ -95,8 +95,8 @@ def test_one_run_balances_and_says_what_is_to_be_expected_of_that() -> None:
     assert next(trial for trial in two if trial.name == "curves").allocation.digest != run.allocation.digest
     # Losses of the formula are proportional to those of the curves.
     assert [task.kl for task in alone.tasks] == pytest.approx([task.kl for task in run.tasks])
-    text = replace(task("prose", 0.1), perplexity=1.02).times(3)
-    assert (text.kl, text.perplexity, text.nll) == pytest.approx((0.3, 1.06, None))
+    text = TaskLoss.of("prose", [ContextLoss(digest="prose", kl=0.1, text=0.02)]).times(3)
+    assert (text.kl, text.perplexity_ratio) == pytest.approx((0.3, exp(0.06))) and text.nll_rise is None
 
 
 def test_the_same_seed_gives_the_same_trials_and_another_gives_others() -> None:

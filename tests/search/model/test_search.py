@@ -128,11 +128,12 @@ def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) ->
     assert artifact.evidence is not None and artifact.evidence.chosen_on is None
     for figures, task in zip(artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True):
         assert figures.task == task.task and figures.kl == pytest.approx(task.kl, rel=1e-4)
-        if task.nll is None:
-            assert figures.perplexity_ratio == pytest.approx(task.perplexity, rel=1e-4)
+        if task.nll_rise is None:
+            assert figures.perplexity_ratio == pytest.approx(task.perplexity_ratio, rel=1e-4)
             assert (figures.nll_rise, figures.dense_right, figures.lost) == (None, None, None)
         else:
-            assert figures.nll_rise == pytest.approx(task.nll, rel=1e-4) and figures.perplexity_ratio is None
+            assert figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4) and figures.perplexity_ratio is None
+            assert (figures.prompts, figures.answers) == (task.prompts, task.answers)
             assert (figures.dense_right, figures.lost) == (task.dense_right, task.lost)
     # What was seen is known by its tokens: calibration and what the gate looked at.
     seen = Seen.by([arrays])
