@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ SKIP_BELOW = 1e-3
 _LOGITS = 1 << 24
 # Tokens by which the logits that a model computes are compared with those that are put together here.
 _TRIED = 16
+_NONE = torch.zeros(0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -141,7 +142,8 @@ class _Dense(torch.autograd.Function):
         if inputs.layer not in kept:
             kept[inputs.layer] = dense_attention(inputs, backend=backend)
         ctx.save_for_backward(q, k, v)
-        ctx.about = inputs, kept, visit
+        # The tensors come again on the way back; here they would stay for all layers at once.
+        ctx.about = replace(inputs, q=_NONE, k=_NONE, v=_NONE), kept, visit
         return kept[inputs.layer][0].clone()
 
     @staticmethod
@@ -151,6 +153,7 @@ class _Dense(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         out, lse = kept.pop(inputs.layer)
         if visit is not None:
+            inputs = replace(inputs, q=q.detach(), k=k.detach(), v=v.detach())
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
         # With learned sinks too: they are in the output and in the log-sum-exp, and have no value of their own.
         found = attention_gradients(

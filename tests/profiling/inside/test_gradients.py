@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiling.inside.capture import Run, attend_densely, attending_with, layer_mask, masks_of
 from profiling.inside.gradients import DensePass, LayerGradients, gradient_pass
@@ -177,6 +178,21 @@ def test_the_model_is_left_as_it_was(raising: bool) -> None:
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_one_layers_gradients_are_held_at_a_time(family: str) -> None:
+    """When a layer is visited, what the layers after it attended with, and their gradients, is gone."""
+    model, ids = tiny_model(family), prompt()
+    held: list[list[StorageWeakRef]] = []
+
+    def visit(layer: LayerGradients) -> None:
+        assert all(ref.expired() for refs in held for ref in refs)
+        inputs = layer.inputs
+        tensors = (layer.by_out, layer.out, inputs.q, inputs.k, inputs.v)
+        held.append([StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
+
+    assert gradient_pass(model, ids, TEXT, visit).gradients and len(held) == len(searched(model)) > 1
 
 
 def test_only_what_is_wanted_is_visited() -> None:
