@@ -69,13 +69,20 @@ def score_prompts(setup: Setup, length: int, reference: Reference) -> tuple[dict
 
 
 def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
-    """This rank's (sequence, layer) units: whole sequences, or of one some layers where there are fewer than ranks."""
-    numbers = sorted({number for number, _ in units})
-    if len(numbers) >= ranks.count or not numbers:
-        return {unit for unit in units if unit[0] in ranks.deal(numbers)}
-    mine = [unit for unit in units if unit[0] == numbers[ranks.rank % len(numbers)]]
-    sharing = len(range(ranks.rank % len(numbers), ranks.count, len(numbers)))
-    return set(mine[ranks.rank // len(numbers) :: sharing])
+    """This rank's (sequence, layer) units: as many whole sequences as every rank gets, and some layers of what is left.
+
+    Ranks that share a sequence each make its dense pass, and score other layers of it.
+    """
+    by_number = {number: [unit for unit in units if unit[0] == number] for number, _ in units}
+    # Those with the most left to do first.
+    numbers = sorted(by_number, key=lambda number: (-len(by_number[number]), number))
+    whole = len(numbers) // ranks.count * ranks.count
+    mine = {unit for number in numbers[ranks.rank : whole : ranks.count] for unit in by_number[number]}
+    if shared := numbers[whole:]:
+        turn, at = divmod(ranks.rank, len(shared))
+        sharing = len(range(at, ranks.count, len(shared)))
+        mine |= set(by_number[shared[at]][turn::sharing])
+    return mine
 
 
 def _score(
