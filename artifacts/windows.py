@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 SEEN_WINDOWS = "calibration.seen_windows"
-MAX_WINDOWS = 65_536
+MAX_WINDOWS = 1 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -24,7 +24,7 @@ def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
     """The sidecar's array for these digests of 64 hex digits, each once and in order; none for no digests.
 
     Raises:
-        ArtifactError: one is no such digest, or there are more than 65,536.
+        ArtifactError: one is no such digest, or there are more than 1,048,576.
     """
     import numpy as np
 

@@ -1,7 +1,8 @@
-"""Prompts that a search has not seen: the one mechanism by which everything that judges is kept from what chose.
+"""Prompts that a search has not seen: the one mechanism by which what is reported is kept from what chose.
 
 Generated prompts of another seed are other prompts. Texts are another matter: their windows may overlap, so what has
-been seen is remembered by digests of its tokens, in the artifact too; renamed and edited files stay honest.
+been seen is remembered by digests of its tokens, in the artifact too; renamed and edited files stay honest. Every 64th
+window of 64 tokens is, so that nothing that is held out shares 127 tokens in a row with what was seen.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 # Made anew from a file or a text by every seed, and so possibly out of what a search has seen.
 _OF_TEXTS = ("text", "prose", "jsonl", "infinitebench", "longbench", "ruler")
-# Prompts that share so many tokens in a row say the same.
+# A prompt's windows of so many tokens, one after the other, are remembered.
 _ALIKE = 64
 # Seeds of searches that differ by little must not meet.
 SEED = 1_000_003
-# Sets of prompts: of calibration, then held-out ones, each unlike those before. `search.gate` takes the last.
-SETS = 4
-_SEEDS, _ROUNDS = 40, 8
+# The number of the set of held-out prompts that `search.gate` takes; no search takes it.
+GATE_SET = 4
+# Seeds by which prompts of a text are sought that were not seen.
+_ROUNDS = 40
 
 
 def of_texts(task: str | Task) -> bool:
@@ -54,8 +56,12 @@ class Seen:
         for prompt in prompts:
             self._known.update(_windows(prompt, _ALIKE))
 
+    def windows(self, prompts: Iterable[Prompt]) -> int:
+        """How many windows are remembered with those of these prompts."""
+        return len(self._known.union(*(_windows(prompt, _ALIKE) for prompt in prompts)))
+
     def overlaps(self, prompt: Prompt) -> bool:
-        """Whether a prompt has tokens in a row with one of them in common."""
+        """Whether a prompt has one of the windows in it, anywhere."""
         return bool(self._known) and any(digest in self._known for digest in _windows(prompt, 1))
 
 
@@ -75,10 +81,51 @@ def told_overlap(task: str, length: int, overlapping: int, samples: int) -> str:
     )
 
 
+class Unseen(NamedTuple):
+    """prompts: as many as were asked for. overlapping: how many of them the searches have seen, for want of others.
+
+    apart: whether those that took the place of others share nothing with the rest.
+    """
+
+    prompts: list[Prompt]
+    overlapping: int
+    apart: bool = True
+
+
+def unseen_prompts(
+    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, shorter: bool = False
+) -> Unseen:
+    """Prompts as make_prompts makes them, with those of other seeds in place of those that searches have seen.
+
+    What replaces them is apart from the rest where the text is long enough for that.
+    """
+
+    def made(turn: int) -> list[Prompt]:
+        at = seed + SEED * turn
+        return make_prompts(task, tokenizer, length=length, samples=samples, seed=at, shorter=shorter)
+
+    first = made(0)
+    if not of_texts(task):
+        return Unseen(first, 0)
+    chosen = [prompt for prompt in first if not seen.overlaps(prompt)]
+    taken, near = Seen(chosen), list[Prompt]()
+    others = (prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt))
+    while len(chosen) < samples and (prompt := next(others, None)) is not None:
+        if taken.overlaps(prompt):
+            near.append(prompt)
+        else:
+            chosen.append(prompt)
+            taken.add(prompt)
+    apart = len(chosen) == samples
+    chosen += [prompt for prompt in dict.fromkeys(near) if prompt not in chosen][: samples - len(chosen)]
+    known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
+    return Unseen(chosen + known, len(known), apart)
+
+
 def held_out(
     tasks: Sequence[str], tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, number: int = 0
 ) -> list[Prompt]:
-    """Prompts of the tasks that nothing has seen.
+    """Prompts of the tasks that nothing has seen, none of them for want of others.
 
     Args:
         tasks: as profiling.prompts.prompt.parse_task reads them.
@@ -92,56 +139,18 @@ def held_out(
     Raises:
         HeadwiseError: a text is too short to have anything left that was not seen.
     """
+    at = seed + SEED * (1 + number * _ROUNDS)
     found: list[Prompt] = []
     for task in dict.fromkeys(tasks):
-        for turn in range(_SEEDS):
-            at = seed + SEED * (1 + number * _SEEDS + turn)
-            made = make_prompts(task, tokenizer, length=length, samples=samples * per_context(task), seed=at)
-            if not of_texts(task) or not any(map(seen.overlaps, made)):
-                found += made
-                break
-        else:
+        many = samples * per_context(task)
+        made = unseen_prompts(task, tokenizer, length=length, samples=many, seed=at, seen=seen)
+        if made.overlapping or not made.apart:
             raise HeadwiseError(
                 f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} tokens that no search "
                 "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer --samples"
             )
+        found += made.prompts
     return found
-
-
-class Unseen(NamedTuple):
-    """prompts: as many as were asked for. overlapping: how many of them the searches have seen, for want of others."""
-
-    prompts: list[Prompt]
-    overlapping: int
-
-
-def unseen_prompts(
-    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, shorter: bool = False
-) -> Unseen:
-    """Prompts as make_prompts makes them, with others in place of those that searches have seen.
-
-    What replaces them is apart from the rest where the text is long enough for that.
-    """
-
-    def made(turn: int) -> list[Prompt]:
-        at = seed + SEED * turn
-        return make_prompts(task, tokenizer, length=length, samples=samples, seed=at, shorter=shorter)
-
-    first = made(0)
-    if not of_texts(task):
-        return Unseen(first, 0)
-    chosen = [prompt for prompt in first if not seen.overlaps(prompt)]
-    if len(chosen) == samples:
-        return Unseen(chosen, 0)
-    others = [prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)]
-    taken = Seen(chosen)
-    for apart in (True, False):
-        for prompt in others:
-            if len(chosen) < samples and prompt not in chosen and not (apart and taken.overlaps(prompt)):
-                chosen.append(prompt)
-                taken.add(prompt)
-    known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
-    return Unseen(chosen + known, len(known))
 
 
 def seeded_prompts(

@@ -14,12 +14,12 @@ from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
-from profiling.prompts.held_out import SETS, Seen
+from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import JUDGED_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.plans import kernel_patterns, layer_plan
-from search.model.prompts import judged_prompts
+from search.model.prompts import held_out_prompts
 from search.model.task_losses import Limits, TaskLoss, by_task, pooled
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def verdict(
     """The same of an artifact and a model that are loaded."""
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
     # A set that no search uses: its own may have decided.
-    prompts = judged_prompts(config.tasks or JUDGED_TASKS, loaded, **how, seen=Seen.by([arrays]), number=SETS)
+    prompts = held_out_prompts(config.tasks or JUDGED_TASKS, loaded, **how, seen=Seen.by([arrays]), number=GATE_SET)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, length)
     with phase("held-out prompts", len(reference.sequences), "prompts") as shown:

@@ -7,6 +7,7 @@ from pathlib import Path
 from artifacts import Artifact, Measurement, load_arrays
 from artifacts.front_rows import served_point
 from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, rows, speedup, told
+from search.model.evidence import CHOSE
 from search.model.task_losses import line
 
 # Under this name a search writes down what it expected.
@@ -52,10 +53,12 @@ def _quality(artifact: Artifact) -> list[str]:
     evidence = artifact.evidence
     if not evidence.tasks:
         return ["not checked on held-out prompts: search.gate does that"]
-    others = ""
-    if evidence.chosen_on is not None:
-        others = "; by another set of them the budget was raised"
-    return [f"held-out prompts against dense attention{others}:", *(f"  {line(task)}" for task in evidence.tasks)]
+    assert evidence.reported_on is not None, "a search names its prompts"
+    if evidence.reported_on.name == CHOSE:
+        which = "prompts by which the budget was raised, none are left to hold out,"
+    else:
+        which = "held-out prompts" + (" (others raised the budget)" if evidence.chosen_on else "")
+    return [f"{which} against dense attention:", *(f"  {line(task)}" for task in evidence.tasks)]
 
 
 def _times(artifact: Artifact, out: Path) -> list[str]:

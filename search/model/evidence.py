@@ -20,6 +20,8 @@ from search.model.task_losses import pooled
 from search.model.timing import ANCHOR, MOVED, SDPA, Timed, Timings, time_layers
 
 _CHOSEN = "chosen"
+# What sets of prompts are called.
+HELD_OUT, CHOSE = "held-out", "by which the budget was raised"
 # Shares of the prompt that are timed, too, on so many layers, down to so many tokens.
 _SHARES, _LAYERS, _SHORTEST = (1 / 2, 1 / 4, 1 / 8), 6, 256
 
@@ -46,10 +48,8 @@ def evidence(outcome: Outcome, timings: Timings | None) -> Evidence:
     """Its figures; without timings those of tasks alone."""
     gated, tasks = outcome.gated, outcome.gated.chosen.tasks
     return Evidence(
-        chosen_on=None
-        if gated.chosen_on is None
-        else _prompt_set("held-out, by which the budget was raised", gated.chosen_on),
-        reported_on=_prompt_set("held-out", gated.reported_on),
+        chosen_on=_prompt_set(CHOSE, gated.chosen_on) if gated.chosen_on else None,
+        reported_on=_prompt_set(HELD_OUT if gated.held_out else CHOSE, gated.reported_on),
         tasks=tuple(task.figures(outcome.setup.length) for task in (*tasks, *pooled(tasks))),
         measurements=_measurements(outcome, timings),
     )

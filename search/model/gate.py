@@ -16,8 +16,8 @@ from search.model.task_losses import Limits, TaskLoss
 
 # Budgets of the front's other points, as shares of what is spent.
 _FRONT = (0.5, 2.0)
-# Budgets that held-out prompts judge at most.
-_ROUNDS = 6
+# Budgets that the gate tries at most; there is a set of held-out prompts for each, of a text as far as it reaches.
+ROUNDS = 7
 # What more budget is to come to, as a share of the limit, and how much more it is at least.
 _AIM, _STEP = 0.9, 1.05
 # Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to 0.88), or with one
@@ -44,19 +44,24 @@ class Point:
 class Gated:
     """What the gate let pass, and what reported_on says of it.
 
-    points: of the front, what was chosen among them, measured on some of reported_on. chosen_on: the sequences by
-    which there was more budget; None: no choice was made by held-out ones.
+    points: of the front, what was chosen among them, measured on some of reported_on. chosen_on: all sequences by which
+    there was more budget, those of the calibration aside.
     """
 
     chosen: Point
     points: tuple[Point, ...]
-    chosen_on: Sequence[TokenSequence] | None
+    chosen_on: Sequence[TokenSequence]
     reported_on: Sequence[TokenSequence]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether nothing was chosen by what reports."""
+        return not any(one in self.chosen_on for one in self.reported_on)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gate:
-    """What judges. sets: of held-out sequences, each unlike those before. quiet: another rank says what was found."""
+    """What it takes. sets: of held-out sequences, each unlike those before. quiet: another rank says what was found."""
 
     heads: Heads
     limits: Limits
@@ -67,9 +72,9 @@ class Gate:
     def run(self, total: float, best: Trial) -> Gated:
         """What passes, and the points beside it.
 
-        What the calibration prompts lose says first whether there has to be more, then a set of held-out prompts.
-        How much more is read off the curves, in one step; another set reports on it. A set that raised the budget
-        reports only where there is no other.
+        What the calibration prompts lose, or are foreseen to lose, says first whether there has to be more, then sets
+        of held-out prompts, one after the other. How much more is read off the curves. A set that raised the budget
+        reports only where there is no other, and is not called held-out then.
 
         Args:
             total: the budget that was asked for.
@@ -79,21 +84,22 @@ class Gate:
             Finding: nothing passes.
         """
         like = best.allocation
-        chosen_on: Sequence[TokenSequence] | None = None
+        chosen_on: list[TokenSequence] = []
         said = fault = self.limits.fault(best.tasks)
         spent, measured = total, [(total, self.limits.strain(best.tasks))]
-        for reference in self._sets():
+        for number, reference in enumerate(self._sets(), start=1):
             if fault is not None:
                 spent = self._more(like, measured)
-            chosen, looked_at, fault = self._judged(reference, self._like(like, spent, like.tail))
+            chosen, looked_at, fault = self._measured(reference, self._like(like, spent, like.tail))
             if fault is None:
                 break
-            if len(measured) > _ROUNDS or spent >= self.heads.total(1.0):
+            if number == ROUNDS or spent >= self.heads.total(1.0):
                 raise Finding(
                     f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
                     "ask for a larger --budget or allow more"
                 )
-            said, chosen_on = said or fault, looked_at
+            said = said or fault
+            chosen_on += [one for one in looked_at if one not in chosen_on]
             measured.append((spent, self.limits.strain(chosen.tasks)))
         if said is not None and not self.quiet:
             more_than = chosen.allocation.cost / total
@@ -107,7 +113,7 @@ class Gate:
             reported_on=reference.sequences,
         )
 
-    def _judged(self, reference: Reference, one: Allocation) -> tuple[Point, Sequence[TokenSequence], str | None]:
+    def _measured(self, reference: Reference, one: Allocation) -> tuple[Point, Sequence[TokenSequence], str | None]:
         """What an allocation loses, on which sequences, and why that is too much, None where it is not.
 
         Tasks come one after the other, those of few sequences first: where one fails, the others are not run.

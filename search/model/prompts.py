@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
+from artifacts.windows import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
-from profiling.prompts.held_out import SETS, Seen, held_out, of_texts
+from profiling.prompts.held_out import GATE_SET, Seen, held_out, of_texts
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task, per_context
 from search.model.config import ModelSearch
+from search.model.gate import ROUNDS
 from search.model.task_losses import CONTEXTS
 
 # What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
@@ -61,7 +63,7 @@ def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, sa
     ]
 
 
-def judged_prompts(
+def held_out_prompts(
     tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int, seen: Seen, number: int
 ) -> list[Prompt]:
     """Prompts that judge: contexts are the units of what is claimed, so there are more of them than are calibrated on.
@@ -87,18 +89,25 @@ def _has(task: str, loaded: LoadedModel, **how: Any) -> bool:
 
 
 def held_out_sets(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen) -> Iterator[list[Prompt]]:
-    """Sets of prompts that judge, each unlike those before, as far as texts have any; what is taken has been seen.
+    """Held-out sets of prompts, each unlike those before, as far as texts have any; what is taken has been seen.
 
     Raises:
-        HeadwiseError: a text has none at all.
+        HeadwiseError: a text has none at all, or an artifact cannot list all that is looked at.
     """
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed, "seen": seen}
-    for number in range(SETS - 1):
+    for number in (number for number in range(ROUNDS + 1) if number != GATE_SET):
         try:
-            made = judged_prompts(config.judged, loaded, **how, number=number)
+            made = held_out_prompts(config.judged, loaded, **how, number=number)
         except HeadwiseError:
             if not number:
                 raise
             return
+        if (windows := seen.windows(made)) > MAX_WINDOWS:
+            if number:
+                return
+            raise HeadwiseError(
+                f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at most {MAX_WINDOWS:,} that "
+                "its search has seen: take fewer --samples or a shorter --length"
+            )
         seen.add(*made)
         yield made

@@ -13,13 +13,13 @@ from artifacts import HeadwiseError, Prefill
 from kernels.index import TILE
 from kernels.patterns import LayerPlan, make
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.held_out import SETS, Seen
+from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import JUDGED_TASKS, make_prompts, per_context
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
 from search.common.check import Check, plans_of, run
 from search.gate import main
-from search.model.prompts import judged_prompts
+from search.model.prompts import held_out_prompts
 from search.model.task_losses import MAX_KL, MAX_PERPLEXITY, Limits, by_task
 
 LENGTH = 700
@@ -169,7 +169,7 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
     assert main([str(out), "--model", model]) == 0
     (artifact, arrays), loaded = artifacts.load_pair(out), load_model(model)
     seen = Seen.by([arrays])
-    prompts = judged_prompts(JUDGED_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=SETS)
+    prompts = held_out_prompts(JUDGED_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=GATE_SET)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     heads = retrieving(loaded, artifact, length, length // 4)
     assert len(heads) > 1

@@ -50,7 +50,28 @@ def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(tokenize
     assert seeded_prompts(short, tokenizer, seeds=(5, 6), seen=seen, length=LENGTH, samples=1).overlapping == 2
 
 
-def test_a_text_that_was_seen_whole_cannot_judge(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [0, 1, 63, 64, 100])
+def test_127_tokens_in_a_row_are_known_wherever_they_lie(start: int) -> None:
+    ids = tuple(range(400))
+    seen = Seen([Prompt(input_ids=ids, answer=None)])
+
+    def among_others(count: int) -> Prompt:
+        return Prompt(input_ids=(*range(1000, 1037), *ids[start : start + count], *range(2000, 2100)), answer=None)
+
+    assert seen.overlaps(among_others(127))
+    # Fewer hold a whole window that is remembered only where they lie so.
+    assert seen.overlaps(among_others(126)) == (start % 64 != 1)
+
+
+def test_windows_that_are_held_out_are_apart_from_one_another_too(tokenizer: Any, tmp_path: Path) -> None:
+    task = story(tmp_path / "a.txt", 7 * LENGTH)
+    for seed in range(4):
+        seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=seed)
+        a, b = held_out([task], tokenizer, length=LENGTH, samples=2, seed=seed, seen=Seen(seen))
+        assert overlap(a, b) == overlap(b, a) == 0 == overlap(a, seen[0])
+
+
+def test_a_text_that_was_seen_whole_has_nothing_to_hold_out(tokenizer: Any, tmp_path: Path) -> None:
     task = story(tmp_path / "a.txt", 16 * LENGTH // 10)
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
     with pytest.raises(HeadwiseError, match=r"text:a\.txt is too short to hold prompts out: 1 x 1000 tokens") as error:

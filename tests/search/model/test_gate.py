@@ -21,6 +21,7 @@ TAILS = (0, 64, 256)
 @dataclass(frozen=True)
 class One:
     task: str
+    of: str
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class Prompts:
     """In place of a reference: what tells one set of sequences from another, and its sequences' tasks."""
 
     name: str
-    sequences: tuple[One, ...] = tuple(map(One, ["facts"] * 4 + ["prose"]))
+
+    @property
+    def sequences(self) -> tuple[One, ...]:
+        return tuple(One(task, self.name) for task in ["facts"] * 4 + ["prose"])
 
 
 def lost(heads: Heads, one: Allocation, factor: float) -> tuple[TaskLoss, ...]:
@@ -61,7 +65,7 @@ def test_what_passes_at_once_is_reported_on_the_first_held_out_set() -> None:
     said: list[tuple[str, float, Any]] = []
     gated, heads, best = passed({"calibration": 1.0, "first": 1.1, "second": 1.0}, 100.0, said)
     assert gated.chosen.allocation.digest == best.digest
-    assert gated.chosen_on is None and {name for name, _, _ in said} == {"first"}
+    assert gated.chosen_on == [] and gated.held_out and {name for name, _, _ in said} == {"first"}
     # By task, the one with few sequences first. Then half and twice the budget, and of the other two dense tails the
     # one that loses less by the curves, if that is near, each on the first contexts of the tasks, as what was chosen.
     assert [numbers for _, _, numbers in said] == [[4], [0, 1, 2, 3], *[[0, 4]] * len(gated.points)]
@@ -85,8 +89,8 @@ def test_a_set_that_fails_says_how_much_more_and_another_reports() -> None:
     assert [name for name, _ in judged] == ["first", "second"]
     # Where a task fails the others are not run, and chose nothing.
     assert [name for name, _, numbers in said if numbers == [0, 1, 2, 3]] == ["second"]
-    assert gated.chosen_on == [One("prose")] and len(gated.reported_on) == 5
-    assert gated.chosen.allocation.cost == judged[-1][1] > best.cost and gated.chosen_on is not None
+    assert gated.chosen_on == [One("prose", "first")] and len(gated.reported_on) == 5 and gated.held_out
+    assert gated.chosen.allocation.cost == judged[-1][1] > best.cost
     # One step comes to what is aimed at: little less than the limit.
     assert 0.5 < 1.5 * heads.predicted(gated.chosen.allocation) / limit <= 0.91
 
@@ -98,16 +102,25 @@ def test_calibration_prompts_raise_it_first_and_no_held_out_set_is_spent_on_that
     heads = made()
     limit = 0.7 * heads.predicted(heads.by_model(heads.total(0.15), 64))
     gated, _, best = passed({"calibration": 1.0, "first": 0.5}, limit, said)
-    assert said[0][0] == "first" and gated.chosen.allocation.cost > best.cost and gated.chosen_on is None
+    assert said[0][0] == "first" and gated.chosen.allocation.cost > best.cost and gated.chosen_on == []
     times = gated.chosen.allocation.cost / heads.total(0.15)
     assert capsys.readouterr().err.endswith(f"; with {times:.2f} times the budget it passes\n")
 
 
-def test_without_another_set_the_one_that_chose_reports() -> None:
+def test_without_another_set_the_one_that_chose_reports_and_is_not_held_out() -> None:
     heads = made()
     limit = 1.05 * heads.predicted(heads.by_model(heads.total(0.15), 64))
     gated, _, _ = passed({"calibration": 1.0, "first": 1.5}, limit)
-    assert gated.chosen_on == [gated.reported_on[4]]
+    assert gated.chosen_on == [gated.reported_on[4]] and not gated.held_out
+
+
+def test_all_sets_that_failed_are_named() -> None:
+    heads = made()
+    limit = 1.05 * heads.predicted(heads.by_model(heads.total(0.15), 64))
+    factors = {"calibration": 1.0, "first": 1.5, "second": 3.0, "third": 1.0}
+    gated, _, _ = passed(factors, limit)
+    assert gated.chosen_on == [One("prose", "first"), One("prose", "second")]
+    assert gated.held_out and gated.reported_on == Prompts("third").sequences
 
 
 def test_what_never_passes_is_a_finding() -> None:

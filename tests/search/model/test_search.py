@@ -31,9 +31,10 @@ from search.model import measured_costs, pipeline
 from search.model.allocation import spent_by
 from search.model.config import ModelSearch
 from search.model.pipeline import _Search
-from search.model.prompts import judged_prompts
+from search.model.prompts import held_out_prompts
 from search.model.task_losses import Limits, by_task
 from search.model.timing import ANCHOR, SDPA
+from search.transfer import main as transfer
 from tests.processes import run
 from tests.sampling import sampled
 from tests.search.conftest import save_tiny
@@ -121,7 +122,7 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -
 def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
     (artifact, arrays), loaded = artifacts.load_pair(found), load_model(str(tiny_model), dtype="float32")
     calibration = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
-    prompts = judged_prompts(TASKS, loaded, length=LENGTH, samples=1, seed=0, seen=Seen(calibration), number=0)
+    prompts = held_out_prompts(TASKS, loaded, length=LENGTH, samples=1, seed=0, seen=Seen(calibration), number=0)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, LENGTH)
     losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
@@ -336,6 +337,10 @@ def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: 
     assert arrays["allocation.ranks"] == 2
     own = np.asarray(arrays["chosen.flops"], dtype=np.float64)
     assert spent_by(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
+    # No price holds for heads one by one: transfer refuses an artifact without.
+    assert "allocation.price" not in arrays
+    with pytest.raises(HeadwiseError, match="no allocation.price"):
+        transfer([str(out), "--model", str(tiny_model), "--out", str(tmp_path / "b.yaml"), "--dtype", "float32"])
 
 
 def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tmp_path: Path) -> None:
