@@ -151,23 +151,23 @@ class Ledger:
         held: dict[str, Any] = {unit.key: found for unit in units if (found := self.get(unit)) is not None}
         # A rank that starts late may find what another has just finished: dealt is what nobody had at first.
         by_rank = [set(keys) for keys in self._ranks.gather_all(sorted(held))]
-        left = [place for place, unit in enumerate(units) if not any(unit.key in keys for keys in by_rank)]
+        left = [at for at, unit in enumerate(units) if not any(unit.key in keys for keys in by_rank)]
         held_by = [] if needs is None else [set(theirs) for theirs in self._ranks.gather_all(list(has))]
         mine = self._ranks.deal(
             left,
-            None if costs is None else [costs[place] for place in left],
-            needs=None if needs is None else [needs[place] for place in left],
+            None if costs is None else [costs[at] for at in left],
+            needs=None if needs is None else [needs[at] for at in left],
             has=held_by,
         )
 
-        def tell(count: int) -> None:
+        def show(count: int) -> None:
             if done is not None:
                 done(len(units) - len(left) + round(len(left) * count / max(1, len(mine))))
 
-        tell(0)
-        for count, place in enumerate(mine, start=1):
-            held[units[place].key] = self.put(units[place], work(units[place]))
-            tell(count)
+        show(0)
+        for count, at in enumerate(mine, start=1):
+            held[units[at].key] = self.put(units[at], work(units[at]))
+            show(count)
         if self._ranks.count > 1:
             sent = set().union(*by_rank[: self._ranks.rank])
             held = self._ranks.gather({key: value for key, value in held.items() if key not in sent})

@@ -24,7 +24,7 @@ from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds,
 from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load
 from runtime.fingerprint import fingerprint
-from search.common.report import report
+from search.model.report import report
 from search.published.config import DEFAULT_BUDGET, HeadSearch
 from search.published.head_budget import resolve, search_model
 

@@ -1,7 +1,7 @@
 """python -m search.gate: what an artifact loses on prompts that its search did not see, before anyone serves with it.
 
-Tasks are judged one by one and the worst decides: KL to dense attention, perplexity on text, and on answers how much
-less likely the right one becomes and how many that dense attention gets right are lost.
+The worst task decides, or all answers together: KL to dense attention, perplexity on text, and on answers how much less
+likely the right one becomes and how many that dense attention gets right are lost.
 
     python -m search.gate cfg.yaml --model MODEL --max-kl 0.05 --max-lost 0.1
 """
@@ -13,8 +13,8 @@ from dataclasses import asdict
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from profiling.prompts.prompt import JUDGED_TASKS
-from search.common.check import Check, run
-from search.common.limits import add_limits, limits_of
+from search.model.check import Check, run
+from search.model.limits import add_limits, limits_of
 from search.model.task_losses import line
 
 

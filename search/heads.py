@@ -16,11 +16,11 @@ from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.memory_use.sizes import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, TASKS
-from search.common.limits import add_limits, limits_of
-from search.common.report import report
 from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, SHORT, TAILS, ModelSearch
+from search.model.limits import add_limits, limits_of
 from search.model.pipeline import run as run_model
 from search.model.refine import without_password
+from search.model.report import report
 from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
 from search.published.config import HeadSearch
 from search.published.head_budget import run as run_heads
@@ -59,7 +59,7 @@ def parser() -> ArgumentParser:
     )
     arguments.add_length(
         p,
-        "prompt lengths in tokens: patterns are for the longest, the others tell how sizes go with the length "
+        "prompt lengths in tokens: patterns are for the longest, the others show how sizes go with the length "
         "(default: the model's positions, at most 8192; with --allocation heads 30000)",
         several=True,
     )

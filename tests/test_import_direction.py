@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,36 @@ def test_imports_run_downwards(package: str) -> None:
         if path != ROOT / "kernels" / "__init__.py":
             found += wrong(package, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
     assert not found, "\n".join(found)
+
+
+def circle(package: str, sources: Mapping[str, str]) -> list[str]:
+    """Rooms of a package that import one another, in a circle, also in functions and for types; none where none do.
+
+    sources: what lies in the package, by path. What lies in no room is above them all.
+    """
+    rooms: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        _, *room, _ = path.split("/")
+        for _, module, _ in imports(ast.parse(source)):
+            other = module.split(".")[1:2]
+            if room and module.startswith(f"{package}.") and other != room[:1]:
+                rooms.setdefault(room[0], set()).update(other)
+    try:
+        TopologicalSorter(rooms).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_the_rooms_of_search_import_one_way() -> None:
+    paths = sorted((ROOT / "search").rglob("*.py"))
+    assert not circle("search", {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths})
+
+
+def test_a_circle_is_seen_also_where_it_is_for_types() -> None:
+    one, two = "from search.b.y import f", "if TYPE_CHECKING:\n    from search.a.z import g"
+    assert set(circle("search", {"search/a/x.py": one, "search/b/y.py": two})) == {"a", "b"}
+    assert not circle("search", {"search/a/x.py": one, "search/b/y.py": "from search.b.z import g", "search/c.py": two})
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
 
 
 def told_overlap(task: str, length: int, overlapping: int, samples: int) -> str:
-    """That some prompts of a task, told by its name, were seen: in a sentence."""
+    """That some prompts of a task, by its name, were seen: in a sentence."""
     return (
         f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search looked at: take a "
         "longer text, or fewer samples"

@@ -1,1 +1,1 @@
-"""What more than one command of this package uses: the backend, the gate, records, and the report."""
+"""What more than one command of this package uses: the backend, the layers, and records."""

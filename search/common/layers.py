@@ -1,13 +1,18 @@
-"""The layers that a search looks at, and scores of them on prompts, one dense pass each."""
+"""The layers that a search looks at, the backend that scores them, and their scores on prompts, a dense pass each."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from artifacts import HeadwiseError
+import kernels.dispatch as dispatch
+from artifacts import HeadwiseError, ModelInfo
+from kernels.attention import sparse_attention
+from kernels.index import TILE
+from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, capture
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
@@ -27,6 +32,29 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
     if not searched:
         raise HeadwiseError(f"every layer of {loaded.name} slides over a window already: nothing to search")
     return searched
+
+
+def serving_backend(backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False) -> str:
+    """The name of the backend that scores candidates, and so of the one to serve; says where only the reference can.
+
+    Raises:
+        HeadwiseError: the backend that was asked for cannot.
+    """
+    probe = torch.zeros(1, 1, TILE, model.head_dim, dtype=getattr(torch, dtype), device=device)
+    while True:
+        reasons = dispatch.why_not(probe, probe, probe)
+        found = next(name for name in reasons if reasons[name] is None) if backend == "auto" else backend
+        try:
+            # That a kernel does not compile is known from its first call.
+            sparse_attention(probe, probe, probe, dense_index(1, 1, TILE, TILE, probe.device), backend=found)
+            break
+        except ValueError as error:
+            if backend != "auto":
+                raise HeadwiseError(f"--backend {backend}: {error}") from None
+    if found == "reference" != backend and not quiet:
+        why = reasons["cpu" if probe.device.type == "cpu" else "triton"]
+        print(f"only the reference backend serves here, many times slower than the kernels: {why}", file=sys.stderr)
+    return found
 
 
 def score_layers(

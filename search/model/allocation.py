@@ -171,9 +171,9 @@ def _of_layer(loss: np.ndarray, costs: np.ndarray, ranks: int) -> tuple[np.ndarr
     parts = [_knapsack(*part) for part in zip(np.split(loss, ranks), np.split(costs, ranks), strict=True)]
     times = np.unique(np.concatenate([own for own, _, _ in parts]))
     times = times[times >= max(own[0] for own, _, _ in parts)]
-    places = [np.searchsorted(own, times, side="right") - 1 for own, _, _ in parts]
-    lost = sum(values[at] for (_, values, _), at in zip(parts, places, strict=True))
-    return times, lost, np.concatenate([rows[at] for (_, _, rows), at in zip(parts, places, strict=True)], axis=1)
+    found = [np.searchsorted(own, times, side="right") - 1 for own, _, _ in parts]
+    lost = sum(values[at] for (_, values, _), at in zip(parts, found, strict=True))
+    return times, lost, np.concatenate([rows[at] for (_, _, rows), at in zip(parts, found, strict=True)], axis=1)
 
 
 def _knapsack(loss: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -196,7 +196,7 @@ def _knapsack(loss: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _unbeaten(costs: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Places of those that lose less than all that cost no more, the cheapest first."""
+    """Indices of those that lose less than all that cost no more, the cheapest first."""
     order = np.lexsort((losses, costs))
     least = np.minimum.accumulate(losses[order])
     found: np.ndarray = order[np.append(True, least[1:] < least[:-1])]

@@ -8,11 +8,11 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import CALIBRATED_TASKS, JUDGED_TASKS
 from search.model.costs import Unit
-from search.model.task_losses import Limits
+from search.model.limits import Limits
 
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 1
-# Trials that are told in closed form, before any is drawn.
+# Trials that are known in closed form, before any is drawn.
 CLOSED = 2
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask elsewhere than at the end
 # of a prompt, so that they see no worth in a tail, and users' prompts end with a question more often than not.
@@ -27,7 +27,7 @@ class ModelSearch:
 
     budget: cost of all heads' attention, as a share of what computing everything by the same kernels costs; None: a
         quarter, or more where not even the cheapest candidates keep to that.
-    lengths: prompts are made at each; the patterns are for the longest, the others tell how sizes go with the length.
+    lengths: prompts are made at each; the patterns are for the longest, the others show how sizes go with the length.
     samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
     storage: of Optuna's study, any URL that it takes; None keeps it in memory.
     tensor_parallel: ranks that will serve; the slowest one's time is what counts.
@@ -77,8 +77,8 @@ class ModelSearch:
             )
 
     @property
-    def judged(self) -> tuple[str, ...]:
-        """The tasks of the prompts that judge: those that are calibrated on, by default in fewer prefills."""
+    def held_out_tasks(self) -> tuple[str, ...]:
+        """The tasks of held-out prompts: those that are calibrated on, by default in fewer prefills."""
         return JUDGED_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
 
     @property

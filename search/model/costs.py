@@ -119,8 +119,8 @@ def _interpolate(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
     A table of several head counts has several times for the same tiles of a head: their mean counts.
     """
-    x, place = np.unique(x, return_inverse=True)
-    y = np.bincount(place, weights=y) / np.bincount(place)
+    x, index = np.unique(x, return_inverse=True)
+    y = np.bincount(index, weights=y) / np.bincount(index)
     inner = np.interp(at, x, y)
     if len(x) > 1:
         slope = (y[1] - y[0]) / (x[1] - x[0])

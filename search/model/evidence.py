@@ -15,7 +15,7 @@ from profiling.environment import environment
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
-from search.model.outcome import Outcome
+from search.model.setup import Outcome
 from search.model.task_losses import pooled
 from search.model.timing import ANCHOR, MOVED, SDPA, Timed, Timings, time_layers
 
@@ -79,7 +79,7 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
         for dense, said in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL]))
         if dense in timings.seconds
     ]
-    # The machine may be faster or slower than it was when candidates were timed: the anchor tells.
+    # The machine may be faster or slower than it was when candidates were timed: the anchor shows it.
     costs, model, layers = outcome.costs, outcome.setup.model, len(outcome.setup.searched)
     assert costs.table is not None
     then = costs.table.dense_seconds(

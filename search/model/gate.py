@@ -11,8 +11,9 @@ import numpy as np
 from artifacts import Finding
 from profiling.quality.sequences import Reference, TokenSequence
 from search.model.allocation import Allocation, Heads
+from search.model.limits import Limits
 from search.model.refine import Trial
-from search.model.task_losses import Limits, TaskLoss
+from search.model.task_losses import TaskLoss
 
 # Budgets of the front's other points, as shares of what is spent.
 _FRONT = (0.5, 2.0)

@@ -20,7 +20,7 @@ GROWING = {
     "vertical_slash": ("vertical", "slash"),
     "block_sparse": ("blocks",),
 }
-# Below this relative change a rung is as good as dense, and a larger one cannot be told from it.
+# Below this relative change a rung is as good as dense, and a larger one cannot be distinguished from it.
 _FLOOR = 1e-9
 
 
@@ -66,9 +66,8 @@ def _power(
     short: int,
     long: int,
 ) -> float | None:
-    """One head's power between two lengths; None where its rungs do not reach far enough to tell."""
-    place = list(candidates[long]).index(pattern)
-    wanted = float(changes[long][place])
+    """One head's power between two lengths; None where its rungs do not reach far enough."""
+    wanted = float(changes[long][list(candidates[long]).index(pattern)])
     rungs = _alike(pattern, candidates[long])
     if len(rungs) < 2 or wanted < _FLOOR:
         return None
@@ -83,7 +82,7 @@ def _power(
 
 
 def _alike(pattern: Pattern, candidates: Sequence[Pattern]) -> list[int]:
-    """The places of the kind's rungs in the same proportions, the smallest first."""
+    """The indices of the kind's rungs in the same proportions, the smallest first."""
 
     def shape(other: Pattern) -> tuple[float, ...]:
         sizes = [getattr(other, name) for name in GROWING[pattern.kind]]

@@ -71,7 +71,7 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
             push(part)
         elif not price:
             price = -steepness
-    return Spent(entries=[line[place] for line, place in zip(hulls, at, strict=True)], price=price)
+    return Spent(entries=[line[step] for line, step in zip(hulls, at, strict=True)], price=price)
 
 
 def at_price(losses: Sequence[float], costs: Sequence[float], price: float) -> int:

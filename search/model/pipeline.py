@@ -29,8 +29,7 @@ from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.quality.sequences import Losses, Reference, TokenSequence, check_logits, sequences
 from profiling.ranks import Ranks, ranks
 from runtime.fingerprint import fingerprint
-from search.common.layers import searched_layers
-from search.common.serving import serving_backend
+from search.common.layers import searched_layers, serving_backend
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import ladder
 from search.model.config import ModelSearch
@@ -38,12 +37,11 @@ from search.model.costs import Costs, given_costs
 from search.model.curves import Curves
 from search.model.gate import Gate
 from search.model.measured_costs import costs_of, measured
-from search.model.outcome import Outcome
 from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
 from search.model.record import write
 from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import score_prompts
-from search.model.setup import Setup
+from search.model.setup import Outcome, Setup
 from search.model.task_losses import TaskLoss, by_task
 from search.model.timing import all_threads
 

@@ -66,7 +66,7 @@ def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, sa
 def held_out_prompts(
     tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int, seen: Seen, number: int
 ) -> list[Prompt]:
-    """Prompts that judge: contexts are the units of what is claimed, so there are more of them than are calibrated on.
+    """Held-out prompts: contexts are the units of what is claimed, so there are more of them than are calibrated on.
 
     Four times as many, of a text twice as many windows; where a file is too short for that, half of it or no more.
     """
@@ -97,7 +97,7 @@ def held_out_sets(config: ModelSearch, loaded: LoadedModel, length: int, seen: S
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed, "seen": seen}
     for number in (number for number in range(ROUNDS + 1) if number != GATE_SET):
         try:
-            made = held_out_prompts(config.judged, loaded, **how, number=number)
+            made = held_out_prompts(config.held_out_tasks, loaded, **how, number=number)
         except HeadwiseError:
             if not number:
                 raise

@@ -26,7 +26,7 @@ from search.common.scores import as_artifact_pattern, score_arrays, winners
 from search.model.allocation import Allocation
 from search.model.evidence import evidence, timed
 from search.model.growth import fit
-from search.model.outcome import Outcome
+from search.model.setup import Outcome
 from search.model.task_losses import lost_answers, mean_kl
 from search.model.timing import ANCHOR, Timings
 

@@ -1,6 +1,6 @@
 """Refinement: how one budget is spent, by what it does to the whole model's predictions on the calibration prompts.
 
-Curves take heads one at a time on dense inputs. A first run with the patterns tells how far each kind of prompt's loss
+Curves take heads one at a time on dense inputs. A first run with the patterns shows how far each kind of prompt's loss
 is from what the curves add up to, and so, in closed form, how the kinds weigh against each other. That may be run as
 well, and Optuna then tries weights of groups of layers, dense tails and estimates around it, all at the budget that was
 asked for.
@@ -65,7 +65,7 @@ class Refinement:
 
 
 def refine(asked: Refinement, measure: Measure, done: Callable[[int], object] = lambda count: None) -> list[Trial]:
-    """The trials, the best one first; those that could not be told apart keep the order in which they were made."""
+    """The trials, the best one first; those with equal losses keep the order in which they were made."""
     heads, total = asked.heads, asked.total
     tails = [tail for tail in sorted(heads.curves) if heads.least(tail) < total]
     # By the curves alone: the dense tail that loses least for the budget comes first.

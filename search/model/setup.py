@@ -1,9 +1,14 @@
-"""What all phases of a search with one budget for the model share."""
+"""What all phases of a search with one budget for the model share, and what it found, before it is written.
+
+Shapes: L layers, H query heads, C candidates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from artifacts import ModelInfo
 from kernels.patterns import LayerPlan, Pattern
@@ -11,9 +16,14 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt
+from profiling.quality.sequences import TokenSequence
 from profiling.ranks import Ranks
-from search.model.allocation import Allocation
+from search.model.allocation import Allocation, Heads
 from search.model.config import ModelSearch
+from search.model.costs import Costs
+from search.model.curves import Curves
+from search.model.gate import Gated
+from search.model.refine import Trial
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,3 +63,25 @@ class Setup:
     def plans(self, allocation: Allocation) -> dict[int, LayerPlan]:
         """What serves an allocation, by layer."""
         return allocation.plans(self.patterns, self.model.num_kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What a search found. budget: the share of all of attention that could be spent. curves: by length and tail."""
+
+    setup: Setup
+    budget: float
+    curves: Mapping[int, Mapping[int, Curves]]
+    costs: Costs
+    heads: Heads
+    trials: tuple[Trial, ...]
+    gated: Gated
+    calibration: Sequence[TokenSequence]
+    gradient_fault: str | None
+
+    def density(self, tail: int) -> np.ndarray:
+        """(L, H, C) tiles computed over those of dense attention."""
+        tiles = self.heads.curves[tail].tiles
+        dense = next(c for c, pattern in enumerate(self.setup.patterns) if pattern.kind == "dense")
+        share: np.ndarray = tiles / tiles[..., dense : dense + 1]
+        return share

@@ -1,4 +1,4 @@
-"""What patterns lose against dense attention, by task and over all answers, and limits on it; the worst decides."""
+"""What patterns lose against dense attention, by task and over all answers."""
 
 from __future__ import annotations
 
@@ -9,84 +9,16 @@ from math import exp
 
 import numpy as np
 
-from artifacts import HeadwiseError, TaskFigures
+from artifacts import TaskFigures
 from profiling.evaluation.intervals import share_of
 from profiling.quality.sequences import Losses, TokenSequence
 
-MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
 # With fewer answers that dense attention gets right, in four contexts, a loss of one in five is often not seen.
 ENOUGH = 72
-# An interval of what answers lose takes so many contexts. Answers of one are alike, and tell nothing of other contexts.
+# An interval of what answers lose takes so many contexts. Answers of one are alike, and say nothing of other contexts.
 CONTEXTS = 4
 # All answers of all tasks together.
 POOL = "all answers"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What each task may lose at most; None: no limit.
-
-    kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll: rise of -log p of
-    the right answer, nats for each of its tokens. lost: share of the answers that dense attention gets right by which
-    the patterns get fewer right, those that they win counted; one answer alone fails nothing. A rise or a share that
-    has no interval, or that its interval does not tell from none, fails nothing either.
-    """
-
-    kl: float | None = MAX_KL
-    perplexity: float | None = MAX_PERPLEXITY
-    nll: float | None = MAX_NLL
-    lost: float | None = MAX_LOST
-
-    def __post_init__(self) -> None:
-        for name in ("kl", "perplexity", "nll", "lost"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise HeadwiseError(f"--max-{name} must be above 0, got {value}")
-
-    def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
-        """Why the tasks lose too much, the worst of them or all answers together; None where none does."""
-        faults = [fault for task in (*tasks, *pooled(tasks)) for fault in self._faults(task)]
-        return max(faults)[1] if faults else None
-
-    def strain(self, tasks: Sequence[TaskLoss]) -> float:
-        """How many times a limit the worst task has, by what would be a finding above it; 0 without limits."""
-        every = (*tasks, *pooled(tasks))
-        return max([times for task in every for times, sure, _ in self._measured(task) if sure], default=0.0)
-
-    def _faults(self, task: TaskLoss) -> list[tuple[float, str]]:
-        """(how many times the limit, why)."""
-        found = []
-        for times, sure, said in self._measured(task):
-            # `not <=` so that NaN fails.
-            if not times <= 1 and sure:
-                found.append((times, f"{task.task}: {said}"))
-        return found
-
-    def _measured(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
-        """(how many times the limit, whether that is a finding if it is above it, in words) of all that is limited."""
-        found = []
-        if self.kl is not None:
-            said = f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is {self.kl:g}"
-            found.append((task.kl / self.kl, True, said))
-        if self.perplexity is not None and task.perplexity_ratio is not None:
-            rise = task.perplexity_ratio - 1
-            said = f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is {self.perplexity:.2%}"
-            found.append((rise / self.perplexity, True, said))
-        if self.nll is not None and task.nll_rise is not None and task.nll_rise_low is not None:
-            said = (
-                f"-log p of the right answer rises by {task.nll_rise:.3f} nats a token "
-                f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit (--max-nll) is {self.nll:g}"
-            )
-            found.append((task.nll_rise / self.nll, not task.nll_rise_low <= 0, said))
-        # Near a tie answers turn both ways: those that are won stand against those that are lost.
-        if self.lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
-            said = (
-                f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of "
-                f"the others won, {task.fewer:.0%} fewer ({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit "
-                f"(--max-lost) is {self.lost:.0%}"
-            )
-            found.append((task.fewer / self.lost, task.fewer_low > 0, said))
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,8 +155,8 @@ def all_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun sets it to 1 for each of its processes, which wait meanwhile.
-    told = "" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(max(before, min(cores, int(told)) if told.isdecimal() and int(told) else cores))
+    asked = "" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(max(before, min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores))
     try:
         yield
     finally:

@@ -17,8 +17,7 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts, parse_task
 from profiling.ranks import one_process
 from runtime.fingerprint import fingerprint
-from search.common.layers import score_layers, searched_layers
-from search.common.serving import serving_backend
+from search.common.layers import score_layers, searched_layers, serving_backend
 from search.model.prompts import check_positions
 from search.published.config import DEFAULT_BUDGET, HeadSearch
 from search.published.record import build_artifact

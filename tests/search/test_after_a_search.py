@@ -13,11 +13,11 @@ import artifacts
 from artifacts import HeadwiseError, pattern_name
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
-from search.common.report import report
 from search.explain import Question
 from search.explain import run as explain
 from search.heads import main as heads
 from search.model.prompts import whole_contexts
+from search.model.report import report
 from search.transfer import Transfer
 from search.transfer import run as transfer
 from tests.search.conftest import save_tiny

@@ -17,10 +17,11 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import JUDGED_TASKS, make_prompts, per_context
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
-from search.common.check import Check, plans_of, run
 from search.gate import main
+from search.model.check import Check, plans_of, run
+from search.model.limits import MAX_KL, MAX_PERPLEXITY, Limits
 from search.model.prompts import held_out_prompts
-from search.model.task_losses import MAX_KL, MAX_PERPLEXITY, Limits, by_task
+from search.model.task_losses import by_task
 
 LENGTH = 700
 WIDE, NARROW = artifacts.Dense(), artifacts.AShape(sink=64, window=64)

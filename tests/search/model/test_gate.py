@@ -11,8 +11,9 @@ import pytest
 from artifacts import Finding
 from search.model.allocation import Allocation, Heads
 from search.model.gate import Gate, Gated
+from search.model.limits import Limits
 from search.model.refine import Trial
-from search.model.task_losses import ContextLoss, Limits, TaskLoss
+from search.model.task_losses import ContextLoss, TaskLoss
 from tests.search.model.made import heads_of
 
 TAILS = (0, 64, 256)

@@ -11,7 +11,8 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.quality.sequences import Losses, TokenSequence
-from search.model.task_losses import ENOUGH, POOL, Limits, TaskLoss, by_task, line, lost_answers, mean_kl, pooled
+from search.model.limits import Limits
+from search.model.task_losses import ENOUGH, POOL, TaskLoss, by_task, line, lost_answers, mean_kl, pooled
 
 GOOD = {"kl": 0.01, "perplexity_ratio": None, "nll_rise": 0.01, "nll_rise_low": -0.02, "nll_rise_high": 0.04}
 

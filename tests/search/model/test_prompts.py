@@ -66,7 +66,7 @@ def test_the_default_tasks_are_made_at_128k_tokens() -> None:
     before = Seen(made)
     first = next(held_out_sets(config, loaded, 131_072, seen))
     assert {len(prompt.input_ids) for prompt in [*made, *first]} == {131_072}
-    assert {prompt.task for prompt in first} == {"facts", "prose"} == {*config.judged}
+    assert {prompt.task for prompt in first} == {"facts", "prose"} == {*config.held_out_tasks}
     # Of questions that share a context one is enough.
     contexts = {prompt.context: prompt for prompt in first}.values()
     assert not any(map(before.overlaps, contexts)) and all(map(seen.overlaps, contexts))

@@ -25,14 +25,15 @@ from profiling.quality.sequences import Reference, sequences
 from profiling.ranks import Ranks
 from profiling.speed.cost_table import save
 from runtime import load
-from search.common.check import plans_of
 from search.heads import main
 from search.model import measured_costs, pipeline
 from search.model.allocation import spent_by
+from search.model.check import plans_of
 from search.model.config import ModelSearch
+from search.model.limits import Limits
 from search.model.pipeline import _Search
 from search.model.prompts import held_out_prompts
-from search.model.task_losses import Limits, by_task
+from search.model.task_losses import by_task
 from search.model.timing import ANCHOR, SDPA
 from search.transfer import main as transfer
 from tests.processes import run
@@ -339,7 +340,7 @@ def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: 
     assert spent_by(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
     # No price holds for heads one by one: transfer refuses an artifact without.
     assert "allocation.price" not in arrays
-    with pytest.raises(HeadwiseError, match="no allocation.price"):
+    with pytest.raises(HeadwiseError, match=r"no allocation\.price"):
         transfer([str(out), "--model", str(tiny_model), "--out", str(tmp_path / "b.yaml"), "--dtype", "float32"])
 
 

@@ -19,8 +19,9 @@ from profiling.prompts.prompt import JUDGED_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.plans import kernel_patterns, layer_plan
+from search.model.limits import Limits
 from search.model.prompts import held_out_prompts
-from search.model.task_losses import Limits, TaskLoss, by_task, pooled
+from search.model.task_losses import TaskLoss, by_task, pooled
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
