@@ -42,25 +42,21 @@ class Limits:
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
         """Why the tasks lose too much, the worst of them or all answers together; None where none does."""
-        faults = [fault for task in (*tasks, *pooled(tasks)) for fault in self._faults(task)]
+        # `not <=` so that NaN fails.
+        faults = [(times, said) for times, said in self._measured(tasks) if not times <= 1]
         return max(faults)[1] if faults else None
 
     def strain(self, tasks: Sequence[TaskLoss]) -> float:
         """How many times a limit the worst task has, by what would be a finding above it; 0 without limits."""
+        return max([times for times, _ in self._measured(tasks)], default=0.0)
+
+    def _measured(self, tasks: Sequence[TaskLoss]) -> list[tuple[float, str]]:
+        """(how many times the limit, in words) of all that is limited, and a finding where it is above it."""
         every = (*tasks, *pooled(tasks))
-        return max([times for task in every for times, sure, _ in self._measured(task) if sure], default=0.0)
+        return [(times, f"{task.task}: {said}") for task in every for times, sure, said in self._of(task) if sure]
 
-    def _faults(self, task: TaskLoss) -> list[tuple[float, str]]:
-        """(how many times the limit, why)."""
-        found = []
-        for times, sure, said in self._measured(task):
-            # `not <=` so that NaN fails.
-            if not times <= 1 and sure:
-                found.append((times, f"{task.task}: {said}"))
-        return found
-
-    def _measured(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
-        """(how many times the limit, whether that is a finding if it is above it, in words) of all that is limited."""
+    def _of(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
+        """(how many times the limit, whether its interval is above 0, in words)."""
         found = []
         if self.kl is not None:
             said = f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is {self.kl:g}"

@@ -46,7 +46,7 @@ from search.model.task_losses import TaskLoss, by_task
 from search.model.timing import all_threads
 
 # Raised where the same unit would have another value.
-_VERSION = 3
+_VERSION = 4
 
 
 def run(config: ModelSearch) -> Artifact | None:

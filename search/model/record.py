@@ -64,7 +64,7 @@ def write(outcome: Outcome) -> Artifact:
             unit=outcome.costs.unit,
             dense_cost=_dense_cost(outcome, timings),
             dense_right=lost_answers(outcome.gated.points[0].tasks)["dense_right"] or None,
-            measured_on="held_out",
+            measured_on="held_out" if outcome.gated.held_out else "calibration",
             points=tuple(point for point, _ in points),
         ),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from search.model.curves import Curves
 from search.model.scoring import Scores, score_layer
 from search.model.setup import Setup
 
-_SUMS = ("change", "squared", "size", "recall", "drop", "fisher", "tiles")
+_SUMS = tuple(field.name for field in fields(Scores))
 
 
 def score_prompts(setup: Setup, length: int, reference: Reference) -> tuple[dict[int, Curves], str | None]:
@@ -118,7 +119,7 @@ def _score(
                 backend=setup.backend,
             )
             gain = float(stream.gain(layer.inputs.layer))
-            value = {str(tail): _plain(scores[tail], gain, layer.inputs.layer, loaded) for tail in setup.tails}
+            value = {str(tail): _sums(scores[tail], gain, layer.inputs.layer, loaded) for tail in setup.tails}
             at = (number, layer.inputs.layer)
             found[at] = setup.ledger.put(units[at], {"scores": value, "fault": fault})
             shown.update()
@@ -149,11 +150,12 @@ def _score(
     return found
 
 
-def _plain(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> dict[str, np.ndarray]:
-    values = {name: np.array(getattr(scores, name)) for name in _SUMS}
+def _sums(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> np.ndarray:
+    """(7, H, C) in the order of the fields of Scores."""
+    values = np.stack([getattr(scores, name) for name in _SUMS])
     # A norm between attention and stream scales what the heads add.
-    values["change"] *= gain
-    if not all(np.isfinite(value).all() for value in values.values()):
+    values[_SUMS.index("change")] *= gain
+    if not np.isfinite(values).all():
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         raise HeadwiseError(f"layer {layer} computes numbers that are not finite in {dtype}: try another --dtype")
     return values
@@ -161,15 +163,15 @@ def _plain(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> dict
 
 def _curves(setup: Setup, one: TokenSequence, by_layer: Mapping[int, Any]) -> dict[int, Curves]:
     """The curves of one sequence by dense tail."""
-    shape = setup.model.num_layers, *next(iter(by_layer.values()))["scores"][str(setup.tails[0])]["change"].shape
+    _, *shape = next(iter(by_layer.values()))["scores"][str(setup.tails[0])].shape
     known = all(value["fault"] is None for value in by_layer.values())
     text, tokens = one.is_text and known, one.context
     found = {}
     for tail in setup.tails:
-        sums = {name: np.full(shape, np.nan) for name in _SUMS}
+        every = np.full((len(_SUMS), setup.model.num_layers, *shape), np.nan)
         for layer, value in by_layer.items():
-            for name in _SUMS:
-                sums[name][layer] = value["scores"][str(tail)][name]
+            every[:, layer] = value["scores"][str(tail)]
+        sums = dict(zip(_SUMS, every, strict=True))
         fisher = sums["fisher"]
         none = np.where(np.isnan(fisher), np.nan, 0.0)
         found[tail] = Curves(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +32,7 @@ from search.model.check import plans_of
 from search.model.config import ModelSearch
 from search.model.limits import Limits
 from search.model.pipeline import _Search
-from search.model.prompts import held_out_prompts
+from search.model.prompts import held_out_prompts, held_out_sets
 from search.model.task_losses import by_task
 from search.model.timing import ANCHOR, SDPA
 from search.transfer import main as transfer
@@ -249,6 +249,23 @@ def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_p
     assert out.with_name(artifacts.load(out).sidecar.file).read_bytes() == (
         found.with_name(artifacts.load(found).sidecar.file).read_bytes()
     )
+
+
+def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is one set, as of a text that is too short for another."""
+    verdicts = iter([None, "prose: too much is lost"])
+    monkeypatch.setattr(Limits, "fault", lambda self, tasks: next(verdicts, None))
+    monkeypatch.setattr(pipeline, "held_out_sets", lambda *args: islice(held_out_sets(*args), 1))
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, n_trials="1")) == 0
+    artifact = artifacts.load(out)
+    assert artifact.evidence.chosen_on is not None and artifact.evidence.reported_on is not None
+    assert artifact.evidence.chosen_on.name == artifact.evidence.reported_on.name == "by which the budget was raised"
+    assert artifact.prefill.front is not None and artifact.prefill.front.measured_on == "calibration"
+    said = capsys.readouterr().out
+    assert "held-out prompts" not in said and "prompts by which the budget was raised" in said
 
 
 @pytest.mark.slow
