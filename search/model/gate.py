@@ -124,7 +124,7 @@ class Gate:
         losses: dict[str, list[TaskLoss]] = {}
         for task in sorted(by_task, key=lambda task: len(by_task[task])):
             losses[task] = self.measure(reference, [one], by_task[task])[0]
-            if fault := self.limits.fault(losses[task]):
+            if fault := self.limits.fault([loss for each in losses.values() for loss in each]):
                 break
         tasks = tuple(loss for task in by_task for loss in losses.get(task, ()))
         return Point(allocation=one, tasks=tasks), [each for each in found if each.task in losses], fault

@@ -124,6 +124,29 @@ def test_all_sets_that_failed_are_named() -> None:
     assert gated.held_out and gated.reported_on == Prompts("third").sequences
 
 
+def test_all_answers_together_fail_where_each_task_passes() -> None:
+    """Of ten answers in each of four contexts every other one loses three: by itself that may be chance."""
+
+    def of(task: str) -> TaskLoss:
+        contexts = [
+            ContextLoss(digest=f"{task}{at}", kl=0.01, answers=10, dense_right=10, tokens=10, lost=at % 2 * 3)
+            for at in range(4)
+        ]
+        return TaskLoss.of(task, contexts)
+
+    heads, sets = made(), iter([Prompts("first")])
+    lost = {"facts": of("facts"), "prose": of("prose")}
+    assert all(Limits().fault([task]) is None for task in lost.values())
+
+    def measure(reference: Any, some: Sequence[Allocation], numbers: Any) -> list[list[TaskLoss]]:
+        return [[lost[reference.sequences[numbers[0]].task]] for _ in some]
+
+    gate = Gate(heads=heads, limits=Limits(), measure=measure, sets=sets, quiet=True)  # type: ignore[arg-type]
+    best = heads.by_model(heads.total(0.15), 64)
+    with pytest.raises(Finding, match="the gate: all answers: 12 of 80 answers"):
+        gate.run(heads.total(0.15), Trial(name="curves", allocation=best, tasks=(lost["facts"],)))
+
+
 def test_what_never_passes_is_a_finding() -> None:
     with pytest.raises(Finding, match=r"the gate: any: KL to dense attention is .* times the budget; ask for a"):
         passed({"calibration": 1e9, "first": 1e9}, 1e-9)
