@@ -35,7 +35,6 @@ from search.model.pipeline import _Search
 from search.model.prompts import held_out_prompts, held_out_sets
 from search.model.task_losses import by_task
 from search.model.timing import ANCHOR, SDPA
-from search.transfer import main as transfer
 from tests.processes import run
 from tests.sampling import sampled
 from tests.search.conftest import save_tiny
@@ -355,10 +354,6 @@ def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: 
     assert arrays["allocation.ranks"] == 2
     own = np.asarray(arrays["chosen.flops"], dtype=np.float64)
     assert spent_by(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
-    # No price holds for heads one by one: transfer refuses an artifact without.
-    assert "allocation.price" not in arrays
-    with pytest.raises(HeadwiseError, match=r"no allocation\.price"):
-        transfer([str(out), "--model", str(tiny_model), "--out", str(tmp_path / "b.yaml"), "--dtype", "float32"])
 
 
 def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tmp_path: Path) -> None:
