@@ -34,8 +34,10 @@ from profiling.ledger import Ledger, Unit
 from profiling.progress import phase
 
 # What workers are started with in a rehearsal.
-_REHEARSAL = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-_SMALL = Setting(device="cpu", dtype="float16", small=True)
+_REHEARSAL = {
+    "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+}  # fmt: skip
+_SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float16", "small": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,8 @@ def _step(
             shown.update()
 
         left = todo
+        if step.compiles:
+            environment, idle = environment | {"TRITON_INTERPRET": "0"}, None
         if todo and time.monotonic() < deadline:
             log = config.out / "logs" / f"{step.name.replace(' ', '_')}.log"
             left = run_pieces(
@@ -202,11 +206,11 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 0, or 3 where something failed."""
     options = parser().parse_args(argv)
     given = {"model": options.model, "artifact": options.artifact}
-    setting = _SMALL if options.rehearse else Setting(device=options.device, **given)
+    how = _SMALL if options.rehearse else {"device": options.device}
     config = Config(
         out=options.out,
         minutes=options.minutes,
-        setting=setting,
+        setting=Setting(**how, **given),
         steps=tuple(options.steps),
         fresh=options.fresh,
         command=arguments.as_typed("profiling.gpu_report", argv),

@@ -49,10 +49,11 @@ def _command(name: str, lengths: Sequence[str], setting: Setting, to: Path) -> l
         ]  # fmt: skip
     model = [str(setting.artifact), "--model", str(setting.model), *device, "--json", str(to)]
     if name == "decode":
-        how = ["--context", "131072", "--trials", "0", "--offload", "never", "packed", "brutal"]
-        return ["profiling.decode", *model, *how]
+        how = ["--offload", "never", "packed", "brutal", "--context", "131072"]
+        small = ["--repeats", "1", "--steps", "1", "--context", "200"]
+        return ["profiling.decode", *model, "--trials", "0", *(small if setting.small else how)]
     how = ["--offload", "packed", "--dense", "--length", "131072", "262144", "524288", "1048576"]
-    return ["profiling.memory", *model, *how]
+    return ["profiling.memory", *model, *(["--low-memory", "no", "--length", "200"] if setting.small else how)]
 
 
 def lines(rows: Rows) -> list[Sequence[str]]:

@@ -44,13 +44,17 @@ class StepModule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """module: its full name. seconds: the longest that a piece may take. workers: processes that share its pieces."""
+    """module: its full name. seconds: the longest that a piece may take. workers: processes that share its pieces.
+
+    compiles: without a device, in processes of its own, which a rehearsal leaves free of Triton's interpreter.
+    """
 
     name: str
     title: str
     module: str
     seconds: float
     workers: int = 1
+    compiles: bool = False
 
     def load(self) -> StepModule:
         """The step's module."""
@@ -59,31 +63,39 @@ class Step:
 
 STEPS = (
     Step(name="device", title="The device", module="profiling.gpu.device", seconds=60),
-    Step(name="check", title="Self-check: every kernel once", module="profiling.gpu.self_check", seconds=90, workers=4),
+    Step(name="check", title="Self-check: every kernel once", module="profiling.gpu.self_check", seconds=90, workers=8),
+    Step(
+        name="core",
+        title="Each sort of call against the reference",
+        module="profiling.gpu.pytest_files",
+        seconds=120,
+        workers=12,
+    ),
+    # Head dim 128, which all that is timed after it has; what is the fastest serves there.
+    Step(name="builds", title="Builds compiled for the sweep", module="profiling.gpu.sweep", seconds=90, workers=12),
+    Step(name="sweep", title="Sweep of the launch table", module="profiling.gpu.sweep", seconds=45),
+    Step(name="attention", title="Attention, the published sizes", module="profiling.gpu.attention", seconds=90),
+    Step(name="decode", title="Decode: one token's attention", module="profiling.gpu.decode", seconds=60),
     Step(
         name="conformance",
         title="Kernels against the reference on this device",
         module="profiling.gpu.pytest_files",
-        seconds=120,
-        workers=6,
+        seconds=240,
+        workers=12,
     ),
-    # Head dim 128, which all that is timed after it has; what is the fastest serves there.
-    Step(name="builds", title="Builds compiled for the sweep", module="profiling.gpu.sweep", seconds=90, workers=8),
-    Step(name="sweep", title="Sweep of the launch table", module="profiling.gpu.sweep", seconds=45),
-    Step(name="attention", title="Attention, the published sizes", module="profiling.gpu.attention", seconds=90),
     Step(
         name="predicted",
         title="The builds, and what they reach at most",
         module="profiling.gpu.builds",
-        seconds=90,
-        workers=6,
+        seconds=120,
+        workers=12,
+        compiles=True,
     ),
-    Step(name="decode", title="Decode: one token's attention", module="profiling.gpu.decode", seconds=60),
     Step(name="model", title="An 8B shape from end to end", module="profiling.gpu.model", seconds=150),
     Step(
         name="tests", title="Other tests that need a GPU", module="profiling.gpu.pytest_files", seconds=120, workers=6
     ),
-    Step(name="other builds", title="Builds of other head dims", module="profiling.gpu.sweep", seconds=90, workers=8),
+    Step(name="other builds", title="Builds of other head dims", module="profiling.gpu.sweep", seconds=90, workers=12),
     Step(name="other sweep", title="Sweep of other head dims", module="profiling.gpu.sweep", seconds=45),
     Step(name="long", title="Attention at 256K to 1M tokens", module="profiling.gpu.attention", seconds=180),
     Step(name="others", title="FlexAttention, FlashInfer and vLLM", module="profiling.gpu.attention", seconds=150),

@@ -69,7 +69,7 @@ def run_pieces(
 
     log: a file that takes what the processes say. idle: processes to go on with, and where those go that may do so.
     """
-    count = 1 if setting.small else step.workers
+    count = 1 if setting.small else min(step.workers, os.cpu_count() or 1)
     shares = [list(pieces[i::count]) for i in range(count)]
     with log.open("a") as to:
         workers = [_start(step, share, setting, to, environment, idle) for share in shares if share]

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,15 +16,17 @@ import torch
 
 from kernels import copies
 from kernels.attention import reference, sparse_attention, triton
-from kernels.attention.triton_launch import Launch, architecture, choose
+from kernels.attention.triton_launch import Launch, architecture, choose, serves
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
 from tests.kernels import triton_builders, triton_cases, triton_tables
+from tests.kernels.test_triton import KEPT
 from tests.kernels.triton_builders import Estimate
 from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
+from tests.sampling import core
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -73,6 +76,17 @@ LARGE = {
     },
 }  # fmt: skip
 CASES = {**{f"small: {name}": case for name, case in triton_cases.SMALL.items()}, **LARGE}
+RUNS = list(itertools.product(CASES, triton_cases.OUT_ERROR))
+# One of each sort that the kernel tells apart, and the head dims that are timed: a build for each.
+CORE = [
+    (name, torch.bfloat16)
+    for name in (
+        *(f"small: {name}" for name in KEPT if not name.startswith("bfloat16")),
+        *(f"D {dim}, {kind}" for dim in (128, 256) for kind in ("layer", "listless")),
+        *(f"{name}, {kind}, pages of 64" for name, kind in (("padded", "layer"), ("packed", "listless"))),
+        "32 heads on 8, D 128",
+    )
+]
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +98,13 @@ def exact_reference() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("dtype", triton_cases.OUT_ERROR, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), core(RUNS, *CORE), ids=str)
 def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], dtype=dtype)
+    if not serves(architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize):
+        pytest.skip("float32 as wide as this does not fit the shared memory of this GPU")
+    if case.cache == torch.float8_e4m3fn and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("this GPU does not read float8_e4m3fn")
     if case.launch is not None:
         precision = choose(architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True).precision
         case = replace(case, launch=replace(case.launch, precision=precision))
@@ -105,6 +122,7 @@ def test_every_form_of_the_kernel_gives_the_same(rows: int, keys: int) -> None:
     assert out <= triton_cases.OUT_ERROR[torch.bfloat16] and lse <= triton_cases.LSE_ERROR[torch.bfloat16]
 
 
+@pytest.mark.core
 def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 8, 3000, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -131,37 +149,48 @@ ESTIMATES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*triton_builders.ESTIMATES, *ESTIMATES])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    core(
+        [
+            (name, dtype)
+            for name in (triton_builders.ESTIMATES | ESTIMATES)
+            for dtype in (torch.float16, torch.bfloat16)
+        ],
+        ("estimate of a layer", torch.bfloat16),
+        ("128K tokens", torch.bfloat16),
+    ),
+    ids=str,
+)
 def test_estimate_agrees_with_torch(name: str, dtype: torch.dtype) -> None:
     case = (triton_builders.ESTIMATES | ESTIMATES)[name]
     errors = triton_builders.estimate_error(replace(case, dtype=dtype), DEVICE)
     assert max(errors) <= 10 * triton_builders.ERROR, f"vertical, slash are off by {errors}"
 
 
-@pytest.mark.parametrize("name", triton_builders.CHOICES)
+@pytest.mark.parametrize("name", core(triton_builders.CHOICES, "choice of 130", "choice of 70000"))
 def test_choice_is_torch_s(name: str) -> None:
     assert triton_builders.choice_error(name, DEVICE) == (0, 0)
 
 
-@pytest.mark.parametrize("name", triton_builders.LAYERS)
+@pytest.mark.parametrize("name", core(triton_builders.LAYERS, "layer in a window of 130"))
 def test_a_layer_has_torch_s_index(name: str) -> None:
     keys, entries = triton_builders.layer_error(name, DEVICE)
     # Two tiles whose scores are as near as rounding may be chosen in either order, once in a while.
     assert entries <= 4 and keys <= 4 * TILE * TILE
 
 
-@pytest.mark.parametrize("name", triton_builders.MEANS)
+@pytest.mark.parametrize("name", core(triton_builders.MEANS, "means, 5 missing, D 80, batch 2"))
 def test_means_are_torch_s(name: str) -> None:
     assert max(triton_builders.means_error(name, DEVICE)) <= triton_builders.ERROR
 
 
-@pytest.mark.parametrize("name", triton_builders.PAGED)
+@pytest.mark.parametrize("name", core(triton_builders.PAGED, "pages: 64 of 450, pages of 128"))
 def test_a_layer_finds_in_pages_what_it_finds_in_a_tensor(name: str) -> None:
     assert triton_builders.paged_error(name, DEVICE) == (0, 0)
 
 
-@pytest.mark.parametrize("name", triton_tables.TABLES)
+@pytest.mark.parametrize("name", core(triton_tables.TABLES, "tables, 2 query tiles, window 300"))
 def test_tables_name_what_each_query_tile_wants(name: str) -> None:
     assert tuple(triton_tables.tables_error(name, DEVICE)) == (0, 0)
 

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,10 +18,17 @@ from kernels.decode import decode_attention, triton
 from kernels.scored import scored_attention
 from tests.kernels import scored_cases
 from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, errors, oracle, problem, run, serve
+from tests.kernels.test_decode import INTERPRETED
+from tests.sampling import core
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 CASES = SMALL | LARGE
+# One of each sort that the kernels tell apart.
+CORE = (
+    *(name for name in INTERPRETED if name in CASES), "D 128", "D 256", "16 queries", "pages of 64, window", "sinks",
+    "4097 keys, 32 heads on 8", "4097 keys in pages",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +44,11 @@ def close(found: tuple[float, float, float], dtype: torch.dtype) -> bool:
     return all(error <= most for error, most in zip(found, TOLERANCES[dtype], strict=True))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    core(itertools.product(CASES, TOLERANCES), *((name, torch.bfloat16) for name in CORE)),
+    ids=str,
+)
 def test_kernels_agree_with_the_reference(name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], dtype=dtype)
     for scores in ("sum", "max"):
@@ -75,7 +86,7 @@ def test_no_call_waits_for_the_gpu(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", scored_cases.CASES)
+@pytest.mark.parametrize("name", core(scored_cases.CASES, "200 of 201", "D 256"))
 def test_scores_of_a_prompt_agree_with_the_reference(name: str) -> None:
     case = scored_cases.CASES[name]
     found = scored_cases.run(case, DEVICE)

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import HeadwiseError
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from profiling import gpu_report
 from profiling.gpu import builds, pytest_files, self_check, sweep, vllm_sparse
 from profiling.gpu.page import page
 from profiling.gpu.steps import STEPS, Setting
+from profiling.models.loading import load_model
+from runtime.fingerprint import fingerprint
+from tests.search.conftest import save_tiny
 
 
 def report(out: Path, *more: str) -> int:
@@ -27,14 +30,27 @@ def steps_of(out: Path) -> dict[str, Any]:
     return steps
 
 
+def model_of_ones_own(folder: Path) -> list[str]:
+    """A tiny model and its artifact, as options."""
+    loaded = load_model(str(save_tiny(folder / "tiny")))
+    artifact = Artifact(
+        model=fingerprint(loaded.model, name="tiny"),
+        search=None,
+        patterns={},
+        prefill=Prefill(dense_below=64, layers=(None,) * 3),
+        decode=Decode(omnikv=OmniKV(filter_layers=(0,), budget=0.5)),
+    )
+    save(artifact, folder / "cfg.yaml", {})
+    return ["--model", str(folder / "tiny"), "--artifact", str(folder / "cfg.yaml")]
+
+
 @pytest.mark.slow
 def test_the_whole_report_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    out = tmp_path / "gpu"
-    assert report(out, "--rehearse", "--minutes", "20") == 0
+    out, how = tmp_path / "gpu", ["--rehearse", "--minutes", "20", *model_of_ones_own(tmp_path)]
+    assert report(out, *how) == 0
     steps = steps_of(out)
-    small = Setting(device="cpu", dtype="float16", small=True)
-    assert list(steps) == [step.name for step in STEPS if step.load().pieces(step.name, small)]
+    assert list(steps) == [step.name for step in STEPS]
     for name, step in steps.items():
         assert not step["failed"] and not step["not_run"] and step["rows"], name
         assert len(step["table"]) > 1, name
@@ -45,7 +61,7 @@ def test_the_whole_report_rehearsed(tmp_path: Path) -> None:
     assert "Nothing failed." in page and all(step["title"] in page for step in steps.values())
     assert (out / "launch.json").is_file()
 
-    assert report(out, "--rehearse", "--minutes", "20") == 0
+    assert report(out, *how) == 0
     assert {name: step["rows"] for name, step in steps_of(out).items()} == {n: s["rows"] for n, s in steps.items()}
     assert not any(step["seconds"] for step in steps_of(out).values())
 
@@ -114,8 +130,8 @@ def test_every_candidate_is_a_build_of_its_sort() -> None:
 
 def test_the_launch_table_is_swept_before_attention_is_timed() -> None:
     order = [step.name for step in STEPS]
-    assert order[:6] == ["device", "check", "conformance", "builds", "sweep", "attention"]
-    assert order.index("other sweep") > order.index("tests")
+    assert order[:6] == ["device", "check", "core", "builds", "sweep", "attention"]
+    assert order.index("attention") < order.index("conformance") < order.index("tests") < order.index("other sweep")
     rows = {"a": row("paired", 1.0, 1.0)}, {"b": row("lists", 1.0, 1.0)}
     steps = {"sweep": {"rows": rows[0]}, "device": {"rows": {"c": {}}}, "other sweep": {"rows": rows[1]}}
     assert sweep.timed(steps) == rows[0] | rows[1] and sweep.timed({"device": {"rows": {}}}) == {}
