@@ -3,13 +3,14 @@
 Compiles the builds of the launch table for each architecture and reads what became of them: registers, spills, shared
 memory, programs on a multiprocessor, loads and stores of local memory, the instructions of the hot loop and whether it
 copies ahead; and how fast attention can be at most by a simple model of the A100 and the H100, over tiles without and
-with a mask, beside the goal.
+with a mask, beside the goal, and at the rate that a product of matrices was measured to reach. What the published
+prefills and a token's attention take at least at 8K to 1M tokens follows from it.
 
     python -m profiling.gpu_build --target sm_90 --head-dims 128
     python -m profiling.gpu_build --json docs/results/gpu_builds.json
 
-The exit status is 3 where a build spills, uses local memory, does not fit, is to copy ahead and waits for each copy,
-or, for Hopper, multiplies otherwise than by wgmma with weights from registers and all else from shared memory.
+The exit status is 3 where a build fails, spills, uses local memory, does not fit, is to copy ahead and waits for each
+copy, or, for Hopper, multiplies otherwise than by wgmma with weights from registers and all else from shared memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
-from profiling.gpu import builds, sources
+from profiling.gpu import builds, shapes, sources
 from profiling.gpu.compiled import TARGETS
 from profiling.gpu.page import markdown
 from profiling.gpu.time_model import DEVICES, short_queries
@@ -38,7 +39,9 @@ def faults(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
             if (facts.get("loop") or {}).get("local"):
                 yield f"{piece} {name}: its hot loop reads or writes local memory"
             loop = facts.get("loop") or {}
-            if piece.startswith("sm_90") and "launch" in facts and not 0 < loop["both_shared"] < loop["tensor"]:
+            if "launch" in facts and facts.get("loop", True) is None:
+                yield f"{piece} {name}: no loop multiplies, the compiler gave up"
+            elif piece.startswith("sm_90") and "launch" in facts and not 0 < loop["both_shared"] < loop["tensor"]:
                 yield f"{piece} {name}: not wgmma of queries and keys in shared memory, and of weights in registers"
             # Of two stages nothing else is wanted.
             ahead = (facts.get("launch") or {}).get("stages", 0) > 2
@@ -78,23 +81,32 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise HeadwiseError("TRITON_INTERPRET is 1: kernels are interpreted in this process, not compiled; unset it")
     names = builds.names(options.target, options.head_dims, every=options.every)
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
+    failed = []
     with phase("builds", len(names), "builds") as shown:
         for name in names:
-            rows[name] = builds.run(name)
+            try:
+                rows[name] = builds.run(name)
+            except Exception as error:
+                # A compiler fails in many ways, and the other builds are worth knowing all the same.
+                failed.append(f"{name.rstrip(':')}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
             shown.update()
-    wrong = list(faults(rows))
+    wrong = [*failed, *faults(rows)]
     table = builds.lines(rows)
     parts = list(_short_queries(rows))
-    record = {
+    record: dict[str, Any] = {
         "command": arguments.as_typed("profiling.gpu_build", argv),
         "environment": {"triton": version("triton"), "kernels": sources.digest(), "device": None},
         "rows": rows,
         "short queries": parts,
+        "shapes": (layers := shapes.of_builds(rows)),
         "wrong": wrong,
     }
+    made_from = record["environment"]
     text = [
+        f"Triton {made_from['triton']}, kernels {made_from['kernels']}\n",
         *markdown(table),
+        *(line for each in shapes.lines(layers) for line in markdown(each)),
         *(markdown(builds.parts_lines(parts)) if parts else []),
         *(f"WRONG  {line}" for line in wrong),
     ]

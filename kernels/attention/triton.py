@@ -50,7 +50,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if reason := derivative_wanted(q, k, v) or failure(*_build(q, v)):
         return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
-        return f"float32 with head dim {widest} does not fit the shared memory of {target}"
+        return f"{str(q.dtype).removeprefix('torch.')} with head dim {widest} does not fit the memory of {target}"
     return None
 
 

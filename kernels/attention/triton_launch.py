@@ -219,7 +219,12 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool, descriptors
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
-    """Whether the table has a build that fits: all but wide float32, the wider the less shared memory there is."""
+    """Whether the table has a build that fits: all but wide float32, the wider the less shared memory there is.
+
+    Blackwell's tensor memory does not hold logits and an output wider than 256: the compiler leaves a trap there.
+    """
+    if dim > 256 and target.startswith(("sm_10", "sm_11")):
+        return False
     if itemsize == 2 or dim <= 128 or target == "interpreter":
         return True
     return dim <= 256 and not target.startswith(("sm_86", "sm_89", "sm_12"))

@@ -35,7 +35,7 @@ ATTENTION = (
     "a serving engine, fp8", "diagonals, columns, descriptors", "lists, descriptors",
 )  # fmt: skip
 # Those whose heads the sweep times, by its name for them.
-_SORTS = {"diagonals, columns": "paired", "lists": "lists"}
+SORTS = {"diagonals, columns": "paired", "lists": "lists"}
 DECODE = ("all keys", "tokens, scores")
 
 
@@ -104,17 +104,22 @@ def _facts(build: Build, target: str, launch: Launch | None = None, **of: int) -
     return facts
 
 
-def beside_measured(predicted: Rows, swept: Rows) -> list[Sequence[str]]:
-    """A line for each of the table's builds that was both compiled here and timed by the sweep; else only a header."""
-    table: list[Sequence[str]] = [("heads", "dim", "build", "at most TF/s", "bound by", "measured TF/s", "share")]
+def beside_measured(predicted: Rows, swept: Rows, product: float | None = None) -> list[Sequence[str]]:
+    """A line for each of the table's builds that was both compiled here and timed by the sweep; else only a header.
+
+    product: operations a second of a matrix product on this device, to whose clock the limits are also scaled.
+    """
+    head = ("heads", "dim", "build", "at most TF/s", "bound by", "at the product's rate", "measured TF/s", "share")
+    table: list[Sequence[str]] = [head]
     for piece, kernels in predicted.items():
-        _, dim, *_ = piece.split()
+        target, dim, *_ = piece.split()
         facts = kernels.get("attention", {})
         for row in swept.values():
             if row and facts.get("predicted") and (row["dim"], row["build"]) == (int(dim), facts["launch"]):
                 most, found = facts["predicted"]["flops"], row["flops"] / row["seconds"]
-                if _SORTS.get(piece.partition(": ")[2].removesuffix(", descriptors")) == row["sort"]:
-                    numbers = (f"{found / 1e12:.0f}", f"{found / most:.0%}")
+                if SORTS.get(piece.partition(": ")[2].removesuffix(", descriptors")) == row["sort"]:
+                    scaled = "-" if product is None else f"{most * product / DEVICES[target].flops / 1e12:.0f}"
+                    numbers = (scaled, f"{found / 1e12:.0f}", f"{found / most:.0%}")
                     build = ", ".join(f"{name} {row['build'][name]}" for name in ("rows", "keys", "warps", "stages"))
                     build += ", descriptors" * row["build"]["descriptors"]
                     bound = facts["predicted"]["bound"]
@@ -125,22 +130,25 @@ def beside_measured(predicted: Rows, swept: Rows) -> list[Sequence[str]]:
 def lines(rows: Rows) -> list[Sequence[str]]:
     """A line for each kernel. TF/s are what the time model allows at most."""
     head = ("build", "kernel", "registers", "spilled", "local", "shared", "programs", "loop", "tensor", "copies")
-    table: list[Sequence[str]] = [(*head, "at most TF/s", "with a mask", "bound by", "goal")]
+    table: list[Sequence[str]] = [(*head, "at most TF/s", "with a mask", "bound by", "at a product's rate", "goal")]
     for piece, kernels in rows.items():
         for name, facts in kernels.items():
             loop, best = facts.get("loop") or {}, facts.get("predicted")
             copies = "TMA" if loop.get("bulk_copies") else "cp.async" if loop.get("async_copies") else "-"
             if copies == "cp.async" and not loop.get("under_way"):
                 copies = "cp.async, waited for"
-            masked = facts.get("masked")
-            goal = f"{GOAL * DEVICES[piece.split()[0]].flops / 1e12:.0f}" if best else "-"
+            masked, device = facts.get("masked"), DEVICES.get(piece.split()[0])
+            goal = f"{GOAL * device.flops / 1e12:.0f}" if best and device else "-"
+            scaled = "-"
+            if best and device and device.product:
+                scaled = f"{best['flops'] * device.product / device.flops / 1e12:.0f}"
             table.append(
                 (
                     piece.rstrip(":"), name, str(facts["registers"]), str(facts["spilled"]),
                     str(facts.get("local", "-")), str(facts["shared"]), str(facts.get("programs", "-")),
                     str(loop.get("instructions", "-")), str(loop.get("tensor", "-")), copies if loop else "-",
                     f"{best['flops'] / 1e12:.0f}" if best else "-", f"{masked['flops'] / 1e12:.0f}" if masked else "-",
-                    best["bound"] if best else "-", goal,
+                    best["bound"] if best else "-", scaled, goal,
                 )
             )  # fmt: skip
     return table

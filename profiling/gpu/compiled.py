@@ -59,9 +59,16 @@ class Build:
     warps: int
     machine: str
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is left but a trap, as where tensor memory did not suffice."""
+        return "trap;" in self.assembly and "ld." not in self.assembly
+
     def fault(self, target: str, dtype: torch.dtype) -> str | None:
         """What is wrong with it; None if nothing is. float32, for checking, may spill."""
         limit = TARGETS[target][1]
+        if self.empty:
+            return "the compiler left only a trap"
         if self.shared > limit:
             return f"{self.shared} bytes of shared memory, the device has {limit}"
         if dtype != torch.float32:

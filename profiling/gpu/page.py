@@ -26,7 +26,9 @@ def _lines(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n**{len(failed)} pieces failed.**" if failed else "\nNothing failed."
     for name, piece, error in failed:
         yield f"- {name}, {piece}: `{' '.join(error.split())[:300]}`"
-    known = beside_measured(record["steps"].get("predicted", {}).get("rows", {}), timed(record["steps"]))
+    rows = {name: step["rows"] for name, step in record["steps"].items()}
+    product = rows.get("device", {}).get("product", {}).get("rate")
+    known = beside_measured(rows.get("predicted", {}), timed(record["steps"]), product)
     if len(known) > 1:
         yield "\n## What the time model allows at most, and what was measured\n"
         yield from markdown(known)

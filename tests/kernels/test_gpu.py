@@ -102,7 +102,7 @@ def exact_reference() -> Iterator[None]:
 def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], dtype=dtype)
     if not serves(architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize):
-        pytest.skip("float32 as wide as this does not fit the shared memory of this GPU")
+        pytest.skip("heads as wide as these do not fit the memory of this GPU")
     if case.cache == torch.float8_e4m3fn and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("this GPU does not read float8_e4m3fn")
     if case.launch is not None:

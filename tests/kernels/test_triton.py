@@ -209,6 +209,8 @@ def test_every_target_has_a_build(target: str, dim: int) -> None:
         assert choose(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
         assert 128 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
         assert serves(target, dim=dim, itemsize=itemsize) or (itemsize == 4 and dim > 128)
+    # Tensor memory of 512 columns holds no output of more than 256 of them beside logits.
+    assert serves(target, dim=512, itemsize=2) == (target != "sm_100")
 
 
 def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels.attention import triton_parts
+from kernels.attention.triton_launch import serves
 from profiling.gpu.compiled import TARGETS
 from profiling.gpu.machine_code import hot_loops
 from profiling.gpu.time_model import programs
@@ -40,7 +41,7 @@ BUILDS = [
     ("sm_90", 64, "diagonals", torch.float32),
     *[(target, dim, PAIRED, torch.bfloat16) for target in ("sm_80", "sm_100", "gfx942") for dim in (64, 128, 256)],
     *[(target, 128, MIXED, torch.float16) for target in ("sm_80", "sm_100", "gfx942")],
-    ("sm_89", 256, PAIRED, torch.bfloat16),
+    *[("sm_89", dim, PAIRED, torch.bfloat16) for dim in (64, 128, 256)],
     *[("sm_100", dim, BULK, torch.bfloat16) for dim in (64, 128, 256)],
 ]
 # An NVIDIA and an AMD GPU, the build with the most in it, and one whose tiles come by descriptors.
@@ -55,10 +56,34 @@ def test_kernel_compiles_without_spills(target: str, head_dim: int, variant: str
     pytest.importorskip("triton", reason="triton is not installed")
     _, built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[variant])
     assert built.fault(target, dtype) is None
+    loop = next(iter(hot_loops(built.machine)), None)
+    if target == "sm_90" and dtype != torch.float32:
+        # Both operands of queries and keys lie in shared memory, weights in registers.
+        assert loop is not None and 0 < loop.both_shared < loop.tensor
     if "descriptors" in variant:
         assert all(word in built.assembly for word in ("cp.async.bulk.tensor", "mbarrier.try_wait"))
-        loop = hot_loops(built.machine)[0]
-        assert loop.bulk_copies >= 2 and loop.async_copies <= 2 and not loop.local and built.registers < 255
+        assert (
+            loop is not None
+            and loop.bulk_copies >= 2
+            and loop.async_copies <= 2
+            and not loop.local
+            and built.registers < 255
+        )
+
+
+WIDE = [
+    *[(target, 512, torch.bfloat16) for target in TARGETS],
+    *[(target, dim, torch.float32) for target in TARGETS for dim in (128, 256)],
+]
+
+
+@pytest.mark.parametrize(("target", "head_dim", "dtype"), sampled(WIDE, ("gfx942", 512, torch.bfloat16)))
+def test_whatever_is_served_fits_the_device(target: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Beyond 256, and in float32, registers may spill."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    _, built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[PAIRED])
+    fits = built.shared <= TARGETS[target][1] and not built.empty
+    assert fits == serves(target.replace("gfx942", "hip"), dim=head_dim, itemsize=dtype.itemsize)
 
 
 PARTS = [

@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling import gpu_build
-from profiling.gpu import builds
+from profiling.gpu import builds, shapes, sources
 from profiling.gpu.compiled import Build
 from profiling.gpu.machine_code import Code, hot_loops, whole
 from profiling.gpu.time_model import DEVICES, predict, programs
@@ -96,6 +96,31 @@ def test_the_model_by_hand() -> None:
     assert waiting.cycles[waiting.bound] == pytest.approx(1824 + 2 * 262 + found.cycles["L2"])
 
 
+def test_layers_by_hand() -> None:
+    """On an H100 whose loops reach 500 and 250 TF/s."""
+    rows: dict[str, Any] = {
+        f"sm_90 128 attention: {name}": {"attention": {"predicted": {"flops": flops}}}
+        for name, flops in (("diagonals, columns", 500e12), ("lists", 250e12))
+    }
+    assert shapes.of_builds({}) == {"prefill": [], "decode": []} and list(shapes.lines(shapes.of_builds({}))) == []
+    found = shapes.of_builds(rows)
+    by = {(row["pattern"], row["tokens"]): row for row in found["prefill"]}
+    # 128 rows of tiles at 8K: A-shape's 16 + 64 + 1 tiles, block-sparse's 100, or as many as there are.
+    for pattern, most, flops in (("a_shape", 81, 500e12), ("block_sparse", 100, 250e12)):
+        tiles = most * (most + 1) / 2 + (128 - most) * most
+        assert by[pattern, 8192]["seconds"] == pytest.approx(32 * tiles * 4 * 64 * 64 * 128 / flops)
+        assert by[pattern, 8192]["density"] == pytest.approx(tiles / (128 * 129 / 2))
+    assert all(row["bound"] == "its loop" for row in found["prefill"]) and len(by) == len(found["prefill"]) == 12
+    # Queries, output, keys and values: what no loop can be faster than.
+    rows["sm_90 128 attention: lists"]["attention"]["predicted"]["flops"] = 1e18
+    slow = next(row for row in shapes.of_builds(rows)["prefill"] if row["pattern"] == "block_sparse")
+    assert slow["bound"] == "memory" and slow["seconds"] == 2 * 40 * 8192 * 128 * 2 / 3.35e12
+    token = found["decode"][0]
+    assert token["seconds"] == 8192 * 4096 / 3.35e12 and token["chosen_seconds"] == token["seconds"] / 4
+    first, second = shapes.lines(found)
+    assert len(first) == 13 and len(second) == 5 and len({len(line) for line in first}) == 1
+
+
 @pytest.mark.slow
 def test_what_is_known_of_a_build_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -121,7 +146,7 @@ def facts(**changes: Any) -> dict[str, dict[str, Any]]:
         "warps": 4,
         "launch": {"stages": 2},
     } | changes
-    one["loop"] = loop | changes.get("loop", {})
+    one["loop"] = None if changes.get("loop", {}) is None else loop | changes.get("loop", {})
     return {"sm_90 128 attention: lists": {"attention": one}}
 
 
@@ -138,12 +163,31 @@ def facts(**changes: Any) -> dict[str, dict[str, Any]]:
             ({"loop": loop}, "not wgmma of queries and keys in shared memory, and of weights in registers")
             for loop in ({"both_shared": 0}, {"both_shared": 16})
         ),
+        ({"loop": None}, "no loop multiplies, the compiler gave up"),
         ({"shared": 10**6}, "1000000 bytes of shared memory, the device has 232448"),
     ],
 )
 def test_what_a_build_must_not_have_is_said(changes: dict[str, Any], said: str) -> None:
     assert list(gpu_build.faults(facts())) == []
     assert list(gpu_build.faults(facts(**changes))) == [f"sm_90 128 attention: lists attention: {said}"]
+
+
+def test_a_build_that_fails_costs_itself_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ((fine, kernels),) = facts().items()
+
+    def run(name: str) -> dict[str, Any]:
+        if name == "sm_90 128 builders:":
+            raise RuntimeError("ptxas died\nof a cold")
+        return kernels
+
+    monkeypatch.setattr(builds, "names", lambda *_, **__: ["sm_90 128 builders:", fine])
+    monkeypatch.setattr(builds, "run", run)
+    assert gpu_build.main([]) == 3
+    said = capsys.readouterr().out
+    assert "WRONG  sm_90 128 builders: RuntimeError: ptxas died of a cold" in said and f"| {fine} |" in said
+    assert sources.digest() in said
 
 
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

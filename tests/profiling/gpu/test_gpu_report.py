@@ -165,7 +165,9 @@ def test_the_time_model_stands_beside_what_was_measured() -> None:
     }
     head, *found = builds.beside_measured(compiled, swept)
     assert [line[0] for line in found] == ["paired", "lists"] and len(head) == len(found[0])
-    assert found[0][2:] == ("rows 2, keys 64, warps 8, stages 3", "1000", "L2", "500", "50%")
+    assert found[0][2:] == ("rows 2, keys 64, warps 8, stages 3", "1000", "L2", "-", "500", "50%")
+    # Half of the rate that the model names.
+    assert builds.beside_measured(compiled, swept, 494.5e12)[1][5] == "500"
     assert builds.beside_measured(compiled, {}) == [head] == builds.beside_measured({}, swept)
     steps = {
         "sweep": {"rows": swept, "title": "Sweep"}, "predicted": {"rows": compiled, "title": "Builds"},
