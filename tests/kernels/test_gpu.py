@@ -107,7 +107,9 @@ def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None
         pytest.skip("this GPU does not read float8_e4m3fn")
     if case.launch is not None:
         precision = choose(architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True).precision
-        case = replace(case, launch=replace(case.launch, precision=precision))
+        # Steps of 128 keys of 128 numbers in float32 ask for 272 KiB of shared memory, an H100 has 227.
+        keys = min(case.launch.keys, 32) if dtype == torch.float32 and case.head_dim > 64 else case.launch.keys
+        case = replace(case, launch=replace(case.launch, precision=precision, keys=keys))
     out, lse = run(case, DEVICE)
     assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
     assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
