@@ -17,7 +17,10 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = ("a ", "an ", "the ")
 _SMALL = frozenset(["a", "an", "the", "is", "in", "at", "of", "it"])
 _EQUATION = re.compile(r"\s*(\d+) ([-+*/]) (\d+) = (\d+)\s*")
+_STEP = re.compile(r"(?mi)^[ \t]*- Step (\d+):.*$")
 _MARK = 10
+# Takes the lines of a text that count.
+Lines = Callable[[str], list[str]]
 
 
 def nodes(text: str, references: Sequence[str]) -> float:
@@ -52,8 +55,12 @@ def item(text: str, references: Sequence[str]) -> float:
 
 
 def marked(text: str, references: Sequence[str]) -> float:
-    """0 where the answer does not begin with the random string; else the ratio of difflib.SequenceMatcher after it."""
-    reference, given = references[0], text.strip()
+    """0 where the answer does not begin with the random string; else the ratio of difflib.SequenceMatcher after it.
+
+    OpenAI compares all of a chat model's reply. Here it is the first line, which every answer is: models without a chat
+    template go on with the next turn.
+    """
+    reference, given = references[0], text.strip().partition("\n")[0]
     if not given.startswith(reference[:_MARK]):
         return 0.0
     return SequenceMatcher(None, given[_MARK:].strip(), reference[_MARK:].strip()).ratio()
@@ -75,14 +82,15 @@ def countdown(text: str, references: Sequence[str]) -> float:
     return float(list(left.elements()) == [right[-1][3]])
 
 
-def lines_in_turn(last: str = "", plain: Callable[[str], str] = str.strip) -> Callable[[str, Sequence[str]], float]:
-    """The share of the reference's lines that come in turn before the first that differs; what follows `last` is cut.
+def lines_in_turn(lines: Lines) -> Callable[[str, Sequence[str]], float]:
+    """The share of the reference's lines that come in turn before the first that differs.
 
-    LongProc counts one line more for a route, so that none right is above 0.
+    LongProc counts the line that differs too, of a route only. Here it counts nowhere: an answer that is wrong from its
+    start is worth 0, and a wrong line no more than a missing one.
     """
 
     def share(text: str, references: Sequence[str]) -> float:
-        given, right = (_lines(each, last, plain) for each in (text, references[0]))
+        given, right = lines(text), lines(references[0])
         same = next((at for at, (a, b) in enumerate(zip(given, right, strict=False)) if a != b), None)
         count = min(len(given), len(right)) if same is None else same
         return count / len(right) if right else float(not given)
@@ -90,19 +98,30 @@ def lines_in_turn(last: str = "", plain: Callable[[str], str] = str.strip) -> Ca
     return share
 
 
-def same_lines(last: str = "", plain: Callable[[str], str] = str.strip) -> Callable[[str, Sequence[str]], float]:
-    """Whether the lines are those of the reference, and as many; what follows `last` is cut."""
-    return lambda text, references: float(_lines(text, last, plain) == _lines(references[0], last, plain))
+def same_lines(lines: Lines) -> Callable[[str, Sequence[str]], float]:
+    """Whether the lines are those of the reference, and as many."""
+    return lambda text, references: float(lines(text) == lines(references[0]))
 
 
-def without_small_words(line: str) -> str:
-    """Lower case, without punctuation and words such as `is` and `the`: how LongProc compares steps of a story."""
-    return " ".join(word for word in line.lower().translate(_NO_PUNCTUATION).split() if word not in _SMALL)
+def lines_before(last: str) -> Lines:
+    """The lines of a text, without those that are empty and what follows `last`."""
+    return lambda text: [line.strip() for line in text.partition(last)[0].splitlines() if line.strip()]
 
 
-def _lines(text: str, last: str, plain: Callable[[str], str]) -> list[str]:
-    body = text.partition(last)[0] if last else text
-    return [plain(line) for line in body.splitlines() if line.strip()]
+def steps(text: str) -> list[str]:
+    """The lines `- Step i: ...` of a story without case, punctuation and words such as `is` and `the`.
+
+    As LongProc, other lines are passed over: a model goes on with the next story. So are the steps of that one, whose
+    numbers begin anew.
+    """
+    found, last = list[str](), 0
+    for line in _STEP.finditer(text):
+        if int(line[1]) <= last:
+            break
+        last = int(line[1])
+        words = line[0].lower().translate(_NO_PUNCTUATION).split()
+        found.append(" ".join(word for word in words if word not in _SMALL))
+    return found
 
 
 def _tagged(text: str, tag: str) -> str:

@@ -15,7 +15,8 @@ from profiling.prompts.kind import LONGPROC, PARTIAL, Kind, Parameter, Prompt, W
 
 _HEAD = (
     "Follow each story. For every step say where the person is, where the object is, whether the person sees it (both "
-    "are in the same room), and where the person believes it is: where it was last seen, None before that.\n\n"
+    "are in the same room), and where the person believes it is: where it was last seen, at the start or after a step, "
+    "None before that.\n\n"
 )
 _AGENTS = ["Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gina", "Hugo"]
 _OBJECTS = ["ball", "key", "map", "coin", "book", "lamp", "ring", "cup"]
@@ -70,7 +71,9 @@ def told(rng: random.Random, steps: int) -> Story:
     stands = [f"The {a} and the {b} are in the {room}." for room, a, b in _pairs(rooms, containers)]
     start = " ".join([*stands, *holds, *(f"{agent} is in the {room}." for agent, room in at.items())])
     agent, thing = rng.choice(agents), rng.choice(objects)
-    believed, lines, tracked = "None", [], []
+    # Who starts beside the object has seen it.
+    believed = f"the {inside[thing]}" if at[agent] == room_of[inside[thing]] else "None"
+    lines, tracked = [], []
     for number in range(1, steps + 1):
         lines.append(_step(agents, objects, rooms, containers, room_of, at, inside, rng))
         where = inside[thing]

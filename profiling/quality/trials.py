@@ -32,7 +32,7 @@ _COPIES = 8
 # Choices that are compared of those that a prompt has, the right one among them.
 _CHOICES = 8
 # Raised where the same prompt under the same method would give another record.
-VERSION = 4
+VERSION = 5
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def test_minds_hold_what_was_last_seen() -> None:
         where = re.search(rf"The {what} is in the ([\w ]+) in the", story.start)
         place = re.search(rf"{who} is in the (\w+)\.", story.start)
         assert where and place
-        at, inside, believed = place[1], where[1], "None"
+        at, inside = place[1], where[1]
+        believed = f"the {inside}" if rooms[inside] == at else "None"
         for number, step in enumerate(story.steps, start=1):
             if step.startswith(who):
                 moved = re.search(r"(?:enters| to) the (\w+)", step)
@@ -235,6 +236,7 @@ TOM = "- Step 1: Ann is in the hall; Ann sees it: no.\n- Step 2: Ann is outside;
         ("marked", ["0123456789abcd"], "0123456789abcd", 1),
         # "abxd" has "ab" and "d" of "abcd": 2 * 3 / 8.
         ("marked", ["0123456789abcd"], "0123456789 abxd", 6 / 8),
+        ("marked", ["0123456789abcd"], "0123456789abcd\nUser: Write", 1),
         ("countdown", [SOLUTION], SOLUTION, 1),
         ("countdown", [SOLUTION], "<Solution>\n5 * 3 = 15\n4 - 2 = 2\n15 - 2 = 13\n</Solution>", 1),
         # 2 is used twice, 7 is no number of the puzzle, 4 + 2 is not 7, and 12 is not the target.
@@ -250,8 +252,14 @@ TOM = "- Step 1: Ann is in the hall; Ann sees it: no.\n- Step 2: Ann is outside;
         ("route_partial", [ROUTE], "From A, take a bus to B.\nFrom B, take a bus to C.", 1 / 2),
         ("route_partial", [ROUTE], "", 0),
         ("tom", [TOM], TOM.replace("the ", "").upper().replace(";", ","), 1),
-        ("tom", [TOM], TOM + "\nmore", 0),
+        ("tom", [TOM], TOM + "\n\nThe red box and the blue bag are in the hall.", 1),
+        ("tom", [TOM], TOM + "\n\nThe red box.\nStep 1: Ben leaves.\n- Step 1: Ben is outside; Ben sees it: no.", 1),
+        ("tom", [TOM], TOM.replace("\n", "\n\n"), 1),
+        ("tom", [TOM], TOM + "\n- Step 3: Ann is outside; Ann sees it: no.", 0),
+        ("tom", [TOM], TOM.partition("\n")[0], 0),
+        ("tom", [TOM], "", 0),
         ("tom_partial", [TOM], TOM.replace("outside", "inside"), 1 / 2),
+        ("tom_partial", [TOM], TOM.partition("\n")[0] + "\n\nThe red box.\n- Step 1: Ann is outside.", 1 / 2),
     ],
 )
 def test_metrics_by_hand(metric: str, references: list[str], text: str, expected: float) -> None:
