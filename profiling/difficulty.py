@@ -1,8 +1,9 @@
 """python -m profiling.difficulty: how well a model does on tasks densely, and how many prompts tell a loss of 5 points.
 
-A task shows differences where dense attention is right in 40% to 90% of its prompts. Beside it stands what a cache of
-sinks and the last half of the prompt makes of the same prompts; the spread of the difference says how many are needed.
-Where 8 prompts show that dense attention is outside of that by every measure, no more are run.
+A task shows differences where dense attention is right in 40% to 90% of its prompts, and more often than guessing.
+Beside it stands what a cache of sinks and the last half of the prompt makes of the same prompts; the spread of the
+difference says how many are needed. Where 8 prompts show that dense attention is outside of that by every measure, or
+below chance, no more are run.
 Every prompt is a unit of a ledger beside the output: a killed run goes on where it was.
 
 python -m profiling.difficulty --model smollm2 --task babilong_qa1 --length 1024 2048 --out difficulty.json
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import bar
 from profiling.prompts.prompt import digest, make_prompts, parse_task, per_context
 from profiling.prompts.settings import HIGH, LOW, Setting, keep
+from profiling.quality.guessing import MEASURES, Measure, guessed
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import KERNEL
 from runtime.fingerprint import fingerprint
@@ -89,22 +91,27 @@ def _of_task(config: Difficulty, loaded: LoadedModel, ledger: Ledger, task: str,
     )
     groups = [prompts[at : at + count] for at in range(0, len(prompts), count)]
     window = Streaming(sinks=_SINKS, window=max(1, length // 2 - _SINKS))
+    chance: dict[Measure, float] = {
+        measure: statistics.mean(guessed(prompt, measure) for prompt in prompts) for measure in MEASURES
+    }
     found: dict[str, list[dict[str, Any]]] = {KERNEL: [], _HALF: []}
     for name in found:
         method = of_policy(loaded, name, None if name == KERNEL else window)
         with method.apply(loaded.model):
             for some in bar(groups, desc=f"{name} {task} {length}"):
-                if not _given_up(found[KERNEL]):
+                if not _given_up(found[KERNEL], chance):
                     unit = ledger.unit(f"{name}/{task}/{length}/{digest(some)}")
                     found[name].append(ledger.once(unit, partial(_records, loaded, some, method)))
-    return [row for measure in ("score", "choice") for row in _row(task, length, measure, found)]
+    return [row for measure in MEASURES for row in _row(task, length, measure, chance[measure], found)]
 
 
-def _given_up(records: Sequence[dict[str, Any]]) -> bool:
-    """Whether dense attention is outside of 40% to 90% by every measure, beyond its interval."""
-    values = [[record[measure] for record in records] for measure in ("score", "choice")]
-    intervals = [mean_interval(some) for some in values if some and None not in some]
-    return len(records) >= _LEAST and all(each.high < LOW or each.low > HIGH for each in intervals)
+def _given_up(records: Sequence[dict[str, Any]], chance: Mapping[Measure, float]) -> bool:
+    """Whether dense attention is outside of 40% to 90%, or below chance, by every measure, beyond its interval."""
+    values = {measure: [record[measure] for record in records] for measure in MEASURES}
+    known = {measure: mean_interval(some) for measure, some in values.items() if some and None not in some}
+    return len(records) >= _LEAST and all(
+        own.high < max(LOW, chance[measure]) or own.low > HIGH for measure, own in known.items()
+    )
 
 
 def _records(loaded: LoadedModel, prompts: Sequence[Any], method: Method) -> dict[str, Any]:
@@ -112,12 +119,14 @@ def _records(loaded: LoadedModel, prompts: Sequence[Any], method: Method) -> dic
     start = time.process_time()
     some = [record for _, record in trials(loaded.model, loaded.tokenizer, prompts, method)]
     seconds = time.process_time() - start
-    values = {name: [record.get(name) for record in some] for name in ("score", "choice")}
+    values = {name: [record.get(name) for record in some] for name in MEASURES}
     means = {name: None if None in each else sum(filter(None, each)) / len(each) for name, each in values.items()}
     return {**means, "seconds": seconds}
 
 
-def _row(task: str, length: int, measure: str, found: dict[str, list[dict[str, Any]]]) -> list[Setting]:
+def _row(
+    task: str, length: int, measure: Measure, chance: float, found: dict[str, list[dict[str, Any]]]
+) -> list[Setting]:
     dense, half = ([record[measure] for record in found[name]] for name in (KERNEL, _HALF))
     if None in dense:
         return []
@@ -131,6 +140,7 @@ def _row(task: str, length: int, measure: str, found: dict[str, list[dict[str, A
         low=own.low,
         high=own.high,
         seconds=statistics.mean(record["seconds"] for record in found[KERNEL]),
+        chance=chance,
     )
     if not half:
         return [row]
@@ -160,8 +170,8 @@ def _record(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text; * where dense attention is between 40% and 90%."""
-    head = f"{'dense':>6}  {'half a window':>24}  {'prompts for 5 points':>20}  {'for half':>8}"
+    """The rows as text; * where dense attention is between 40% and 90%, and above chance."""
+    head = f"{'dense':>6}  {'chance':>6}  {'half a window':>24}  {'prompts for 5 points':>20}  {'for half':>8}"
     lines = [f"{'':<32}{'tokens':>7}  {'measure':<8}{head}"]
     for row in rows:
         gap = "given up"
@@ -169,7 +179,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             gap = f"{row['difference']:+.2f} ({row['difference_low']:+.2f} to {row['difference_high']:+.2f})"
         mark = "*" if row["shows"] else " "
         lines.append(
-            f"{row['task']:<32}{row['length']:>7}  {row['measure']:<8}{row['dense']:>6.2f}{mark} {gap:>24}  "
+            f"{row['task']:<32}{row['length']:>7}  {row['measure']:<8}"
+            f"{row['dense']:>6.2f}{mark} {row['chance']:>6.2f}  {gap:>24}  "
             f"{row['prompts'] or '-':>20}  {row['telling'] or '-':>8}"
         )
     return "\n".join(lines)

@@ -34,6 +34,7 @@ from profiling.evaluation.record import attached, record_of, table
 from profiling.evaluation.times import Speed, measure
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
+from profiling.prompts.settings import TEXT, settings, usual_length
 from runtime.fingerprint import check
 
 DEFAULT_METHODS = (
@@ -180,6 +181,22 @@ def parser() -> ArgumentParser:
     return p
 
 
+def _asked(options: argparse.Namespace, artifact: Artifact) -> tuple[list[str], list[int]]:
+    """Tasks and lengths: those asked for, or else the model's settings at the length that most have, or else the usual.
+
+    Settings at a length that the artifact serves densely leave the length as it is for a model without any.
+    """
+    least, longest = artifact.prefill.dense_below, artifact.model.max_positions
+    usual = min(max(_QUICK_LENGTH, least), longest) if options.quick else longest
+    lengths = options.length or [usual]
+    rows = [each for each in settings(artifact.model.name) if each.asked]
+    if options.tasks or not rows:
+        return list(options.tasks or (_QUICK_TASKS if options.quick else DEFAULT_TASKS)), lengths
+    if not options.length and (known := usual_length(rows)) >= least:
+        rows, lengths = [each for each in rows if each.length == known], [known]
+    return [*(each.task for each in rows), TEXT], lengths
+
+
 def job_from(options: argparse.Namespace, command: str) -> Job:
     """What a command line asks for.
 
@@ -188,14 +205,11 @@ def job_from(options: argparse.Namespace, command: str) -> Job:
     """
     artifact, _ = load_pair(options.config)
     quick = options.quick
-    least = max(artifact.prefill.dense_below, 0)
-    longest = artifact.model.max_positions
-    lengths = options.length or [min(max(_QUICK_LENGTH, least), longest) if quick else longest]
+    tasks, lengths = _asked(options, artifact)
     names = options.methods or (_QUICK_METHODS if quick else DEFAULT_METHODS)
     beside = tuple(beside_of(options.beside, artifact))
     known = method_names(artifact, beside)
     chosen = known if "all" in names else [name for name in names if options.methods or name in known] + list(beside)
-    tasks = list(options.tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS))
     if options.text:
         tasks = [f"{task}:{options.text}" if task == "needle" else task for task in tasks] + [f"text:{options.text}"]
     quality = Evaluation(

@@ -34,12 +34,10 @@ from profiling.evaluation.times import Speed, measure
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import parse_task
-from profiling.prompts.settings import settings
+from profiling.prompts.settings import TEXT, settings, usual_length
 from profiling.speed.ratios import LEAST
 from runtime.fingerprint import check
 
-# A text: what it loses shows on every model.
-TEXT = "prose"
 # Whose order of tasks is taken for a model that none was measured for.
 _MEASURED = "smollm2"
 # The most telling first: between these two limits lies what a method can be.
@@ -136,10 +134,9 @@ def places_of(
     Raises:
         HeadwiseError: a length that was asked for, or every one, is shorter than the artifact serves sparsely.
     """
-    known = [each for each in settings(model) if each.shows or each.measure == "choice"]
+    known = [each for each in settings(model) if each.asked]
     if not tasks and not lengths and known:
-        usual = max(known, key=lambda each: sum(other.length == each.length for other in known)).length
-        found = [(TEXT, usual), *((each.task, each.length) for each in known)]
+        found = [(TEXT, usual_length(known)), *((each.task, each.length) for each in known)]
         kept = [place for place in found if place[1] >= artifact.prefill.dense_below]
         if kept:
             what = [f"{task} at {length} tokens, which the artifact serves densely" for task, length in found]

@@ -1,8 +1,9 @@
 """Settings by model: the length and difficulty at which a task shows differences on it, as measured.
 
-A task shows differences where dense attention is right in 40% to 90% of its prompts. Where no setting does, the forced
-choice is its score: whether the right answer is likelier than each wrong one. settings.json holds what
-`python -m profiling.difficulty --settings` found for the models that come as packages; reports use it by default.
+A task shows differences where dense attention is right in 40% to 90% of its prompts, and more often than guessing.
+Where no setting does, the forced choice is its score: whether the right answer is likelier than each wrong one.
+settings.json holds what `python -m profiling.difficulty --settings` found for the models that come as packages; reports
+and evaluations use it by default.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from profiling.prompts.prompt import parse_name
 # Where dense attention has to be for a task to show what a method loses, and what it could win.
 LOW, HIGH = 0.4, 0.9
 FILE = Path(__file__).with_name("settings.json")
+# A text: what it loses shows on every model.
+TEXT = "prose"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class Setting:
     """A task at a length by one measure, `score` or `choice`: over `count` prompts, or contexts.
 
     dense, low, high: of dense attention with its 95% interval.
+    chance: what guessing gives.
     seconds: processor time of a prompt, or context, under dense attention, with one thread or many as it was run.
     difference and its bounds: of sinks and half a window; None where a task was given up.
     prompts: how many tell a loss of 5 points in 80% of runs, by the spread of that difference.
@@ -41,6 +45,7 @@ class Setting:
     low: float
     high: float
     seconds: float
+    chance: float = 0.0
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
@@ -49,8 +54,18 @@ class Setting:
 
     @property
     def shows(self) -> bool:
-        """Whether dense attention is between 40% and 90%."""
-        return LOW <= self.dense <= HIGH
+        """Whether dense attention is between 40% and 90%, and above chance."""
+        return LOW <= self.dense <= HIGH and self.above_chance
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether dense attention is right more often than guessing, beyond its interval."""
+        return self.low > self.chance
+
+    @property
+    def asked(self) -> bool:
+        """Whether it is asked by default: it shows a loss, or is the forced choice of a task that no score shows."""
+        return self.shows or (self.measure == "choice" and self.above_chance and self.difference is not None)
 
     @property
     def price(self) -> float:
@@ -62,6 +77,11 @@ class Setting:
 def settings(model: str) -> tuple[Setting, ...]:
     """The settings of a model by the name it was loaded by, the most telling first; none for a model never measured."""
     return tuple(_read(FILE).get(model, ()))
+
+
+def usual_length(rows: Sequence[Setting]) -> int:
+    """The length that most settings have, the first of such."""
+    return max(rows, key=lambda each: sum(other.length == each.length for other in rows)).length
 
 
 def settled(rows: Iterable[Setting]) -> list[Setting]:

@@ -22,6 +22,7 @@ from profiling.quality.answers import ends, negative_log_likelihood, new_tokens
 from profiling.quality.contexts import Prefilled, fed, prefilled
 from profiling.quality.forced import answer_ids, asks, forced, scored_answers
 from profiling.quality.forced_decode import begin, forced_losses
+from profiling.quality.guessing import compared
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256
@@ -29,8 +30,6 @@ BLOCK = 256
 FORCED = 128
 # Tokens that copy something far back which a text must have for their loss to be a figure.
 _COPIES = 8
-# Choices that are compared of those that a prompt has, the right one among them.
-_CHOICES = 8
 # Raised where the same prompt under the same method would give another record.
 VERSION = 5
 
@@ -115,7 +114,7 @@ def wrong_answers(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) 
     if prompt.answer not in prompt.choices:
         return []
     found = []
-    for choice in [choice for choice in prompt.choices if choice != prompt.answer][: _CHOICES - 1]:
+    for choice in [choice for choice in compared(prompt) if choice != prompt.answer]:
         ids = answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))
         after = [fed(model, ids[:-1], copy.deepcopy(start.cache))] if ids[1:] else []
         found.append(forced(torch.cat([start.last[None], *after]), ids).mean)

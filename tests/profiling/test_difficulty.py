@@ -43,7 +43,9 @@ def test_rows_are_means_of_trials_and_are_kept(
     assert all(
         row["count"] == 3 and row["prompts"] >= 6 and row["low"] <= row["dense"] <= row["high"] for row in rows.values()
     )
-    assert all(row["shows"] == (0.4 <= row["dense"] <= 0.9) for row in rows.values())
+    assert all(row["shows"] == (0.4 <= row["dense"] <= 0.9 and row["low"] > row["chance"]) for row in rows.values())
+    assert rows["mrcr", "choice"]["chance"] == 0.5 < rows["mrcr", "score"]["chance"] < 1
+    assert rows["line_turns@questions=2", "score"]["chance"] == 0
     assert "prompts for 5 points" in capsys.readouterr().out
 
     def never(*given: Any) -> Any:
@@ -62,6 +64,12 @@ def test_a_task_that_is_far_off_is_given_up(model: Path, tmp_path: Path, capsys:
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["count"], row["dense"], row["difference"], row["prompts"]) == (8, 0.0, None, None)
     assert row["high"] < 0.4 and not row["shows"] and "given up" in capsys.readouterr().out
+
+
+def test_a_task_that_is_guessed_is_given_up() -> None:
+    halves = [{"score": 0.0, "choice": float(at % 2)} for at in range(40)]
+    assert difficulty._given_up(halves, {"score": 0.0, "choice": 0.9})
+    assert not difficulty._given_up(halves, {"score": 0.0, "choice": 0.5})
 
 
 @pytest.mark.parametrize(

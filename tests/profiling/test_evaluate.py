@@ -15,12 +15,14 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
+from profiling import evaluate
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation.page import page
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
+from profiling.prompts.settings import Setting
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
 from search.published.config import HeadSearch
@@ -179,6 +181,25 @@ def test_fidelity_is_beside_dense_attention_and_kept(
     )
     monkeypatch.setattr(evaluation, "Likeness", None)
     assert command(*asked)["figures"] == record["figures"]
+
+
+def test_a_model_with_settings_is_asked_those_tasks(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Setting(task="vt", length=LENGTH, measure="score", count=9, dense=0.5, low=0.2, high=0.8, seconds=1.0)
+    some = [row, replace(row, task="chain", dense=0.1), replace(row, task="cwe"), replace(row, task="fwe", length=1800)]
+    monkeypatch.setattr(evaluate, "settings", lambda model: some if model == "tiny" else [])
+
+    def asked(*more: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        base = [str(searched / "cfg.yaml"), "--model", "elsewhere", "--out", "report"]
+        quality = evaluate.job_from(evaluate.parser().parse_args([*base, *more]), "x").quality
+        return quality.tasks, quality.lengths
+
+    assert asked() == asked("--quick") == (("vt", "cwe", "prose"), (LENGTH,))
+    assert asked("--length", "700", "800") == (("vt", "cwe", "fwe", "prose"), (700, 800))
+    assert asked("--task", "passkey")[0] == ("passkey",) and LENGTH not in asked("--task", "passkey")[1]
+    # What the artifact serves densely there is asked at the length of models without settings.
+    monkeypatch.setattr(evaluate, "settings", lambda model: [replace(each, length=20) for each in some])
+    served = artifacts.load(searched / "cfg.yaml").prefill.dense_below
+    assert served > 20 and asked() == (("vt", "cwe", "fwe", "prose"), asked("--task", "passkey")[1])
 
 
 def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> None:

@@ -111,7 +111,9 @@ def test_tasks_and_lengths_are_the_models_settings(searched: Path, monkeypatch: 
         base,
         replace(base, task="short", length=20),
         replace(base, task="hopeless", dense=0.0),
-        replace(base, task="forced", dense=0.0, measure="choice"),
+        replace(base, task="forced", dense=0.95, low=0.6, measure="choice", chance=0.5, difference=-0.1),
+        replace(base, task="guessed", dense=0.5, low=0.2, measure="choice", chance=0.25, difference=-0.1),
+        replace(base, task="given up", dense=0.95, low=0.6, measure="choice", chance=0.25),
     )
     monkeypatch.setattr(report, "settings", {"m": some, "smollm2": some[:1]}.__getitem__)
     places, left = report.places_of("m", artifact, (), ())

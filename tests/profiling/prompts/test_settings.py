@@ -38,6 +38,18 @@ def test_the_best_setting_of_a_task(rows: list[Setting], best: int) -> None:
     assert settled(rows) == settled(rows[::-1]) == [rows[best]]
 
 
+def test_what_guessing_gives_shows_nothing() -> None:
+    # MRCR with two needles on SmolLM2: a forced choice of two.
+    coin = changed(task="mrcr", measure="choice", dense=0.42, low=0.19, high=0.68, chance=0.5)
+    assert not coin.shows and not coin.asked
+    assert changed(measure="choice", dense=0.42, low=0.19, chance=1 / 8).shows
+    # A score counts, too: answers inside a prompt out of two labels.
+    assert not changed(dense=0.55, low=0.45, chance=0.5).shows and changed(dense=0.55, low=0.51, chance=0.5).shows
+    sure = changed(measure="choice", dense=0.95, low=0.7, chance=0.5, difference=-0.2)
+    assert sure.asked and not sure.shows and not replace(sure, measure="score").asked
+    assert not replace(sure, difference=None).asked, "given up"
+
+
 def test_a_file_keeps_the_best_of_each_model_the_most_telling_first(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     keep(file, "one", [ROW, changed(task="mrcr", telling=7)])
