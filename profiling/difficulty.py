@@ -119,9 +119,11 @@ def _records(loaded: LoadedModel, prompts: Sequence[Any], method: Method) -> dic
     start = time.process_time()
     some = [record for _, record in trials(loaded.model, loaded.tokenizer, prompts, method)]
     seconds = time.process_time() - start
-    values = {name: [record.get(name) for record in some] for name in MEASURES}
-    means = {name: None if None in each else sum(filter(None, each)) / len(each) for name, each in values.items()}
-    return {**means, "seconds": seconds}
+    found: dict[str, Any] = {"seconds": seconds}
+    for measure in MEASURES:
+        values = [record.get(measure) for record in some]
+        found[measure] = None if None in values else sum(filter(None, values)) / len(values)
+    return found
 
 
 def _row(

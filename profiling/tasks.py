@@ -83,10 +83,14 @@ def _write(task: Task, tokenizer: Any, options: Namespace) -> int:
     from profiling.harness.task_files import write_task
 
     how = {"length": options.length, "samples": options.samples, "seed": options.seed}
-    name, changed = write_task(options.lm_eval, task, tokenizer, **how)
-    print(f"wrote the task {name} into {options.lm_eval}")
-    if changed:
-        print(f"note: {changed} of {options.samples} prompts have other tokens as text", file=sys.stderr)
+    written = write_task(options.lm_eval, task, tokenizer, **how)
+    for name in written.names:
+        print(f"wrote the task {name} into {options.lm_eval}")
+    if written.changed:
+        print(f"note: {written.changed} of {options.samples} prompts have other tokens as text", file=sys.stderr)
+    if written.turned:
+        told = "ask in a later turn: the harness prefills the question with its context"
+        print(f"note: {written.turned} of {options.samples} prompts {told}", file=sys.stderr)
     return 0
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,12 +17,30 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Find, Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
 from profiling.quality.answers import new_tokens
+from profiling.quality.forced import answer_ids
+from profiling.quality.guessing import compared
 
 PREFIX = "headwise"
 
 
-def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples: int, seed: int) -> tuple[str, int]:
-    """Write NAME.yaml and NAME.jsonl for one task at one length into a folder.
+class Written(NamedTuple):
+    """What was written.
+
+    names: of the tasks in the harness: its answers, and its forced choice where the prompts have one.
+    changed: how many prompts have other tokens once they are text.
+    turned: how many ask in a later turn, which the harness has no way to feed after its context.
+    """
+
+    names: tuple[str, ...]
+    changed: int
+    turned: int
+
+
+def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples: int, seed: int) -> Written:
+    """Write NAME.jsonl, NAME.yaml and, with a forced choice, NAME_choice.yaml for a task at one length into a folder.
+
+    A question of a later turn is written behind its context, so that one prefill has both: the same answer under dense
+    attention; patterns that look at the last queries know it.
 
     Args:
         folder: for the harness's --include_path.
@@ -29,26 +48,27 @@ def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples
         tokenizer: the model's.
         length, samples, seed: see make_prompts.
 
-    Returns:
-        The task's name in the harness, and how many prompts have other tokens once they are text.
-
     Raises:
-        HeadwiseError: see make_prompts; the prompts ask for no answer after their end; the folder cannot be
-            made.
+        HeadwiseError: see make_prompts; the prompts ask for no answer after their end, or for others inside; the folder
+            cannot be made.
     """
     prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed, shorter=True)
     if why := _unfit(prompts):
         raise HeadwiseError(f"the task {task.kind!r} cannot be written for lm-evaluation-harness: {why}")
     name = re.sub(r"\W+", "_", f"{PREFIX} {task.name} {length}")
     texts = [_text(tokenizer, prompt) for prompt in prompts]
-    lines = [json.dumps(_document(prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
+    lines = [json.dumps(_document(tokenizer, prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
     file = folder.absolute() / f"{name}.jsonl"
-    limit = max(new_tokens(tokenizer, prompt) for prompt in prompts)
+    configs = {name: _generated(max(new_tokens(tokenizer, prompt) for prompt in prompts))}
+    if all(compared(prompt) for prompt in prompts):
+        configs[f"{name}_choice"] = _CHOSEN
     with out_folder(folder):
         atomic_write(file, ("\n".join(lines) + "\n").encode())
-        atomic_write(folder / f"{name}.yaml", _config(name, file, limit).encode())
+        for each, fields in configs.items():
+            atomic_write(folder / f"{each}.yaml", _config(each, file, fields).encode())
     encode = Encoder(tokenizer)
-    return name, sum((*encode.prefix, *encode(t)) != p.input_ids for t, p in zip(texts, prompts, strict=True))
+    changed = sum((*encode.prefix, *encode(t)) != p.input_ids for t, p in zip(texts, prompts, strict=True))
+    return Written(tuple(configs), changed, sum(prompt.turn > 0 for prompt in prompts))
 
 
 def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -65,9 +85,17 @@ def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
     return {"score": score(prompt, results[0].strip())}
 
 
+def process_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
+    """What the harness calls for the log-likelihoods of the compared answers: {"choice": 1 or 0}, as evaluated here.
+
+    The right one has to be the likeliest, a token on average.
+    """
+    losses = [-found / tokens for (found, _), tokens in zip(results, doc["tokens"], strict=True)]
+    right = losses.pop(doc["gold"])
+    return {"choice": float(right < min(losses))}
+
+
 def _unfit(prompts: Sequence[Prompt]) -> str | None:
-    if any(prompt.turn for prompt in prompts):
-        return "its questions come in a later turn"
     if any(prompt.scored for prompt in prompts):
         return "its answers stand inside the prompt"
     return "it asks for no answer" if any(prompt.answer is None for prompt in prompts) else None
@@ -79,7 +107,8 @@ def _text(tokenizer: Any, prompt: Prompt) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
-def _document(prompt: Prompt, text: str) -> dict[str, Any]:
+def _document(tokenizer: Any, prompt: Prompt, text: str) -> dict[str, Any]:
+    choices = compared(prompt)
     return {
         "prompt": text,
         "answer": prompt.answer,
@@ -87,22 +116,44 @@ def _document(prompt: Prompt, text: str) -> dict[str, Any]:
         "references": prompt.references,
         "choices": prompt.choices,
         "finds": [find.expected for find in prompt.finds],
+        # As the harness puts them behind the prompt, and how many tokens each has there.
+        "compared": [f" {choice}" for choice in choices],
+        "gold": choices.index(prompt.answer) if prompt.answer in choices else None,
+        "tokens": [len(answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))) for choice in choices],
     }
 
 
-def _config(name: str, file: Path, limit: int) -> str:
-    # A tag of YAML that dump has no value for.
-    function = f"process_results: !function {__name__}.{process_results.__name__}\n"
-    fields = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(file)}},
-        "test_split": "test",
+def _generated(limit: int) -> dict[str, Any]:
+    return {
         "output_type": "generate_until",
         "doc_to_text": "{{prompt}}",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": limit},
         "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+        "process_results": process_results,
+    }
+
+
+_CHOSEN: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_choice": "compared",
+    "doc_to_target": "gold",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "choice", "aggregation": "mean", "higher_is_better": True}],
+    "process_results": process_choices,
+}
+
+
+def _config(name: str, file: Path, fields: dict[str, Any]) -> str:
+    # A tag of YAML that dump has no value for.
+    function = f"process_results: !function {__name__}.{fields['process_results'].__name__}\n"
+    told = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test",
+        **{key: value for key, value in fields.items() if key != "process_results"},
         "metadata": {"version": 1.0},
     }
-    return yaml.safe_dump(fields, sort_keys=False) + function
+    return yaml.safe_dump(told, sort_keys=False) + function

@@ -23,7 +23,7 @@ def guessed(prompt: Prompt, measure: Measure) -> float:
     inside the prompt the commonest of them, always.
     """
     if measure == "choice":
-        return 1 / len(compared(prompt)) if prompt.answer in prompt.choices else 0.0
+        return 1 / len(compared(prompt)) if compared(prompt) else 0.0
     if prompt.scored:
         commonest = Counter(prompt.input_ids[start:stop] for start, stop in prompt.scored).most_common(1)
         return commonest[0][1] / len(prompt.scored)
@@ -33,6 +33,11 @@ def guessed(prompt: Prompt, measure: Measure) -> float:
 
 
 def compared(prompt: Prompt) -> tuple[str, ...]:
-    """The answers that a forced choice compares, in the prompt's order: the right one and CHOICES - 1 at most."""
+    """The answers that a forced choice compares, in the prompt's order: the right one and CHOICES - 1 at most.
+
+    None where the right one is not among its choices.
+    """
+    if prompt.answer not in prompt.choices:
+        return ()
     wrong = [choice for choice in prompt.choices if choice != prompt.answer][: CHOICES - 1]
     return tuple(choice for choice in prompt.choices if choice == prompt.answer or choice in wrong)

@@ -111,8 +111,6 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
 
 def wrong_answers(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> list[float]:
     """-log p of a token, on average, of each wrong answer among a prompt's choices; the prefill's cache stays."""
-    if prompt.answer not in prompt.choices:
-        return []
     found = []
     for choice in [choice for choice in compared(prompt) if choice != prompt.answer]:
         ids = answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from profiling.evaluation.measure import Evaluation, evaluate, open_ledger
 from profiling.evaluation.methods import Methods
 from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer
+from profiling.prompts.prompt import make_prompts
+from profiling.quality.trials import trials
 from profiling.tasks import main as tasks
 from runtime.fingerprint import fingerprint
+from tests.profiling.quality.test_trials import DENSE
 from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
 
@@ -32,6 +36,8 @@ PATTERNS: dict[str, Any] = {
     "bs": artifacts.BlockSparse(blocks=2),
 }
 ROWS = (("vs", "a", "bs", "vs_8", "bs", "vs"), ("bs", "vs", "a", "a", "vs_8", "vs"), None)
+# A task with a forced choice, and one of later turns.
+MORE, MORE_LENGTH = ("mrcr", "line_turns@questions=3"), 900
 CHOICES = ("a b", "c", "dd ee", "fgh")
 
 
@@ -57,6 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for length in LENGTHS:
         how = ["--length", str(length), "--samples", str(SAMPLES), "--seed", str(SEED)]
         tasks(["--task", TASK, "--model", str(model), *how, "--lm-eval", str(folder / "tasks")])
+    for task in MORE:
+        how = ["--length", str(MORE_LENGTH), "--samples", str(SAMPLES), "--seed", str(SEED)]
+        tasks(["--task", task, "--model", str(model), *how, "--lm-eval", str(folder / "tasks")])
     # Four choices of other lengths each after contexts of other lengths, some below 500.
     texts = [f"{'It was a long way to the sea, and nobody saw it. ' * n}Then {n}" for n in (3, 9, 13, 14, 15)]
     rows = [{"text": text, "choices": CHOICES, "gold": n % 4} for n, text in enumerate(texts)]
@@ -112,6 +121,22 @@ def test_answers_are_those_of_the_evaluation(harness: Any, folder: Path, tmp_pat
     calls = results["config"].get("headwise_calls")
     assert (calls is None) if method == "dense" else calls["sparse"] == 2 * len(LENGTHS) * SAMPLES
     assert method == "dense" or results["config"]["headwise_content_sha256"] == artifacts.load(path).content_sha256
+
+
+def test_forced_choices_and_later_turns_are_those_of_the_evaluation(harness: Any, folder: Path) -> None:
+    names = [re.sub(r"\W", "_", f"headwise_{task}_{MORE_LENGTH}") for task in MORE]
+    results, found = harness("dense", f"{names[0]}_choice", *names)
+    loaded = load_model(str(folder / "tiny"), dtype="float32")
+    how: dict[str, Any] = {"length": MORE_LENGTH, "samples": SAMPLES, "seed": SEED}
+    for name, task in zip(names, MORE, strict=True):
+        prompts = make_prompts(task, loaded.tokenizer, **how)
+        records = [record for _, record in sorted(trials(loaded.model, loaded.tokenizer, prompts, DENSE))]
+        assert [text.strip() for ((text,),) in found[name]] == [record["text"] for record in records]
+        own = results["results"][name]["score,none"]
+        assert own == pytest.approx(sum(record["score"] for record in records) / SAMPLES)
+        if task == MORE[0]:
+            own = results["results"][f"{name}_choice"]["choice,none"]
+            assert own == pytest.approx(sum(record["choice"] for record in records) / SAMPLES)
 
 
 @pytest.mark.parametrize("config", ["cfg", "kept"])

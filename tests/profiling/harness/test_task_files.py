@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.harness.task_files import process_results
+from profiling.harness.task_files import process_choices, process_results, write_task
+from profiling.models.loading import load_model
 from profiling.prompts.metrics import METRICS, score
-from profiling.prompts.prompt import Find, Prompt, make_prompts
+from profiling.prompts.prompt import Find, Prompt, make_prompts, parse_task
+from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.trials import trial
 from profiling.tasks import main
+from tests.profiling.quality.test_trials import DENSE
 from tests.profiling.tokenizers import MAKERS
 from tests.search.conftest import save_tiny
 
@@ -44,37 +48,79 @@ def test_a_task_is_two_files(model: Path, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_prompts_that_do_not_survive_as_text_are_counted(make: Any, tmp_path: Path) -> None:
-    from profiling.harness.task_files import write_task
-    from profiling.prompts.prompt import parse_task
     from profiling.prompts.tokens import Encoder
 
     tokenizer = make()
     how: dict[str, Any] = {"length": 400, "samples": 3, "seed": 1}
-    name, changed = write_task(tmp_path, parse_task("passkey"), tokenizer, **how)
+    (name,), changed, turned = write_task(tmp_path, parse_task("passkey"), tokenizer, **how)
     lines = [json.loads(line)["prompt"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
     encode = Encoder(tokenizer)
     again = [(*encode.prefix, *encode(text)) for text in lines]
     prompts = make_prompts("passkey", tokenizer, **how)
-    assert changed == sum(ids != prompt.input_ids for ids, prompt in zip(again, prompts, strict=True))
+    assert turned == 0 and changed == sum(ids != prompt.input_ids for ids, prompt in zip(again, prompts, strict=True))
     assert all(
         not text.startswith("<s>") and prompt.answer not in text[-9:]
         for text, prompt in zip(lines, prompts, strict=True)
     )
 
 
+INSIDE = ("line_asked", "chain", "label_map", "repeats", "dictionary", "facts@questions=2")
+
+
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        ("line_turns", "its questions come in a later turn"),
-        ("line_asked", "its answers stand inside the prompt"),
+        *((task, "its answers stand inside the prompt") for task in INSIDE),
         ("prose", "it asks for no answer"),
     ],
 )
 def test_tasks_without_an_answer_after_the_prompt_are_refused(model: Path, tmp_path: Path, task: str, why: str) -> None:
     out = tmp_path / "tasks"
-    with pytest.raises(HeadwiseError, match=f"'{task}' cannot be written for lm-evaluation-harness: {why}"):
-        main(["--task", task, "--model", str(model), "--length", "800", "--lm-eval", str(out)])
+    name = task.partition("@")[0]
+    with pytest.raises(HeadwiseError, match=f"'{name}' cannot be written for lm-evaluation-harness: {why}"):
+        main(["--task", task, "--model", str(model), "--length", "2600", "--lm-eval", str(out)])
     assert not out.exists()
+
+
+def test_a_later_turn_is_one_prompt(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer
+
+    how = ["--length", "500", "--samples", "4", "--seed", "7", "--lm-eval", str(tmp_path)]
+    assert main(["--task", "line_turns@questions=2", "--model", str(model), *how]) == 0
+    assert "note: 4 of 4 prompts ask in a later turn" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = make_prompts("line_turns@questions=2", tokenizer, length=500, samples=4, seed=7)
+    (file,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines] == [p.input_ids for p in prompts]
+    assert all(prompt.turn for prompt in prompts)
+
+
+@pytest.mark.parametrize("task", ["mrcr", "story_multihop", "graphwalks_bfs", "longproc_path@steps=4", "babilong_qa1"])
+def test_a_forced_choice_is_a_task_of_its_own(model: Path, tmp_path: Path, task: str) -> None:
+    """The harness puts each choice behind the prompt; what it makes of their likelihoods is what is evaluated here."""
+    loaded = load_model(str(model), dtype="float32")
+    how: dict[str, Any] = {"length": 2600, "samples": 1, "seed": 3}
+    names = write_task(tmp_path, parse_task(task), loaded.tokenizer, **how).names
+    assert names[1:] == (f"{names[0]}_choice",)
+    text = (tmp_path / f"{names[1]}.yaml").read_text()
+    assert "output_type: multiple_choice" in text and "doc_to_choice: compared" in text
+    assert text.endswith("process_results: !function profiling.harness.task_files.process_choices\n")
+    lines = [json.loads(line) for line in (tmp_path / f"{names[0]}.jsonl").read_text().splitlines()]
+    for line, prompt in zip(lines, make_prompts(task, loaded.tokenizer, **how), strict=True):
+        assert line["compared"][line["gold"]] == f" {prompt.answer}" and not line["prompt"][-1].isspace()
+        before = loaded.tokenizer(line["prompt"])["input_ids"]
+        results = []
+        for choice, tokens in zip(line["compared"], line["tokens"], strict=True):
+            ids = loaded.tokenizer(line["prompt"] + choice)["input_ids"]
+            assert ids[: len(before)] == before and len(ids) - len(before) == tokens
+            losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids), None))[len(before) - 1 :]
+            results.append((-float(losses.sum()), False))
+        own = trial(loaded.model, loaded.tokenizer, prompt, DENSE)["choice"]
+        assert process_choices(line, results) == {"choice": own}
+    fake = {"gold": 1, "tokens": [1, 4]}
+    assert process_choices(fake, [(-1.0, False), (-3.9, False)]) == {"choice": 1}
+    assert process_choices(fake, [(-1.0, True), (-4.0, False)]) == {"choice": 0}
 
 
 def test_a_folder_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
