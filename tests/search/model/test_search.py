@@ -20,7 +20,7 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from profiling.ranks import Ranks
 from profiling.speed.cost_table import save
@@ -105,6 +105,21 @@ def test_it_writes_a_valid_pair_and_nothing_else(found: Path) -> None:
     assert search.calibration.tasks == TASKS and search.calibration.lengths == (LENGTH,)
     assert sum(search.summary.winners.values()) == 18
     assert artifact.prefill.dense_below == LENGTH // 2 and artifact.costs == ()
+
+
+def test_graphs_and_label_maps_calibrate_and_judge(tmp_path: Path) -> None:
+    """An answer behind the prompt and answers inside it: both are scored, and held out."""
+    tasks, length, out = ("graphwalks_parents", "label_map"), 2600, tmp_path / "cfg.yaml"
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=length)
+    assert main(options(model, out, calibration=" ".join(tasks), length=str(length), n_trials="1")) == 0
+    artifact = artifacts.load(out)
+    assert artifact.search is not None and artifact.evidence is not None
+    tokenizer = load_model(str(model), dtype="float32").tokenizer
+    prompts = [p for task in tasks for p in make_prompts(task, tokenizer, length=length, samples=1, seed=0)]
+    assert artifact.search.calibration.tasks == tasks and artifact.search.calibration.sha256 == digest(prompts)
+    walks, labels = artifact.evidence.tasks
+    assert (walks.task, labels.task) == tasks and None not in (walks.nll_rise, labels.nll_rise)
+    assert walks.kl > 0 < labels.kl and 0 < artifact.search.summary.density < 1
 
 
 def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -> None:
