@@ -45,7 +45,7 @@ CHOICES = ("a b", "c", "dd ee", "fgh")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, artifacts for it, and tasks."""
     folder = tmp_path_factory.mktemp("harness")
-    model = save_tiny(folder / "tiny")
+    model = save_tiny(folder / "tiny", max_position_embeddings=2048)
     tokenizer = load_tokenizer(str(model))
     # The harness starts texts that have no context with one of these.
     tokenizer.add_special_tokens({"eos_token": "<end>", "pad_token": "<end>"})
@@ -91,7 +91,7 @@ def harness(folder: Path, tmp_path: Path) -> Callable[..., tuple[dict[str, Any],
         (results,) = out.rglob("results_*.json")
         found: dict[str, list[Any]] = {}
         for name in names:
-            (samples,) = out.rglob(f"samples_{name}_*.jsonl")
+            (samples,) = out.rglob(f"samples_{name}_[0-9]*.jsonl")
             lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
             found[name] = [line["resps"] for line in lines]
         return json.loads(results.read_text()), found

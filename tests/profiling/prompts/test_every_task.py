@@ -14,6 +14,7 @@ from artifacts import HeadwiseError
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import KINDS, digest, make_prompts, per_context
 from tests.profiling.tokenizers import byte_level
+from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[3]
 # What fits into short prompts of tokenizers that know few words.
@@ -53,6 +54,27 @@ def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) 
             # What a model goes on with after a right answer, as examples and chats in the prompt do.
             for more in ("", "\n\nThe", "\nUser"):
                 assert score(prompt, f"{prompt.continuation}{more}") == 1
+
+
+LONG, LONGEST = 131_072, 1_048_576
+# One of each file of tasks at 128K tokens, and one at 1M.
+FAMILIES = ["kv_retrieval", "line_retrieval", "multi_hop", "line_turns", "label_map", "needle", "niah_multikey_2", "vt"]
+FAMILIES += ["cwe", "graphwalks_bfs", "longproc_countdown", "longproc_path", "longproc_tom", "story_filtering", "mrcr"]
+FAMILIES += ["babilong_qa2", "state_tracking"]
+LENGTHS = [(name, length) for name in KINDS if name != "prose" for length in (LONG, LONGEST)]
+LENGTHS = [(name, length) for name, length in LENGTHS if KINDS[name].takes_file != "must"]
+KEPT = [*((name, LONG) for name in FAMILIES), ("graphwalks_parents", LONGEST)]
+
+
+@pytest.mark.parametrize(("name", "length"), sampled(LENGTHS, *KEPT))
+def test_prompts_of_a_million_tokens(name: str, length: int) -> None:
+    tokenizer = byte_level(bos=True)
+    prompt = make_prompts(name, tokenizer, length=length, samples=1, seed=0)[0]
+    assert len(prompt.input_ids) == length and prompt.input_ids.count(tokenizer.bos_token_id) == 1
+    if prompt.answer is not None:
+        assert score(prompt, str(prompt.continuation)) == 1 and score(prompt, "no") == 0
+    for find in prompt.finds:
+        assert find.expected.strip() in tokenizer.decode(prompt.input_ids[slice(*find.span)])
 
 
 @pytest.mark.parametrize("task", GENERATED)
