@@ -12,7 +12,7 @@ from itertools import islice
 
 from profiling.prompts.kind import QUESTION_FIRST, Find, Kind, Prompt, Wanted
 from profiling.prompts.tokens import Ids, flat
-from profiling.prompts.words import words
+from profiling.prompts.words import five_digits, words
 
 _HEAD = "Below is a list of facts, one a line.\n\n"
 _VALUE = "The value of {} is {}."
@@ -33,13 +33,13 @@ def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
 
     def one(rng: random.Random) -> Prompt:
         word = words(rng)
-        name, number = next(word), _number(rng)
+        name, number = next(word), five_digits(rng)
         needed = [_line(_VALUE, name, number)]
         head = f"{_ASKED_FIRST.format(name)}{_HEAD}" if question_first else _HEAD
         question = _ASKED_BACK if question_first else "\n" + _asked(_VALUE, name)
 
         def more() -> list[str]:
-            return [_line(_VALUE, next(word), _number(rng))]
+            return [_line(_VALUE, next(word), five_digits(rng))]
 
         ids, spans = _listed(wanted, needed, more, question, rng, head=head)
         return Prompt.to_find(ids, Find(f" {number}", spans[0]))
@@ -56,12 +56,12 @@ def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
 
     def one(rng: random.Random) -> Prompt:
         word = words(rng)
-        chains = [(next(word), next(word), _number(rng)) for _ in range(_EXAMPLES + 1)]
+        chains = [(next(word), next(word), five_digits(rng)) for _ in range(_EXAMPLES + 1)]
         needed = [line for chain in chains for line in _stages(*chain)]
         worked = [f"{_BOX.format(a, b)} {_VALUE.format(b, c)}\n\n" for a, b, c in chains[1:]]
         owner, box, value = chains[0]
         question = _BOTH + "".join(worked) + _asked(_BOX, owner)
-        ids, spans = _listed(wanted, needed, lambda: _stages(next(word), next(word), _number(rng)), question, rng)
+        ids, spans = _listed(wanted, needed, lambda: _stages(next(word), next(word), five_digits(rng)), question, rng)
         first = Find(f" {box}", spans[0])
         return Prompt.to_find(ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}"))
 
@@ -79,10 +79,6 @@ def _line(form: str, *filled: str) -> str:
 def _asked(form: str, name: str) -> str:
     """The form up to where the answer goes, without the space before it."""
     return form.format(name, "\n").partition(" \n")[0]
-
-
-def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**4, 10**5))
 
 
 def _listed(

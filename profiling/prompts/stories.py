@@ -53,7 +53,7 @@ class Chapter(NamedTuple):
     sold: str | None = None
 
 
-class Question(NamedTuple):
+class StoryQuestion(NamedTuple):
     """A question and its answer, which stands between the tags, with the metric's references."""
 
     text: str
@@ -139,31 +139,31 @@ _HOP = "Which item did she buy just before she bought the {}? Name the item."
 _FILTER = "In which chapters did she buy nothing? Give their numbers."
 
 
-def _retrieval(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
+def _retrieval(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> StoryQuestion:
     chosen = rng.sample(list(product(range(len(made)), _ASKED)), asked)
     right = [getattr(made[at], kind) for at, kind in chosen]
     lines = [_ASKED[kind].format(n, at + 1) for n, (at, kind) in enumerate(chosen, start=1)]
     answer = "\n".join(f"{n}. {value}" for n, value in enumerate(right, start=1))
-    return Question("\n".join([_RETRIEVE, *lines]), answer, "numbered", tuple(right))
+    return StoryQuestion("\n".join([_RETRIEVE, *lines]), answer, "numbered", tuple(right))
 
 
-def _multihop(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
+def _multihop(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> StoryQuestion:
     at = rng.randrange(1, len(made))
     right = made[at - 1].item
     others = rng.sample([chapter.item for chapter in made if chapter.item != right], min(3, len(made) - 1))
     choices = tuple(f"{item}{_END}" for item in (right, *others))
-    return Question(_HOP.format(made[at].item), right, "item", (right,), choices)
+    return StoryQuestion(_HOP.format(made[at].item), right, "item", (right,), choices)
 
 
-def _filtering(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> Question:
+def _filtering(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> StoryQuestion:
     right = [str(at + 1) for at in sorted(empty)]
     some = (sorted(rng.sample(range(len(made)), _EMPTY)) for _ in range(3))
     lists = dict.fromkeys([", ".join(right), *(", ".join(str(at + 1) for at in each) for each in some)])
     choices = tuple(f"{numbers}{_END}" for numbers in lists)
-    return Question(_FILTER, ", ".join(right), "chapters", tuple(right), choices)
+    return StoryQuestion(_FILTER, ", ".join(right), "chapters", tuple(right), choices)
 
 
-FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], Question]] = {
+FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], StoryQuestion]] = {
     "retrieval": _retrieval,
     "multihop": _multihop,
     "filtering": _filtering,

@@ -14,13 +14,13 @@ from itertools import islice, pairwise
 
 from profiling.prompts.kind import QUESTIONS, Find, Kind, Parameter, Prompt, Wanted
 from profiling.prompts.tokens import Ids, flat
-from profiling.prompts.words import words
+from profiling.prompts.words import five_digits, words
 
 _BATCH = 256
 
 
 @dataclass(frozen=True)
-class Asked:
+class Item:
     """A question with the lines that answer it; `links` are all but the last the way to it."""
 
     lines: tuple[str, ...]
@@ -29,47 +29,47 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Form:
+class Layout:
     """What is asked, what stands before and after a context's lines, and items without end."""
 
     asks: str
     head: str
     tail: str
-    items: Callable[[random.Random, int], Iterator[Asked]]
+    items: Callable[[random.Random, int], Iterator[Item]]
 
 
-def _lines(rng: random.Random, hops: int) -> Iterator[Asked]:
+def _lines(rng: random.Random, hops: int) -> Iterator[Item]:
     for name in words(rng):
-        value = _number(rng)
-        yield Asked((f"The value of {name} is {value}.\n",), f"\nThe value of {name} is", f" {value}")
+        value = five_digits(rng)
+        yield Item((f"The value of {name} is {value}.\n",), f"\nThe value of {name} is", f" {value}")
 
 
-def _pairs(rng: random.Random, hops: int) -> Iterator[Asked]:
+def _pairs(rng: random.Random, hops: int) -> Iterator[Item]:
     for name in words(rng):
-        value = _number(rng)
-        yield Asked((f' "{name}": {value},\n',), f'\nKey: "{name}"\nValue:', f" {value}")
+        value = five_digits(rng)
+        yield Item((f' "{name}": {value},\n',), f'\nKey: "{name}"\nValue:', f" {value}")
 
 
-def _chained(rng: random.Random, hops: int) -> Iterator[Asked]:
+def _chained(rng: random.Random, hops: int) -> Iterator[Item]:
     source = words(rng)
     while True:
-        names, value = list(islice(source, hops + 1)), _number(rng)
+        names, value = list(islice(source, hops + 1)), five_digits(rng)
         links = [f"The value of {b} is that of {a}.\n" for a, b in pairwise(names)]
         root = f"The value of {names[0]} is {value}.\n"
-        yield Asked((root, *links), f"\nThe value of {names[-1]} is", f" {value}")
+        yield Item((root, *links), f"\nThe value of {names[-1]} is", f" {value}")
 
 
 FORMS = {
-    "line_turns": Form(
+    "line_turns": Layout(
         "the number of one word in a list of words with numbers",
         "Below is a list of facts, one a line.\n\n",
         "\n",
         _lines,
     ),
-    "kv_turns": Form(
+    "kv_turns": Layout(
         "the number of one word in a JSON object of words with numbers", "Below is a JSON object.\n\n{\n", "}\n", _pairs
     ),
-    "chain_turns": Form(
+    "chain_turns": Layout(
         "the number of a word that has that of another, in a list in any order",
         "Below values are set, one a line, some to that of another, in any order.\n\n",
         "\n",
@@ -86,15 +86,11 @@ def turns(wanted: Wanted, *, questions: int = 8, hops: int = 1) -> list[Prompt]:
     return made
 
 
-def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**4, 10**5))
-
-
 def _context(wanted: Wanted, count: int, hops: int, rng: random.Random) -> list[Prompt]:
     encode, length, form = wanted.encode, wanted.length, FORMS[wanted.name]
     head, tail = encode.prefix + encode(form.head), encode(form.tail)
     source = form.items(random.Random(rng.random()), hops)
-    items: list[Asked] = []
+    items: list[Item] = []
     ids: list[list[Ids]] = []
     while sum(len(line) for lines in ids for line in lines) < length:
         more = list(islice(source, _BATCH))

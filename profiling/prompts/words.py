@@ -63,6 +63,11 @@ def nouns() -> list[str]:
     return _NOUNS.split()
 
 
+def five_digits(rng: random.Random) -> str:
+    """A number of five digits, as values of words are."""
+    return str(rng.randrange(10**4, 10**5))
+
+
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
     """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in any case."""
     taken, found = apart_from.lower(), dict[str, None]()
