@@ -14,13 +14,17 @@ import torch
 
 from artifacts.files import atomic_write
 
+# Of what is in the file: another one is fed again.
+_FORMAT = 2
+
 
 def save_cache(path: Path, cache: Any, blocks: int, digest: str) -> None:
     """Write the state of a cache whose layers are all under policies; any other is left alone."""
     if not all(hasattr(layer, "state") for layer in cache.layers):
         return
     file = io.BytesIO()
-    torch.save({"digest": digest, "blocks": blocks, "layers": [layer.state() for layer in cache.layers]}, file)
+    held = {"format": _FORMAT, "digest": digest, "blocks": blocks, "layers": [layer.state() for layer in cache.layers]}
+    torch.save(held, file)
     atomic_write(path, file.getvalue())
 
 
@@ -34,7 +38,9 @@ def load_cache(path: Path, cache: Any, digest: str, most: int, device: torch.dev
         held = torch.load(path, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
         return 0
-    if not isinstance(held, dict) or held.get("digest") != digest or held["blocks"] > most:
+    if not isinstance(held, dict) or (held.get("format"), held.get("digest")) != (_FORMAT, digest):
+        return 0
+    if held["blocks"] > most:
         return 0
     for layer, state in zip(cache.layers, held["layers"], strict=True):
         layer.load_state(state)

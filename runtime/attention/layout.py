@@ -63,7 +63,7 @@ class Layout:
 
     fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the cache is one that asks
         for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
-    held: with `fresh`, how many real tokens of each sequence the mask counts before the queries; None for all slots.
+    held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries; None for all slots.
     window: how many tokens a query sees, itself included, where the layer slides; None for all.
     packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
     spans: the slots of each row's spans whose tokens see each other both ways; None where there are none.
@@ -74,7 +74,7 @@ class Layout:
     k_len: int
     ranges: tuple[tuple[int, int], ...] | None
     fresh: tuple[tuple[int, int], ...] | None = None
-    held: tuple[int, ...] | None = None
+    held: Rows | None = None
     window: int | None = None
     packed: Rows | None = None
     spans: Rows | None = None

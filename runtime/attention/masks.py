@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.decode import MAX_QUERIES
 from runtime.attention.layout import Layout
-from runtime.attention.rules import Rule, rule_of
+from runtime.attention.rules import Rows, Rule, rule_of
 from runtime.attention.state import MIN_QUERIES, Settings, settings_of
 from runtime.standin import StandIn
 
@@ -249,7 +249,7 @@ class _Asked(NamedTuple):
         if fresh is None:
             return None
         ranges = None if rule.window is not None else self._ranges(start + q_len)
-        held = tuple(padding[:, :start].sum(1, dtype=torch.int64).tolist()) if plain else None
+        held = _runs(padding[:, :start].bool()) if plain else None
         return self._prefill(Layout(start, q_len, k_len, ranges, fresh, held))
 
     def _packed(self) -> PrefillMask | None:
@@ -284,6 +284,17 @@ class _Asked(NamedTuple):
             dtype=given.get("dtype", torch.float32) if eager else torch.bool,
             device=torch.device(given.get("device", "cpu")),
         )
+
+
+def _runs(real: Tensor) -> Rows:
+    """The runs [begin, end) of real slots in each row of (B, n) bool."""
+    # +1 where a run begins, -1 behind its end.
+    edges = torch.nn.functional.pad(real.to(torch.int8), (1, 1)).diff(dim=1)
+    places: list[list[int]] = edges.nonzero().tolist()
+    ends: list[list[int]] = [[] for _ in range(len(real))]
+    for row, place in places:
+        ends[row].append(place)
+    return tuple(tuple(zip(row[::2], row[1::2], strict=True)) for row in ends)
 
 
 def _counted_from(gone: int, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from runtime.attention.calls import Call, special
 from runtime.attention.kernel import attend_layer
 from runtime.attention.masks import PrefillMask
 from runtime.attention.state import MIN_QUERIES, Layer
-from runtime.caches.policy import Step, attend_all
+from runtime.caches.policy import Terms, attend_all
 
 
 def attend_kept(call: Call, cache: Any) -> Tensor:
@@ -37,32 +37,21 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
     if why is not None:
         raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
     layer.count("kept")
-    make = partial(_step, layer, q.shape[-1] ** -0.5 if call.scale is None else call.scale, call.softcap)
-    out: Tensor = cache.attend(q, spans, make)
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    prefill = partial(_prefill, layer, scale, call.softcap)
+    terms = Terms(scale=scale, softcap=call.softcap, backend=layer.settings.backend, prefill=prefill)
+    out: Tensor = cache.attend(q, spans, terms)
     return out.transpose(1, 2)
-
-
-def _step(
-    layer: Layer,
-    scale: float,
-    softcap: float | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: tuple[int, ...] | None,
-) -> Step:
-    prefill = partial(_prefill, layer, heads, scale, softcap)
-    return Step(q=q, k=k, v=v, scale=scale, softcap=softcap, backend=layer.settings.backend, prefill=prefill)
 
 
 def _prefill(
     layer: Layer,
-    heads: tuple[int, ...] | None,
     scale: float,
     softcap: float | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    heads: tuple[int, ...] | None,
 ) -> Tensor:
     """Attention of whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns if they are long enough."""
     settings, plan = layer.settings, layer.plan

@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
-from runtime.caches.policy import Policy, Step
+from runtime.caches.policy import Policy, Terms
 from runtime.standin import NewTokens
 
 # Tokens that can be taken back while drafts are being verified: more than anybody drafts at a time.
 _RECORDED = 64
 
 Spans = Sequence[tuple[int, int]]
+# Queries, keys and values of a call, and which of its slots hold tokens.
+_Taken = tuple[Tensor, Tensor, Tensor, Spans, Terms]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class _Mark:
 
     slots: int
     parts: tuple[_Part, ...]
-    steps: list[tuple[Tensor, Tensor, Tensor, Spans, Callable[..., Step]]]
+    steps: list[_Taken]
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -79,7 +81,9 @@ class PolicyLayer(CacheLayerMixin):
         # The last two: at least _RECORDED tokens can be taken back once so many have come.
         self._marks: list[_Mark] = []
         # What the first call came with, until the next: drafts may be at its end.
-        self._prompt: tuple[Tensor, Tensor, Tensor, Spans, Callable[..., Step]] | None = None
+        self._prompt: _Taken | None = None
+        # The slots of each sequence that hold tokens, in runs [begin, end).
+        self._runs: list[list[tuple[int, int]]] = []
         self.is_initialized = False
 
     @property
@@ -100,6 +104,7 @@ class PolicyLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self._parts = (self._empty(key_states.shape[0]),)
+        self._runs = [[] for _ in range(key_states.shape[0])]
         self.is_initialized = True
 
     def _empty(self, batch: int) -> _Part:
@@ -115,10 +120,10 @@ class PolicyLayer(CacheLayerMixin):
         self._new = key_states.detach(), value_states.detach()
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
-    def attend(self, q: Tensor, spans: Spans | None, call: Callable[..., Step]) -> Tensor:
+    def attend(self, q: Tensor, spans: Spans | None, terms: Terms) -> Tensor:
         """Attention of queries (B, H, Q, D) over what is kept and the new tokens: (B, H, Q, E), zeros for padding.
 
-        spans: the new slots of each sequence that hold tokens; None for all. call: makes a call of q, k, v and heads.
+        spans: the new slots of each sequence that hold tokens; None for all.
         """
         if self._new is None:
             raise HeadwiseError(
@@ -127,52 +132,61 @@ class PolicyLayer(CacheLayerMixin):
         (k, v), self._new = self._new, None
         q_len = q.shape[2]
         spans = [(0, q_len)] * q.shape[0] if spans is None else spans
-        self._prompt = None
+        self._run_on(spans, q_len)
+        self._prompt, recorded = None, replace(terms, prefill=None)
         if not self.record_past or self._slots == q_len or q_len > _RECORDED:
             self._marks = []
             if self.record_past and self._slots == q_len:
-                self._prompt = q, k, v, spans, call
-            return self._attend(q, k, v, spans, call)
+                self._prompt = q, k, v, spans, recorded
+            return self._attend(q, k, v, spans, terms)
         outs = []
         for i in range(q_len):
             # Token by token, so that any number of them can be taken back.
             one = [(0, int(begin <= i < end)) for begin, end in spans]
             at = slice(i, i + 1)
-            step = q[:, :, at], k[:, :, at], v[:, :, at], one, call
+            step = q[:, :, at], k[:, :, at], v[:, :, at], one
             if not self._marks or len(self._marks[-1].steps) == _RECORDED:
                 self._marks = [*self._marks[-1:], _Mark(self._slots - q_len + i, _copies(self._parts), [])]
-            self._marks[-1].steps.append(step)
-            outs.append(self._attend(*step))
+            self._marks[-1].steps.append((*step, recorded))
+            outs.append(self._attend(*step, terms))
         return torch.cat(outs, dim=2)
 
-    def holds(self, counts: Sequence[int]) -> bool:
-        """Whether so many tokens of each sequence have been taken in before those of the last update."""
-        return all(part.policies[0].seen == counts[row] for part in self._parts for row in part.rows)
+    def holds(self, runs: Sequence[Spans]) -> bool:
+        """Whether the tokens taken in before those of the last update are in these slots, [begin, end) by sequence."""
+        return all(tuple(mine) == tuple(theirs) for mine, theirs in zip(self._runs, runs, strict=True))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Callable[..., Step]) -> Tensor:
+    def _run_on(self, spans: Spans, q_len: int) -> None:
+        """Note which of the last `q_len` slots hold tokens."""
+        first = self._slots - q_len
+        for runs, (begin, end) in zip(self._runs, spans, strict=True):
+            if begin < end:
+                joins = runs and runs[-1][1] == first + begin
+                runs.append((runs.pop()[0] if joins else first + begin, first + end))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, terms: Terms) -> Tensor:
         self._part(spans)
         whole = len(self._parts) == 1 and spans[0] == (0, q.shape[2])
         if whole:
-            return self._of(self._parts[0].policies, q, k, v, call)
+            return self._of(self._parts[0].policies, q, k, v, terms)
         out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
         for part in self._parts:
             begin, end = spans[part.rows[0]]
             if begin < end:
                 rows = torch.tensor(part.rows, device=q.device)
                 some = [states.index_select(0, rows)[:, :, begin:end] for states in (q, k, v)]
-                out[rows, :, begin:end] = self._of(part.policies, some[0], some[1], some[2], call)
+                out[rows, :, begin:end] = self._of(part.policies, some[0], some[1], some[2], terms)
         return out
 
-    def _of(self, policies: Sequence[Policy], q: Tensor, k: Tensor, v: Tensor, call: Callable[..., Step]) -> Tensor:
+    def _of(self, policies: Sequence[Policy], q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
         """(n, H, Q, E) of n sequences alike, group by group."""
         if self.groups[0].heads is None:
-            return policies[0].attend(call(q, k, v, None))
+            return policies[0].attend(terms.step(q, k, v, None))
         if q.device not in self._heads:
             self._heads[q.device] = [torch.tensor(group.heads, device=q.device) for group in self.groups]
         grouped, out = q.unflatten(1, (k.shape[1], -1)), None
         for group, heads, policy in zip(self.groups, self._heads[q.device], policies, strict=True):
             queries = grouped.index_select(1, heads).flatten(1, 2)
-            some = policy.attend(call(queries, k.index_select(1, heads), v.index_select(1, heads), group.heads))
+            some = policy.attend(terms.step(queries, k.index_select(1, heads), v.index_select(1, heads), group.heads))
             if out is None:
                 out = some.new_empty(*grouped.shape[:4], some.shape[3])
             out[:, heads] = some.unflatten(1, (len(heads), -1))
@@ -237,6 +251,7 @@ class PolicyLayer(CacheLayerMixin):
                     "call activate_past_recording before the tokens that may be taken back"
                 )
         self._slots = left
+        self._runs = [[(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs]
 
     def _go_back(self, marks: list[_Mark], left: int) -> None:
         """To the state of `left` slots: the last mark's, and the tokens that came after it and stay."""
@@ -249,9 +264,9 @@ class PolicyLayer(CacheLayerMixin):
     def _prefill_again(self, left: int) -> None:
         """Take in the first `left` slots of the first call, which may have ended in drafts, and no more."""
         assert self._prompt is not None
-        q, k, v, spans, call = self._prompt
+        q, k, v, spans, terms = self._prompt
         spans = [(min(begin, left), min(end, left)) for begin, end in spans]
-        self._prompt = q[:, :, :left], k[:, :, :left], v[:, :, :left], spans, call
+        self._prompt = q[:, :, :left], k[:, :, :left], v[:, :, :left], spans, terms
         self._parts = (self._empty(q.shape[0]),)
         self._attend(*self._prompt)
 
@@ -260,12 +275,13 @@ class PolicyLayer(CacheLayerMixin):
 
     def state(self) -> list[Any]:
         """All that it holds, in plain containers that share its tensors: torch.save can write it."""
-        return [self._slots, [[list(part.rows), [policy.state() for policy in part.policies]] for part in self._parts]]
+        parts = [[list(part.rows), [policy.state() for policy in part.policies]] for part in self._parts]
+        return [self._slots, self._runs, parts]
 
     def load_state(self, state: list[Any]) -> None:
         """Go on from where a layer of the same groups was asked for its state(); the tensors are taken over."""
         self._start()
-        slots, parts = state
+        slots, runs, parts = state
         if not parts:
             return
         made = []
@@ -276,7 +292,7 @@ class PolicyLayer(CacheLayerMixin):
             made.append(_Part(tuple(rows), policies))
         some = next(iter(made[0].policies[0].tensors().values()))
         self.dtype, self.device, self.is_initialized = some.dtype, some.device, True
-        self._slots, self._parts = slots, tuple(made)
+        self._slots, self._runs, self._parts = slots, [list(of_row) for of_row in runs], tuple(made)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -297,6 +313,7 @@ class PolicyLayer(CacheLayerMixin):
         self._parts = tuple(
             _Part(tuple(rows), _selected(part.policies, taken)) for part, taken, rows in wanted.values()
         )
+        self._runs = [list(self._runs[row]) for row in indices.tolist()]
         self._marks, self._prompt = [], None
 
     @property

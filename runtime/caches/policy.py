@@ -52,6 +52,30 @@ class Step:
         return attend_all(q, k, v, window=window, scale=self.scale, softcap=self.softcap, backend=self.backend)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a call of a layer says beside queries, keys and values, and what attends to a whole prompt.
+
+    prefill: as Step's, with the KV heads that are meant, None for all. None: nobody wants the attention, for tokens are
+    taken in a second time; so a recording is plain data, and a copy of it works wherever it is.
+    """
+
+    scale: float
+    softcap: float | None
+    backend: str
+    prefill: Callable[[Tensor, Tensor, Tensor, tuple[int, ...] | None], Tensor] | None = None
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None) -> Step:
+        """New tokens of these KV heads, None for all of the layer."""
+        prefill = self.prefill
+        attend = _nothing if prefill is None else lambda q, k, v: prefill(q, k, v, heads)
+        return Step(q=q, k=k, v=v, scale=self.scale, softcap=self.softcap, backend=self.backend, prefill=attend)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_zeros(*q.shape[:3], v.shape[3])
+
+
 def attend_all(
     q: Tensor,
     k: Tensor,

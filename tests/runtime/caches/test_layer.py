@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -190,6 +192,26 @@ def test_what_is_recorded_is_little_counted_and_let_go(policy, build, keeping, i
         assert not any(layer.recorded for layer in cache.layers)
 
 
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("length", [200, 3])
+@pytest.mark.parametrize("policy", [STREAM, Full(), artifacts.SnapKV(budget=16, window=4)])
+def test_a_copy_takes_tokens_back_too(policy, length, again, build, keeping, ids):
+    """A prompt that ends in drafts, and tokens after it: a copy knew its layer no more and failed."""
+    model, tokens, then = build(), ids(length + 6), ids(9, seed=2)
+    with keeping(model, policy).apply(model) as handle:
+        for chunks in ([length, 6], [length + 6]):
+            cache = handle.new_cache()
+            cache.activate_past_recording()
+            fed(model, tokens, chunks, cache)
+            made = again(cache)
+            for each in (cache, made):
+                each.crop(-6)
+            expected = fed(model, then, (9,), cache)
+            torch.testing.assert_close(fed(model, then, (9,), made), expected, **CLOSE)
+
+
 @pytest.mark.parametrize("repeats", [4, 12])
 def test_drafts_of_assisted_decoding_change_nothing(repeats, build, keeping, ids):
     model, prompt = build(), ids(10).repeat(1, repeats)
@@ -231,6 +253,27 @@ def test_a_hole_in_the_past_is_refused(left, build, keeping, ids):
         hole[1, 4] = 0
         with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"):
             model(more, past_key_values=cache, attention_mask=hole)
+
+
+def test_a_hole_that_moves_is_refused(build, keeping, ids):
+    """As many tokens as were taken in, but others."""
+    model, tokens, more = build(), ids(20, batch=2), ids(1, batch=2, seed=3)
+    real = torch.ones(2, 21, dtype=torch.long)
+    real[1, :3] = 0
+    with keeping(model, STREAM).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, tokens, (20,), cache, attention_mask=real[:, :20])
+        for moved in ((1, 4), (5, 8)):
+            other = real.clone()
+            other[1] = 1
+            other[1, slice(*moved)] = 0
+            with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"):
+                model(more, past_key_values=copy.deepcopy(cache), attention_mask=other)
+        model(more, past_key_values=cache, attention_mask=real)
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens"):
+            model(ids(1, batch=3), past_key_values=copy.deepcopy(cache), attention_mask=torch.ones(3, 22))
+        model(ids(1, batch=3), past_key_values=cache, attention_mask=torch.cat([real, real[:, -1:]], dim=1)[[1, 0, 1]])
 
 
 def test_padding_on_the_right_is_no_hole(build, keeping, ids):
