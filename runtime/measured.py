@@ -9,6 +9,7 @@ import os
 import platform
 import tempfile
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ def folder() -> Path:
 
 
 def file_of(device: torch.device, *what: object) -> Path:
-    """The file of what was measured on this machine with this number of threads, these kernels and this torch."""
+    """The file of what was measured on this machine with so many threads, these kernels, this torch and this Triton."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    all_of_it = (name, torch.__version__, torch.get_num_threads(), *map(str, what), _sources())
+    kernels = sources_of(Path(dispatch.__file__).parent)
+    all_of_it = (name, torch.__version__, triton(), torch.get_num_threads(), *map(str, what), kernels)
     return folder() / f"{hashlib.sha256(repr(all_of_it).encode()).hexdigest()[:24]}.json"
 
 
@@ -72,11 +74,19 @@ def _processor() -> str:
 
 
 @cache
-def _sources() -> str:
-    """A hash of the kernels' code: another kernel is measured again."""
+def triton() -> str | None:
+    """The version of Triton, which compiles kernels; None where there is none."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def sources_of(kernels: Path) -> str:
+    """A hash of all code in the kernels' folder, with how it is compiled: another kernel is measured again."""
     digest = hashlib.sha256()
-    kernels = Path(dispatch.__file__).parent
-    for file in sorted((*kernels.glob("attention/*"), *kernels.glob("patterns/*"), *kernels.glob("native/*.h"))):
+    for file in sorted(kernels.rglob("*")):
         if file.suffix in (".py", ".cpp", ".h"):
             digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from artifacts import HeadwiseError
-from runtime.attention.state import Calls, settings_of
+from runtime.attention.state import settings_of
 from runtime.layers import text_config
 
 # Tokens of a turn after a prompt: few beside it, and more than decode takes.
@@ -29,18 +29,14 @@ def warm_up(
             raise HeadwiseError(f"warm_up takes lengths of 1 to {limit} tokens, got {length!r}")
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise HeadwiseError(f"warm_up takes a batch of 1 sequence or more, got {batch!r}")
-    calls, watch, seconds = settings.calls, settings.watch, {}
-    settings.calls = Calls()
-    settings.watch = None if watch is None else type(watch)(watch.min_recall)
-    try:
+    seconds = {}
+    with settings.uncounted():
         for length in lengths:
             start = time.perf_counter()
             _serve(model, length, limit, None if new_cache is None else new_cache())
             if batch > 1 and length > 1:
                 _serve(model, length, limit, None if new_cache is None else new_cache(), batch=batch)
             seconds[length] = time.perf_counter() - start
-    finally:
-        settings.calls, settings.watch = calls, watch
     return seconds
 
 

@@ -7,6 +7,8 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +20,7 @@ from kernels.patterns import LayerPlan
 from runtime.attention.turns import Turns
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
+from runtime.omnikv.reads import Reads
 from runtime.omnikv.roles import Role
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
@@ -90,6 +93,21 @@ class Settings:
     def kernel_from(self) -> int | None:
         """Keys from which on our kernel may serve a dense prefill that sees all of them; None where it never does."""
         return {"auto": LEAST, "kernel": 0}.get(self.dense_by)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is served while it lasts is in no count. Nobody else may be served meanwhile."""
+        calls, watch, decode = self.calls, self.watch, self.decode
+        reads = None if decode is None else decode.reads
+        self.calls, self.watch = Calls(), None if watch is None else type(watch)(watch.min_recall)
+        if decode is not None:
+            decode.reads = Reads()
+        try:
+            yield
+        finally:
+            self.calls, self.watch = calls, watch
+            if decode is not None and reads is not None:
+                decode.reads = reads
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """A call cannot be served sparsely: raise if strict, otherwise say so the first time, whatever the detail."""

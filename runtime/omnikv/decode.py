@@ -46,6 +46,7 @@ class OmniKV:
     selector: what chooses them: the "last" query's scores, or "uniform" or "exponential" means over `window` queries.
     prefill_ratio: tokens of the past that a chunk of a prompt sees in sparse layers, for each of its own; None: all.
     group: the processes that share the heads of a layer, which choose alike: by the scores of all of them.
+    reads: how many tokens were chosen so far.
     """
 
     roles: Mapping[int, Role]
@@ -56,8 +57,8 @@ class OmniKV:
     coverage: float | None = None
     prefill_ratio: float | None = None
     group: Any = None
+    reads: Reads = field(default_factory=Reads, repr=False)
     _step: threading.local = field(default_factory=threading.local, repr=False)
-    _reads: Reads = field(default_factory=Reads, repr=False)
 
     @property
     def scores(self) -> Literal["max", "sum"]:
@@ -67,7 +68,7 @@ class OmniKV:
     @property
     def tokens_read(self) -> float | None:
         """Tokens that a KV head of a sparse layer here read in a step, on average; None before any. Waits for a GPU."""
-        return self._reads.mean(self.roles)
+        return self.reads.mean(self.roles)
 
     def count(self, k_len: int) -> int:
         """How many of `k_len` tokens a sparse layer attends to."""
@@ -125,7 +126,7 @@ class OmniKV:
             assert done.scores is not None
             chosen = self._choose(self._by_choice(role, done.scores), q.shape[2], starts, k)
             self._chosen()[layer] = (k_len, chosen)
-            self._reads.add(layer, chosen)
+            self.reads.add(layer, chosen)
             if (cache := _filter_cache(k)) is not None:
                 cache.chose(chosen, k_len - q.shape[2])
         return done.out
@@ -201,7 +202,7 @@ class OmniKV:
         For callers that hold no cache of ours: by the scores of this step alone. See choose_each for many sequences.
         """
         chosen = self._choose(self._by_choice(role, scores), q_len, None, None)
-        self._reads.add(layer, chosen)
+        self.reads.add(layer, chosen)
         return chosen
 
     def choose_each(self, layer: int, role: Role, scores: Tensor, ends: Tensor, most: int) -> Tensor:
@@ -227,7 +228,7 @@ class OmniKV:
             tokens = torch.where(places == PAD, PAD, tokens).sort(-1).values
             every, end = torch.arange(tokens.shape[-1], dtype=tokens.dtype, device=ends.device), ends[:, None, None]
             tokens = torch.where(end <= counts[:, None, None], torch.where(every < end, every, PAD), tokens)
-        self._reads.add(layer, tokens, ends > counts)
+        self.reads.add(layer, tokens, ends > counts)
         return tokens
 
     def _by_choice(self, role: Role, scores: Tensor) -> Tensor:

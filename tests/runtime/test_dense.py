@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from artifacts import HeadwiseError
+from kernels import dispatch
 from runtime import Headwise, apply_dense, dense, measured
 from tests.runtime.omnikv import CLOSE
 
@@ -82,6 +84,32 @@ def test_a_measurement_is_kept_for_this_user_alone_and_read_back(folder: Path, m
     assert dense.faster(q, k, v) == by
     # A batch of other sizes of the same class is no new question.
     assert dense.faster(*made(1500, 1500, heads=4)) == by
+
+
+@pytest.mark.parametrize(
+    "name", ["dense.py", "index.py", "decode/cpu.cpp", "native/build.py", "native/vectors.h", "attention/triton.py"]
+)
+def test_another_kernel_is_measured_again(name: str, tmp_path: Path) -> None:
+    """Whatever of it changed, flags included: what was measured of the former one says nothing."""
+    copy = shutil.copytree(Path(dispatch.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__py*"))
+    former = measured.sources_of(copy)
+    assert measured.sources_of(Path(dispatch.__file__).parent) == former
+    with (copy / name).open("a") as file:
+        file.write(" ")
+    measured.sources_of.cache_clear()
+    assert measured.sources_of(copy) != former
+
+
+def test_another_triton_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    former = measured.file_of(here, "x")
+    assert measured.file_of(here, "x") == former
+    with monkeypatch.context() as changed:
+        changed.setattr(measured, "version", lambda name: "99.0")
+        measured.triton.cache_clear()
+        assert measured.file_of(here, "x") != former
+    measured.triton.cache_clear()
+    assert measured.file_of(here, "x") == former
 
 
 def test_a_file_that_says_nothing_is_measured_again(folder: Path, monkeypatch: Any, faster: Any) -> None:

@@ -33,10 +33,11 @@ def test_dense_attention_is_measured_before_the_first_request(
 
 def test_sections_are_served_with_their_own_caches(build: Any, decoding: Any, ids: Any) -> None:
     model, prompt = build(num_hidden_layers=6), ids(150)
-    with decoding(model).apply(model) as handle:
+    with decoding(model, budget=0.2).apply(model) as handle:
         expected = model.generate(prompt, max_new_tokens=4, do_sample=False, past_key_values=handle.new_cache())
         before = handle.stats()
-        handle.warm_up([150])
+        # Of another length, of which a step reads other than of the prompt.
+        handle.warm_up([900])
         assert handle.stats() == before
         found = model.generate(prompt, max_new_tokens=4, do_sample=False, past_key_values=handle.new_cache())
     assert torch.equal(found, expected)
