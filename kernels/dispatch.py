@@ -44,6 +44,11 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str,
     return {name: backend(name, op).supports(q, k, v) for name in BACKENDS}
 
 
+def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The backend that "auto" takes for a call of attention, "reference" where no other can serve it."""
+    return next(name for name in _by_device(q.device.type) if backend(name).supports(q, k, v) is None)
+
+
 def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why none but the reference can serve a call of attention, None where one can."""
     if backend(_by_device(q.device.type)[0]).supports(q, k, v) is None:

@@ -5,16 +5,23 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from kernels import dispatch
+from runtime.attention.layout import Layout
+from runtime.attention.masks import PrefillMask
 from runtime.attention.state import Layer
 
+# No functools.cached_property: it has a lock, which a compiler of graphs does not enter.
+_UNASKED = "unasked"
 
-class Call(NamedTuple):
+
+@dataclass(eq=False)
+class Call:
     """What transformers calls the registered attention function with, and what is applied to the module.
 
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that only some models
@@ -30,6 +37,16 @@ class Call(NamedTuple):
     dropout: float
     scale: float | None
     more: dict[str, Any]
+    _special: str | None = field(default=_UNASKED, init=False, repr=False)
+
+    def on(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Self:
+        """The same call with other tensors."""
+        return replace(self, query=query, key=key, value=value, mask=mask)
+
+    @property
+    def tokens(self) -> Layout | None:
+        """Where the real tokens are; None where the mask does not say."""
+        return self.mask.tokens if isinstance(self.mask, PrefillMask) else None
 
     @property
     def softcap(self) -> float | None:
@@ -63,23 +80,28 @@ class Call(NamedTuple):
                 wanted = False
         return bool(wanted)
 
+    @property
+    def special(self) -> str | None:
+        """What the call asks for that no kernel of ours does, None where it is causal attention (sinks or a window)."""
+        if self._special == _UNASKED:
+            self._special = self._find_special()
+        return self._special
 
-def special(call: Call) -> str | None:
-    """What a call asks for that no kernel of ours does, None where it is causal attention (sinks, a window or not)."""
-    _, _, query, key, value, _, dropout, _, more = call
-    if not call.causal:
-        return "attention is not causal"
-    if call.wants_weights:
-        return "attention weights were asked for"
-    if dropout:
-        return "attention dropout is on (the model is in training mode)"
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return "gradients are required (use torch.no_grad or inference_mode)"
-    if more.get("position_bias") is not None:
-        return "the layer uses a position bias"
-    if (dtype := query.dtype) != key.dtype or dtype != value.dtype:
-        return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
-    return None
+    def _find_special(self) -> str | None:
+        query, key, value, more = self.query, self.key, self.value, self.more
+        if not self.causal:
+            return "attention is not causal"
+        if self.wants_weights:
+            return "attention weights were asked for"
+        if self.dropout:
+            return "attention dropout is on (the model is in training mode)"
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, self.sinks)):
+            return "gradients are required (use torch.no_grad or inference_mode)"
+        if more.get("position_bias") is not None:
+            return "the layer uses a position bias"
+        if (dtype := query.dtype) != key.dtype or dtype != value.dtype:
+            return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
+        return None
 
 
 def no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.attention.calls import Call, special
+from runtime.attention.calls import Call
 from runtime.attention.layout import Layout
 from runtime.attention.masks import PrefillMask
-from runtime.attention.own import attend_densely
-from runtime.attention.reasons import SLIDES
+from runtime.attention.own import attend_as_before
+from runtime.attention.reasons import NOT_OURS, SLIDES
 from runtime.attention.state import MIN_QUERIES, layer_of, module_of
 from runtime.standin import NewTokens
 
@@ -28,18 +28,20 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
     if isinstance(key, NewTokens):
         return _uncompiled(call)
     if layer is None or layer.plan is None:
-        return attend_densely(call)
+        return attend_as_before(call)
+    if layer.settings.evicts and key.shape[2] != query.shape[2]:
+        _say(layer.key, NOT_OURS)
     decode = layer.settings.decode
     if decode is not None and layer.role is not None and layer.role.filters and decode.serves(query, key):
         _say(layer.key, "decode is being compiled: it attends to every token, not to chosen ones")
     if query.shape[2] < MIN_QUERIES or key.shape[2] < layer.settings.dense_below:
-        return attend_densely(call)
-    reason = special(call) or (None if call.window is None else SLIDES)
+        return attend_as_before(call)
+    reason = call.special or (None if call.window is None else SLIDES)
     if reason is None and (call.mask is not None or query.shape[2] != key.shape[2]):
         reason = "the prefill is being compiled with a mask (padding, or slots of a static cache)"
     if reason is not None:
         _refuse(layer.key, reason)
-        return attend_densely(call)
+        return attend_as_before(call)
     return _prefill(query, key, call.value, call.sinks, layer.key, call.scale, call.softcap), None
 
 
@@ -53,8 +55,8 @@ def _registered() -> Any:
 @torch.compiler.disable
 def _uncompiled(call: Call) -> tuple[Tensor, Tensor | None]:
     """A cache under policies is Python's: the graph breaks here."""
-    module, _, query, key, value, mask, dropout, scale, more = call
-    return _registered()(module, query, key, value, mask, dropout, scale, **more)
+    tensors = call.query, call.key, call.value, call.mask
+    return _registered()(call.module, *tensors, call.dropout, call.scale, **call.more)
 
 
 @torch.compiler.assume_constant_result

@@ -15,7 +15,7 @@ from kernels.decode import cpu as native
 from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
-from runtime.attention.calls import Call, special
+from runtime.attention.calls import Call
 from runtime.attention.dense_heads import attend_densely_to, by_torch
 from runtime.attention.layout import Together
 from runtime.attention.masks import starts_of
@@ -25,13 +25,16 @@ from runtime.attention.state import Layer
 _MIN_KEYS_FLOAT32 = 256
 
 
-def attend(call: Call, together: Together, plan: LayerPlan | None, *, window: int | None = None) -> Tensor:
-    """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key."""
+def attend(call: Call, together: Together, plan: LayerPlan | None, kernel: str, *, window: int | None = None) -> Tensor:
+    """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key.
+
+    kernel: the backend's name.
+    """
     assert call.layer is not None
     key, value = call.key, call.value
     if together.keys is not None:
         key, value = key[:, :, together.keys], value[:, :, together.keys]
-    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "backend": kernel}
     done = attend_layer(call.layer, plan, call.query, key, value, window=window, ragged=together.ragged, **how)
     return done.transpose(1, 2)
 
@@ -45,6 +48,7 @@ def attend_layer(
     *,
     scale: float | None,
     softcap: float | None,
+    backend: str | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
     ragged: Ragged | None = None,
@@ -52,11 +56,12 @@ def attend_layer(
 ) -> Tensor:
     """(B, H, Q, E) for queries (B, H, Q, D), the last of the keys: the index of every head, and attention over it.
 
-    plan: the layer's, or None for every key. sinks: (H,). kv_heads: those of the layer's that k and v hold, with the
+    plan: the layer's, or None for every key. backend: None is that of the settings. sinks: (H,). kv_heads: those of the layer's that k and v hold, with the
     query heads that read them in q; None for all. With low_memory an index, and what a kernel packs, is of one KV head.
     Heads that see every key go to sdpa where that is the faster.
     """
     settings = layer.settings
+    backend = settings.backend if backend is None else backend
     if settings.low_memory and k.shape[1] > 1:
         batch, heads, q_len, _ = q.shape
         group = heads // k.shape[1]
@@ -67,13 +72,14 @@ def attend_layer(
                 *(layer, plan, q[:, mine], k[:, its], v[:, its]),
                 scale=scale,
                 softcap=softcap,
+                backend=backend,
                 window=window,
                 ragged=ragged,
                 sinks=None if sinks is None else sinks[mine],
                 kv_heads=(head if kv_heads is None else kv_heads[head],),
             )
         return out
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": settings.backend}
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
     if plan is None:
         return dense_attention(q, k, v, window=window, ragged=ragged, **how)
     if settings.watch is not None:
@@ -115,7 +121,7 @@ def attend_step(call: Call, layer: Layer) -> Tensor | None:
     else:
         # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel would not look.
         starts = starts_of(mask) if mask.shape[-1] == k_len else "the mask is for other keys"
-    if isinstance(starts, str) or call.sinks is not None or special(call) is not None:
+    if isinstance(starts, str) or call.sinks is not None or call.special is not None:
         return None
     batch, heads, _, dim = q.shape
     fits = k.shape[0] == batch and k.shape[3] == dim and k.shape[:3] == v.shape[:3] and not heads % k.shape[1]

@@ -78,6 +78,8 @@ class Layout:
     window: int | None = None
     packed: Rows | None = None
     spans: Rows | None = None
+    # By the kind of tensors what serves them: see runtime.attention.reasons.
+    verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _splits: dict[Any, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.decode import MAX_QUERIES
 from runtime.attention.layout import Layout
 from runtime.attention.rules import Rows, Rule, rule_of
@@ -94,7 +95,7 @@ class PrefillMask(StandIn):
 
 
 def starts_of(mask: Tensor | None) -> Tensor | str | None:
-    """First real key of each sequence, (B,) int32, by the mask of a call; None where all start at 0.
+    """First real key of each sequence, (B,) int32, by the mask of a call, not to be written to; None where all are 0.
 
     A string says why the mask does not tell: it was made elsewhere, or sequences have holes or end before the last key.
     """
@@ -108,8 +109,8 @@ def starts_of(mask: Tensor | None) -> Tensor | str | None:
             return "a sequence ends before the last key"
         if layout.spans:
             return "tokens see later ones"
-        firsts = [start for start, _ in layout.ranges]
-        return torch.tensor(firsts, dtype=torch.int32, device=device) if any(firsts) else None
+        firsts = tuple(start for start, _ in layout.ranges)
+        return on_device(firsts, device, torch.int32) if any(firsts) else None
     starts: Tensor | str | None = getattr(mask, _STARTS, "the mask was made elsewhere")
     return starts
 

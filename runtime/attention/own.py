@@ -1,4 +1,4 @@
-"""Dense attention as the model had it before an artifact was applied: sdpa, eager, flash, flex.
+"""Dense attention of a call: by our kernel where that serves it and is the faster, else as the model had it before.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from runtime.attention.calls import Call
+from runtime.attention.kernel import attend
+from runtime.attention.layout import Layout
 from runtime.attention.masks import PrefillMask
+from runtime.attention.reasons import Verdict, attempt, verdict_of
+from runtime.attention.state import MIN_QUERIES, Layer
+from runtime.dense import faster, right
 from runtime.layers import eager_attention
 
 
@@ -29,22 +34,97 @@ class Before:
         return cls(module, config=cls(module.config, _attn_implementation=name))
 
 
-def attend_densely(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The call as the model would have had it served: (B, Q, H, E), and the weights where they were asked for."""
+def attend_dense(call: Call, layer: Layer, why: str) -> tuple[Tensor, Tensor | None]:
+    """What is not sparse, for this reason: (B, Q, H, E), and the weights where they were asked for. It is counted."""
+    verdict = verdict_of(call)
+    how = _how(call, layer, verdict, call.tokens)
+    if how is not None:
+        dense = attempt(layer, every_key, call, verdict, tokens=call.tokens)
+        if isinstance(dense, Tensor):
+            layer.count(how or why)
+            return dense, None
+        why = dense
+    layer.count(why)
+    return attend_as_before(call)
+
+
+def fastest_dense(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
+    """(B, Q, H, E) as attend_dense gives it, uncounted: what patterns are measured against."""
+    by_kernel = _how(call, layer, verdict, call.tokens) is not None
+    return every_key(call, verdict) if by_kernel else attend_as_before(call)[0]
+
+
+def every_key(call: Call, verdict: Verdict) -> Tensor:
+    """(B, Q, H, E) by our kernel over every key, or those of the layer's window."""
+    layout = call.tokens
+    assert layout is not None and layout.together is not None
+    return with_spans(call, attend(call, layout.together, None, verdict.kernel, window=layout.window))
+
+
+def attend_alone(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
+    """(1, Q, H, E) of one sequence whose queries are the last of its keys, the faster way; its mask is not read."""
+    q_len, k_len = call.query.shape[2], call.key.shape[2]
+    layout = Layout(k_len - q_len, q_len, k_len, ((0, k_len),))
+    if _how(call, layer, verdict, layout) is not None:
+        assert layout.together is not None
+        return attend(call, layout.together, None, verdict.kernel)
+    return attend_alone_as_before(call)
+
+
+def with_spans(call: Call, out: Tensor) -> Tensor:
+    """Attention (B, Q, H, E) with that of spans put in, whose tokens see each other both ways, under their own mask."""
+    assert isinstance(call.mask, PrefillMask)
+    layout = call.mask.tokens
+    for row, spans in enumerate(layout.spans or ()):
+        for begin, end in spans:
+            least = layout.sequences[row][1] if layout.sequences else 0
+            keys = slice(max(least, 0 if layout.window is None else begin - layout.window + 1), end)
+            one, rows = slice(row, row + 1), slice(begin - layout.q_start, end - layout.q_start)
+            mask = call.mask.of_queries(rows.start, end - begin)[one, ..., keys]
+            alone = call.on(call.query[one, :, rows], call.key[one, :, keys], call.value[one, :, keys], mask)
+            out[one, rows] = attend_as_before(alone)[0]
+    return out
+
+
+def _how(call: Call, layer: Layer, verdict: Verdict, layout: Layout | None) -> str | None:
+    """What a dense call that our kernel serves is counted as, "" for why it is dense; None where it does not serve."""
+    if verdict.why is not None or layout is None or layout.together is None:
+        return None
+    if call.window is not None and layout.window is None:
+        return None
+    q, k, v, settings = call.query, call.key, call.value, layer.settings
+    many = q.shape[2] >= MIN_QUERIES
+    if layout.window is not None and settings.dense_kernels and many and right(q, k, v):
+        return "window by kernel" if layer.plan is None else ""
+    weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
+    # What else serves soft-caps and sinks writes down every weight.
+    may = layout.window is None and settings.kernel_from is not None and k.shape[2] >= settings.kernel_from
+    if may and (settings.dense_by == "kernel" or (right(q, k, v) if weights else faster(q, k, v) == "kernel")):
+        return "dense by kernel"
+    needs_mask = settings.low_memory and many and (weights or not layout.needs_no_mask)
+    return "" if needs_mask and right(q, k, v) else None
+
+
+def attend_as_before(call: Call, *, by: str | None = None) -> tuple[Tensor, Tensor | None]:
+    """The call as the model would have had it served: (B, Q, H, E), and the weights where they were asked for.
+
+    by: "sdpa" or "eager" whatever the model had.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    module, layer, q, k, v, mask, dropout, scale, more = call
-    name = "sdpa" if layer is None else layer.settings.dense
+    module, layer, q, k, v, mask = call.module, call.layer, call.query, call.key, call.value, call.mask
+    how = {"dropout": call.dropout, "scaling": call.scale, **call.more}
+    name = by or ("sdpa" if layer is None else layer.settings.dense)
     plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
     result: tuple[Tensor, Tensor | None]
     if name not in ("sdpa", "eager"):
         assert layer is not None
-        return ALL_ATTENTION_FUNCTIONS[name](layer.before, q, k, v, plain, dropout=dropout, scaling=scale, **more)
+        return ALL_ATTENTION_FUNCTIONS[name](layer.before, q, k, v, plain, **how)
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
     needs_eager = name == "eager" or call.softcap is not None or call.sinks is not None or call.wants_weights
     eager = eager_attention(module) if needs_eager else None
     if eager is None:
-        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, dropout=dropout, scaling=scale, **more)
+        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, **how)
         return result
     plain = mask.read() if isinstance(mask, PrefillMask) else mask
     if plain is None and q.shape[2] > 1 and call.causal:
@@ -53,13 +133,27 @@ def attend_densely(call: Call) -> tuple[Tensor, Tensor | None]:
     if plain is not None and plain.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         plain = torch.where(plain, zero, torch.finfo(q.dtype).min)
-    result = eager(module, q, k, v, plain, dropout=dropout, scaling=scale, **more)
+    result = eager(module, q, k, v, plain, **how)
     return result
 
 
-def causal_mask(q: Tensor, k: Tensor) -> Tensor | None:
+def attend_alone_as_before(call: Call) -> Tensor:
+    """(1, Q, H, E) of one sequence whose queries are the last of its keys, as the model would have had it served."""
+    q, k, v = call.query, call.key, call.value
+    name = "sdpa" if call.layer is None else call.layer.settings.dense
+    if "flash" in name:
+        # No mask says to flash what is meant here.
+        return attend_as_before(call.on(q, k, v, None))[0]
+    mask = _causal_mask(q, k, call.window)
+    # What masks of others, flex's among them, look like nobody knows here.
+    return attend_as_before(call.on(q, k, v, mask), by=name if name == "eager" else "sdpa")[0]
+
+
+def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
     """(1, 1, Q, K) for queries that are the last Q of the keys; None where sdpa does without."""
     q_len, k_len = q.shape[2], k.shape[2]
-    if q_len in (1, k_len):
+    near = window is None or k_len <= window
+    if near and q_len in (1, k_len):
         return None
-    return torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)[None, None]
+    seen = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
+    return (seen if near or window is None else seen.triu(k_len - q_len - window + 1))[None, None]

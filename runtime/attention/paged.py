@@ -8,7 +8,8 @@ Shapes: T tokens of a step, H query heads, G KV heads, K keys of all requests, D
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,12 +21,15 @@ from artifacts import HeadwiseError
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
-from runtime.attention.calls import Call, no_kernel, special
+from runtime.attention.calls import Call, no_kernel
 from runtime.attention.kernel import attend_layer
+from runtime.attention.own import attend_alone_as_before
 from runtime.attention.state import Layer
 
 # No 2 or 3 in it: those would have transformers hand out block tables that only flash attention reads.
 PAGED_NAME = "headwise_flash"
+# What a call says of the layer; the rest is about pages.
+_OF_THE_MODEL = ("softcap", "s_aux", "sliding_window", "output_attentions", "is_causal")
 
 
 class _Request(NamedTuple):
@@ -40,6 +44,7 @@ class _Request(NamedTuple):
 class _Ones(NamedTuple):
     """Requests that ask one token each: rows of their queries, first keys and ends, (n,) each."""
 
+    requests: tuple[_Request, ...]
     rows: Tensor
     starts: Tensor
     ends: Tensor
@@ -71,29 +76,36 @@ def attend_paged(call: Call, layer: Layer) -> Tensor:
     k, v = more["cache"].update(
         key_states=call.key, value_states=call.value, layer_idx=call.module.layer_idx, kwargs=more
     )
-    why = special(call) or no_kernel(layer.settings.backend, call.query, k, v)
+    call = call.on(call.query, k, v, None)
+    why = call.special or no_kernel(layer.settings.backend, call.query, k, v)
     if why is not None:
         raise HeadwiseError(f"generate_batch cannot serve this call: {why}")
     step = _step_of(lengths, more["cu_seq_lens_k"], call.window)
-    out = _several(step, call, k, v, layer)
-    if step.ones is not None:
-        layer.count("decode by kernel")
-        found = _decode(step.ones, call, k, v, layer.settings.backend)
+    out = _several(step, call, layer)
+    if (ones := step.ones) is not None:
+        if layer.settings.dense_kernels:
+            layer.count("decode by kernel")
+            found = _decode(ones, call, layer.settings.backend)
+        else:
+            layer.count("decode")
+            found = _as_before(ones.requests, call)[0, :, ones.rows].transpose(0, 1)
         if out is None:
             out = found.new_zeros(1, call.query.shape[2], *found.shape[1:]).transpose(1, 2)
-        out[0, :, step.ones.rows] = found.transpose(0, 1)
+        out[0, :, ones.rows] = found.transpose(0, 1)
     if out is None:
         out = call.query.new_zeros(*call.query.shape[:3], v.shape[3])
     return out.transpose(1, 2)
 
 
-def _several(step: _Step, call: Call, k: Tensor, v: Tensor, layer: Layer) -> Tensor | None:
+def _several(step: _Step, call: Call, layer: Layer) -> Tensor | None:
     """(1, H, T, E) of the requests that ask several tokens, zeros for others; None where there are none."""
-    q, outs = call.query, []
+    q, k, v, settings, outs = call.query, call.key, call.value, layer.settings, []
     sparse: list[_Request] = []
     dense: list[_Request] = []
 
     def launch(requests: tuple[_Request, ...], plan: LayerPlan | None) -> Tensor:
+        if plan is None and not settings.dense_kernels:
+            return _as_before(requests, call)
         how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
         window = None if plan is not None else call.window
         return attend_layer(layer, plan, q, k, v, window=window, ragged=step.ragged(requests), **how)
@@ -109,7 +121,9 @@ def _several(step: _Step, call: Call, k: Tensor, v: Tensor, layer: Layer) -> Ten
                 outs.append(done)
                 continue
         (sparse if gains else dense).append(request)
-    for requests, plan, how in ((sparse, layer.plan, "sparse"), (dense, None, "dense by kernel")):
+    by_model = "layer left alone" if layer.plan is None else "short"
+    densely = "dense by kernel" if settings.dense_kernels else by_model
+    for requests, plan, how in ((sparse, layer.plan, "sparse"), (dense, None, densely)):
         if requests:
             layer.count(how)
             outs.append(launch(tuple(requests), plan))
@@ -117,8 +131,21 @@ def _several(step: _Step, call: Call, k: Tensor, v: Tensor, layer: Layer) -> Ten
     return reduce(Tensor.add_, outs) if outs else None
 
 
-def _decode(ones: _Ones, call: Call, k: Tensor, v: Tensor, backend: str) -> Tensor:
+def _as_before(requests: Sequence[_Request], call: Call) -> Tensor:
+    """(1, H, T, E) of these requests, one by one, by the attention that the model had; zeros for others."""
+    more = {name: call.more[name] for name in _OF_THE_MODEL if name in call.more}
+    out = call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[3])
+    for request in requests:
+        queries = slice(request.q_start, request.q_start + request.q_len)
+        keys = slice(request.k_start, request.k_start + request.k_len)
+        one = call.on(call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys], None)
+        out[:, queries] = attend_alone_as_before(replace(one, more=more))
+    return out.transpose(1, 2)
+
+
+def _decode(ones: _Ones, call: Call, backend: str) -> Tensor:
     """(n, H, E): each request's query over its own keys, which lie between others'."""
+    k, v = call.key, call.value
     q = call.query[0, :, ones.rows].transpose(0, 1)[:, :, None]
     many = len(ones.starts)
     starts = ones.starts
@@ -149,12 +176,13 @@ def _work_out(cu_q: list[int], cu_k: list[int], device: torch.device) -> _Step:
     pairs = zip(pairwise(cu_q), pairwise(cu_k), strict=True)
     # Padding of a step has no queries.
     requests = [_Request(q[0], q[1] - q[0], k[0], k[1] - k[0]) for q, k in pairs if q[1] > q[0]]
-    ones = [(each.q_start, each.k_start, each.k_len) for each in requests if each.q_len == 1]
+    ones = tuple(each for each in requests if each.q_len == 1)
     several = tuple(each for each in requests if each.q_len > 1)
     if not ones:
         return _Step(several, None)
-    rows, starts, k_lens = torch.tensor(ones, dtype=torch.int32, device=device).unbind(1)
-    return _Step(several, _Ones(rows.long(), starts.contiguous(), starts + k_lens))
+    places = [(each.q_start, each.k_start, each.k_len) for each in ones]
+    rows, starts, k_lens = torch.tensor(places, dtype=torch.int32, device=device).unbind(1)
+    return _Step(several, _Ones(ones, rows.long(), starts.contiguous(), starts + k_lens))
 
 
 class Batching:

@@ -1,66 +1,111 @@
-"""Why a call is not served sparsely, in words that go into the log, into stats() and into docs/runtime.md."""
+"""Which kernel serves a prefill, worked out once a forward, and why a call is not sparse, in the words of stats()."""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
-from kernels.patterns import LayerPlan
-from runtime.attention.calls import Call, no_kernel, special
-from runtime.attention.masks import PrefillMask
+from kernels import dispatch
+from kernels.breaker import CannotBuildError
+from runtime.attention.calls import Call, no_kernel
+from runtime.attention.layout import Layout
+from runtime.attention.state import Layer
 
 SLIDES = "the layer slides, and the artifact has patterns for it"
+NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
+NOT_CAUSAL = "the mask is not causal over contiguous tokens (overlaid, with holes, or made by hand)"
 # What the allocators of torch say where they raise no error of their own.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+_Served = TypeVar("_Served")
 
 
-def why_dense(call: Call) -> str | None:
-    """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
-    layer, mask, q_len = call.layer, call.mask, call.query.shape[2]
-    assert layer is not None
+class Verdict(NamedTuple):
+    """The kernel, by its backend's name, that serves a call by patterns, every key or a window; or why none can."""
+
+    kernel: str
+    why: str | None
+
+
+def verdict_of(call: Call) -> Verdict:
+    """What serves a call of a prefill. Layers whose tensors are alike share what the first of them has found out."""
+    if (reason := call.special) is not None:
+        return Verdict("", reason)
+    if (tokens := call.tokens) is None:
+        return Verdict("", NOT_CAUSAL)
+    q, k, v = call.query, call.key, call.value
+    kind = (q.dtype, q.device, q.shape, k.shape, v.shape)
+    if (found := tokens.verdicts.get(kind)) is None:
+        found = tokens.verdicts[kind] = _work_out(call)
+    return found
+
+
+def _work_out(call: Call) -> Verdict:
+    query, key, value, tokens, lengths = call.query, call.key, call.value, call.tokens, call.more.get("cu_seq_lens_q")
+    assert call.layer is not None and tokens is not None
+    if tokens.sequences is None:
+        return Verdict("", NOT_CAUSAL)
+    if lengths is not None and lengths.numel() > 2 and tokens.packed is None:
+        why = "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
+        return Verdict("", why)
+    if (query.shape[0], query.shape[2], key.shape[2]) != (tokens.batch, tokens.q_len, tokens.k_len):
+        return Verdict("", "the cache holds other keys than the mask is for")
+    backend = call.layer.settings.backend
+    if reason := no_kernel(backend, query, key, value):
+        return Verdict("", reason)
+    # By its name: a kernel that turns out not to build is not replaced by the reference, which is slower than dense.
+    return Verdict(dispatch.fastest(query, key, value) if backend == "auto" else backend, None)
+
+
+def too_few(call: Call, layer: Layer) -> str | None:
+    """Why a call is dense whatever its mask is; None where it has to be sparse."""
+    q_len, tokens = call.query.shape[2], call.tokens
     if q_len == 1:
         return "decode"
     if layer.plan is None:
         return "layer left alone"
-    settings = layer.settings
-    if q_len < layer.fewest or call.key.shape[2] < settings.dense_below:
+    below = layer.settings.dense_below
+    if q_len < layer.fewest or call.key.shape[2] < below or (tokens is not None and tokens.longest < below):
         return "short"
-    if isinstance(mask, PrefillMask) and mask.tokens.longest < settings.dense_below:
-        return "short"
-    reason = no_pattern(call, layer.plan)
-    if reason is not None:
-        settings.refuse(reason)
-    return reason
-
-
-def no_pattern(call: Call, plan: LayerPlan) -> str | None:
-    """Why no kernel of ours can serve the call by a plan, None where one can."""
-    if call.window is not None or (isinstance(call.mask, PrefillMask) and call.mask.tokens.window is not None):
-        return special(call) or SLIDES
-    if reason := unserved(call):
-        return reason
-    heads = call.query.shape[1], call.key.shape[1]
-    if heads != (planned := (len(plan.patterns), plan.num_kv_heads)):
-        return f"the layer has {heads} query and KV heads, the plan is for {planned}"
     return None
 
 
-def unserved(call: Call) -> str | None:
-    """Why no kernel of ours can serve the call of a prefill, by patterns or over every key; None where one can."""
-    query, key, mask = call.query, call.key, call.mask
-    assert call.layer is not None
-    if reason := special(call):
+def why_dense(call: Call, layer: Layer, verdict: Verdict) -> str | None:
+    """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
+    if (reason := too_few(call, layer)) is not None:
         return reason
-    if not isinstance(mask, PrefillMask) or mask.tokens.sequences is None:
-        return "the mask is not causal over contiguous tokens (overlaid, with holes, or made by hand)"
-    tokens, lengths = mask.tokens, call.more.get("cu_seq_lens_q")
-    if lengths is not None and lengths.numel() > 2 and tokens.packed is None:
-        return "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
-    if (query.shape[0], query.shape[2], key.shape[2]) != (tokens.batch, tokens.q_len, tokens.k_len):
-        return "the cache holds other keys than the mask is for"
-    return no_kernel(call.layer.settings.backend, query, key, call.value)
+    reason, tokens = verdict.why, call.tokens
+    if call.window is not None or (tokens is not None and tokens.window is not None):
+        reason = call.special or SLIDES
+    elif reason is None and (heads := (call.query.shape[1], call.key.shape[1])) != layer.planned_heads:
+        reason = f"the layer has {heads} query and KV heads, the plan is for {layer.planned_heads}"
+    if reason is not None:
+        layer.settings.refuse(reason)
+    return reason
+
+
+def attempt(layer: Layer, serve: Callable[..., _Served], *args: object, tokens: Layout | None = None) -> _Served | str:
+    """What a kernel of ours gives, or in words what went wrong inside it; strict applications raise that.
+
+    tokens: of the call, whose verdicts are then open again: the kernel may serve no more.
+    """
+    try:
+        return serve(*args)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        why = name_of(error)
+        if why is None:
+            raise
+        layer.settings.refuse(why, message(error))
+    if tokens is not None:
+        tokens.verdicts.clear()
+    # Out here the error and all that its frames held are gone: dense attention has their memory.
+    return why
 
 
 def name_of(error: Exception) -> str | None:
@@ -68,6 +113,9 @@ def name_of(error: Exception) -> str | None:
 
     The words are few, however much the messages differ: they are what is counted and said once.
     """
+    if isinstance(error.__cause__, CannotBuildError):
+        # Of a kernel that was asked for by its name.
+        error = error.__cause__
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out of memory"
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):

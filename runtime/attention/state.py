@@ -149,6 +149,12 @@ class Layer:
         return max(MIN_QUERIES, 0 if self.plan is None else self.plan.dense_tail + 1)
 
     @cached_property
+    def planned_heads(self) -> tuple[int, int]:
+        """Query and KV heads that the plan is for."""
+        assert self.plan is not None
+        return len(self.plan.patterns), self.plan.num_kv_heads
+
+    @cached_property
     def turns(self) -> Turns:
         """From how many queries on a past the patterns gain."""
         assert self.plan is not None

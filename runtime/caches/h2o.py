@@ -15,8 +15,9 @@ from torch import Tensor
 
 import artifacts
 from kernels.scored import drop_lowest, ranks, scored_attention
-from runtime.caches.policy import Policy, Step, tokens
+from runtime.caches.policy import Policy, tokens
 from runtime.caches.room import writable
+from runtime.caches.step import Step
 
 # Rows beyond those needed: at least so many, and a share of the whole. A cache under shares grows slowly.
 _ROOM = 8

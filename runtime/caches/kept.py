@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from runtime.attention.calls import Call, special
+from kernels import dispatch
+from runtime.attention.calls import Call, no_kernel
 from runtime.attention.kernel import attend_layer
-from runtime.attention.masks import PrefillMask
+from runtime.attention.reasons import attempt
 from runtime.attention.state import MIN_QUERIES, Layer
-from runtime.caches.policy import Terms, attend_all
+from runtime.caches.step import Terms, attend_all
 
 
 def attend_kept(call: Call, cache: Any) -> Tensor:
@@ -27,11 +28,10 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
     """
     layer, q, mask = call.layer, call.query, call.mask
     assert layer is not None
-    why = special(call) or (None if call.sinks is None else "the layer uses attention sinks")
-    if why is None and not (mask is None or (isinstance(mask, PrefillMask) and mask.tokens.fresh is not None)):
+    why = call.special or (None if call.sinks is None else "the layer uses attention sinks")
+    if why is None and not (mask is None or (call.tokens is not None and call.tokens.fresh is not None)):
         why = "the mask is not causal over new tokens side by side (packed, overlaid, with holes, or made by hand)"
-    spans = mask.tokens.fresh if isinstance(mask, PrefillMask) else None
-    held = mask.tokens.held if isinstance(mask, PrefillMask) else None
+    spans, held = (None, None) if call.tokens is None else (call.tokens.fresh, call.tokens.held)
     if why is None and held is not None and not cache.holds(held):
         why = "the attention mask leaves out tokens that the cache has taken in, or has ones that it has not"
     if why is not None:
@@ -54,8 +54,13 @@ def _prefill(
     heads: tuple[int, ...] | None,
 ) -> Tensor:
     """Attention of whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns if they are long enough."""
-    settings, plan = layer.settings, layer.plan
-    if plan is None or k.shape[2] < settings.dense_below or q.shape[2] < MIN_QUERIES:
-        return attend_all(q, k, v, scale=scale, softcap=softcap, backend=settings.backend)[0]
-    layer.count("sparse")
-    return attend_layer(layer, plan, q, k, v, scale=scale, softcap=softcap, kv_heads=heads)
+    settings, plan, backend = layer.settings, layer.plan, layer.settings.backend
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    long = plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES
+    if long and no_kernel(backend, q, k, v) is None:
+        kernel = dispatch.fastest(q, k, v) if backend == "auto" else backend
+        served = attempt(layer, partial(attend_layer, layer, plan, q, k, v, kv_heads=heads, backend=kernel, **how))
+        if isinstance(served, Tensor):
+            layer.count("sparse")
+            return served
+    return attend_all(q, k, v, backend=backend, **how)[0]

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
-from runtime.caches.policy import Policy, Terms
+from runtime.caches.policy import Policy
+from runtime.caches.step import Terms
 from runtime.standin import NewTokens
 
 # Tokens that can be taken back while drafts are being verified: more than anybody drafts at a time.

@@ -8,86 +8,16 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from kernels.dense import dense_attention
 from runtime.caches.room import with_room
+from runtime.caches.step import Step
 
 # What a share's product may be above a whole number by rounding: 0.1 of 30 tokens are 3.
 _ROUNDING = 1e-6
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Step:
-    """The new tokens of a call for some KV heads of sequences that all have Q new tokens, none of them padding.
-
-    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer,
-    (B, H, Q, E), for queries that are the last of keys none of which is missing: by the artifact's patterns, or dense
-    where the keys are fewer than it wants.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    softcap: float | None
-    backend: str
-    prefill: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    @property
-    def length(self) -> int:
-        return self.q.shape[2]
-
-    def whole(self) -> Tensor:
-        """Attention where these tokens are all there are, (B, H, Q, E)."""
-        return self.prefill(self.q, self.k, self.v)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """See attend_all."""
-        return attend_all(q, k, v, window=window, scale=self.scale, softcap=self.softcap, backend=self.backend)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What a call of a layer says beside queries, keys and values, and what attends to a whole prompt.
-
-    prefill: as Step's, with the KV heads that are meant, None for all. None: nobody wants the attention, for tokens are
-    taken in a second time; so a recording is plain data, and a copy of it works wherever it is.
-    """
-
-    scale: float
-    softcap: float | None
-    backend: str
-    prefill: Callable[[Tensor, Tensor, Tensor, tuple[int, ...] | None], Tensor] | None = None
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None) -> Step:
-        """New tokens of these KV heads, None for all of the layer."""
-        prefill = self.prefill
-        attend = _nothing if prefill is None else lambda q, k, v: prefill(q, k, v, heads)
-        return Step(q=q, k=k, v=v, scale=self.scale, softcap=self.softcap, backend=self.backend, prefill=attend)
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.new_zeros(*q.shape[:3], v.shape[3])
-
-
-def attend_all(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E) and lse (B, H, Q)."""
-    return dense_attention(q, k, v, window=window, scale=scale, softcap=softcap, return_lse=True, backend=backend)
 
 
 def tokens(budget: int | float, seen: int) -> int:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import artifacts
 from kernels.scored import scored_attention
-from runtime.caches.policy import Policy, Step, tokens
+from runtime.caches.policy import Policy, tokens
 from runtime.caches.room import with_room
+from runtime.caches.step import Step
 
 
 def left_of(record: artifacts.SnapKV, held: int, seen: int) -> int:

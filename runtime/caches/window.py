@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.caches.policy import Policy, Step
+from runtime.caches.policy import Policy
 from runtime.caches.room import with_room
 from runtime.caches.rotation import Rotation
+from runtime.caches.step import Step
 
 
 class Window(Policy):

@@ -140,29 +140,36 @@ class OmniKV:
         v: Tensor,
         firsts: Sequence[int],
         *,
+        backend: str,
         starts: Tensor | None,
         scale: float | None,
         softcap: float | None,
     ) -> Tensor | None:
         """Attention of one layer for a chunk of a prompt: (B, H, Q, E); None where it sees all of the past.
 
-        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key firsts[b].
+        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key firsts[b]. backend: of the chunk's own
+        attention; choosing, of a few queries, goes by that of the section.
         """
         ratio, q_len, k_len = self.prefill_ratio, q.shape[2], k.shape[2]
         if ratio is None or not gains(ratio, q_len, k_len):
             return None
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": self.backend}
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap}
         self._pasts().pop(layer, None)
         if role.filters:
             chosen = choose_past(
-                q, on_device(k), firsts, starts, ratio=ratio, window=self.window, group=self.group, **how
+                *(q, on_device(k), firsts, starts),
+                ratio=ratio,
+                window=self.window,
+                group=self.group,
+                backend=self.backend,
+                **how,
             )
             self._pasts()[layer] = chosen
         past = None if role.filter is None else self._pasts().get(role.filter)
         if past is None or (past.q_len, past.k_len) != (q_len, k_len):
             return None
         here = replace(past, tokens=past.tokens.to(q.device, non_blocking=True))
-        return attend_past(here, q, k, v, **how)
+        return attend_past(here, q, k, v, backend=backend, **how)
 
     def after_prefill(
         self,

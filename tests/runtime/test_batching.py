@@ -104,6 +104,23 @@ def test_dense_by_our_kernel_serves_it_too(build: Any, ids: Any) -> None:
     assert together(model, prompts) == expected
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Gemma2"])
+def test_without_dense_kernels_what_stays_dense_is_the_model_s(
+    family: str, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
+) -> None:
+    """Windows, soft-caps, chunks and single tokens too: our kernel is not asked."""
+    model = build(family)
+    prompts = [ids(length)[0].tolist() for length in LENGTHS]
+    expected = [model.generate(torch.tensor([p]), **ALONE)[0, len(p) :].tolist() for p in prompts]
+    loaded = Headwise(artifact_for(model, rows=[None] * model.config.num_hidden_layers))
+    for name in ("attend_layer", "decode_attention"):
+        monkeypatch.setattr(f"runtime.attention.paged.{name}", lambda *_, **__: pytest.fail("our kernel was asked"))
+    with loaded.apply(model, dense_kernels=False) as handle:
+        assert together(model, prompts, batch=160) == expected
+        dense = handle.stats()["dense"]
+    assert set(dense) == {"decode", "layer left alone"}
+
+
 def test_what_is_not_served_is_refused_by_name(build: Any, artifact_for: Any, ids: Any) -> None:
     model = build(num_hidden_layers=6)
     plain = artifact_for(model)

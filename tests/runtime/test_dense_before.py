@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
@@ -83,3 +83,25 @@ def test_a_flex_user_keeps_flex(build: Any, artifact_for: Any, ids: Any, monkeyp
         torch.testing.assert_close(model(prompt).logits, expected)
         assert handle.stats()["dense"] == {"short": 2}
     assert seen == ["BlockMask"] * 2
+
+
+def test_a_short_sequence_beside_long_ones_is_flash_s_too(flash: Any, build: Any, artifact_for: Any, ids: Any) -> None:
+    """On a past, where sdpa would want a mask, which flash does not take."""
+    model, tokens = build(), ids(300, batch=2)
+    real = torch.ones_like(tokens)
+    real[0, :190] = 0
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+
+    def run() -> Tensor:
+        cache, logits = DynamicCache(config=model.config), []
+        for a, b in ((0, 200), (200, 300)):
+            given = {"attention_mask": real[:, :b], "position_ids": positions[:, a:b]}
+            logits.append(model(tokens[:, a:b], past_key_values=cache, **given).logits)
+        return torch.cat(logits, dim=1)
+
+    expected = run()
+    model.config._attn_implementation = NAME
+    with Headwise(artifact_for(model, dense=True)).apply(model, strict=True) as handle:
+        torch.testing.assert_close(run()[real.bool()], expected[real.bool()], atol=2e-4, rtol=1e-3)
+        assert handle.stats()["sparse"] == 4
+    assert len(flash) == 4 and all(mask is None for _, mask, _ in flash)

@@ -174,3 +174,14 @@ def test_a_cache_that_drops_tokens_is_not_compiled(graphs, build, artifact_for, 
         model.forward = torch.compile(model.forward, backend=graphs)
         found = model.generate(prompt, past_key_values=handle.new_cache(), **options)
     assert found.tolist() == expected.tolist()
+
+
+def test_a_compiled_static_cache_is_said_to_drop_nothing(graphs, build, artifact_for, ids, warnings) -> None:
+    model, prompt = build(), ids(20)
+    section = artifacts.KVCache(policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",) * 2)
+    artifact = artifact_for(model).model_copy(update={"kv_cache": section})
+    expected = model.generate(prompt, **OPTIONS).tolist()
+    with Headwise(artifact).apply(model):
+        model.forward = torch.compile(model.forward, backend=graphs)
+        assert model.generate(prompt, **OPTIONS, cache_implementation="static").tolist() == expected
+    assert warnings() == ["this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"]

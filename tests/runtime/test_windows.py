@@ -191,7 +191,7 @@ def test_layers_that_see_everything_are_not_counted_as_windows(
 def test_what_fails_sparsely_with_low_memory_makes_no_mask(
     build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(call: Any, layer: Any) -> Tensor:
+    def fails(*_: Any) -> Tensor:
         raise MemoryError
 
     monkeypatch.setattr(masks, "LARGE", 1)
