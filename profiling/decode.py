@@ -51,9 +51,9 @@ from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_r
 from profiling.speed.decode_steps import Method, methods, of_cache, step_seconds
 from profiling.speed.lossless_speed import lossless_table, measure_lossless
 from runtime import load as load_headwise
-from runtime.caches.make import OFFLOADS, make_cache
-from runtime.caches.memory import CacheBytes
 from runtime.fingerprint import fingerprint
+from runtime.memory import CacheBytes
+from runtime.new_cache import OFFLOADS, make_cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from profiling.memory_plan import plan, shape_of
 from profiling.memory_use.peak_memory import peak_apart
 from profiling.models.loading import load_config
 from profiling.progress import bar
-from runtime.caches.make import OFFLOADS
+from runtime.new_cache import OFFLOADS
 
 METHODS = {"no": ("headwise",), "yes": ("headwise low_memory",), "both": ("headwise", "headwise low_memory")}
 

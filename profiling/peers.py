@@ -41,8 +41,8 @@ from profiling.quality.answers import new_tokens
 from profiling.quality.contexts import by_context
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import KERNEL
-from runtime.caches.memory import memory_report
 from runtime.fingerprint import fingerprint
+from runtime.memory import memory_report
 
 WORKER = Path(__file__).parent / "evaluation" / "kvpress_worker.py"
 # Of kvpress: no press, and those that are compared, by its class.

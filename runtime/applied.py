@@ -13,10 +13,10 @@ from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
 from runtime.attention.own import Before
 from runtime.attention.state import Layer, Settings, layer_of, settings_of
-from runtime.caches.make import check_rows
 from runtime.fingerprint import check
 from runtime.handle import Handle
 from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import roles_of
 from runtime.plans import kernel_patterns, layer_plan

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.hashing import canonical_json
-from runtime.layers import of_full_layers, text_config
+from runtime.layers import heads_in, of_full_layers, text_config
 from runtime.sharding import is_sharded, local_elements
 
 if TYPE_CHECKING:
@@ -217,12 +217,12 @@ def config_info(
     config: Any, architecture: str, *, name: str, revision: str | None, weights_sha256: str | None
 ) -> ModelInfo:
     """What the artifact records of a model, by the configuration of its language part and the name of its class."""
-    num_heads = int(of_full_layers(config, "num_attention_heads"))
+    num_heads, num_kv_heads = heads_in(config)
     shape: dict[str, Any] = {
         "architecture": architecture,
         "num_layers": int(config.num_hidden_layers),
         "num_heads": num_heads,
-        "num_kv_heads": int(of_full_layers(config, "num_key_value_heads") or num_heads),
+        "num_kv_heads": num_kv_heads,
         "head_dim": int(of_full_layers(config, "head_dim") or config.hidden_size // num_heads),
         "rope": _plain(getattr(config, "rope_parameters", None) or {}),
     }

@@ -13,10 +13,10 @@ from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
 from runtime.attention.paged import Batching
 from runtime.attention.state import Layer, Settings, forget, remember
-from runtime.caches.make import make_cache
-from runtime.caches.memory import CacheBytes, cache_bytes
 from runtime.layers import text_config
 from runtime.low_memory.model import LowMemory
+from runtime.memory import CacheBytes, cache_bytes
+from runtime.new_cache import make_cache
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -61,7 +61,7 @@ class Handle:
         remember(config, layers, settings)
         former = _implementations(config)
         config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
-        self._low_memory = LowMemory(model, layers, headwise_attention) if settings.low_memory else None
+        self._low_memory = LowMemory(model, layers, headwise_attention, settings.say) if settings.low_memory else None
         # A model without a head, or of an older transformers, has none.
         batches = hasattr(model, "init_continuous_batching")
         self._lossless: Lossless | None = None

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from artifacts.sidecar import Array
-    from runtime.caches.memory import MemoryReport
     from runtime.handle import Handle
+    from runtime.memory import MemoryReport
 
 _log = logging.getLogger("headwise")
 
@@ -99,7 +99,7 @@ def memory_report(cache: Cache) -> MemoryReport:
 
     Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
     """
-    from runtime.caches import memory
+    from runtime import memory
 
     return memory.memory_report(cache)
 
@@ -193,6 +193,6 @@ class Headwise:
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers; offload is unknown.
         """
-        from runtime.caches.make import make_cache
+        from runtime.new_cache import make_cache
 
         return make_cache(self.artifact, model, offload)

@@ -21,7 +21,11 @@ def text_config(model: PreTrainedModel) -> Any:
 
 def heads_of(model: Any) -> tuple[int, int]:
     """Query and KV heads of a model, in all processes together."""
-    config = text_config(model)
+    return heads_in(text_config(model))
+
+
+def heads_in(config: Any) -> tuple[int, int]:
+    """Query and KV heads by a configuration; of layers that differ (Gemma 4), of the full ones."""
     heads = int(of_full_layers(config, "num_attention_heads"))
     return heads, int(of_full_layers(config, "num_key_value_heads") or heads)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -185,10 +185,57 @@ def test_no_module_of_artifacts_imports_one_that_imports_it() -> None:
         name: {found for _, found, _ in imports(ast.parse(path.read_text())) if found in paths} - {name, "artifacts"}
         for name, path in paths.items()
     }
-    while leaves := [name for name, others in below.items() if not others & below.keys()]:
+    assert not circles(below)
+
+
+def test_no_room_of_the_runtime_imports_one_that_imports_it() -> None:
+    """Its folders, and the modules beside them: not on import, in a function or for types alone."""
+    found = {}
+    for path in (ROOT / "runtime").rglob("*.py"):
+        if path != ROOT / "runtime" / "__init__.py":
+            found[_module(path)] = [module for _, module, _ in imports(ast.parse(path.read_text()))]
+    below = rooms_below(found)
+    assert {"attention", "caches", "low_memory", "lossless", "omnikv", "vllm", "handle"} <= below.keys()
+    assert not circles(below)
+
+
+def rooms_below(modules: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
+    """By room which others its modules import: runtime.caches.step is of the room caches, runtime.dense is one."""
+    below: dict[str, set[str]] = {}
+    for name, others in modules.items():
+        room = name.split(".")[1]
+        theirs = {other.split(".")[1] for other in others if other.startswith("runtime.")}
+        below[room] = below.get(room, set()) | theirs - {room}
+    return below
+
+
+def circles(below: Mapping[str, set[str]]) -> set[str]:
+    """Those of the names that are in a circle, or above one."""
+    left = dict(below)
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
         for name in leaves:
-            del below[name]
-    assert not below, f"each of these imports another of them: {', '.join(sorted(below))}"
+            del left[name]
+    return set(left)
+
+
+@pytest.mark.parametrize(
+    ("caches", "found"),
+    [
+        ("from runtime.attention.calls import Call", {"attention", "caches", "handle"}),
+        ("def f():\n    from runtime.attention.calls import Call", {"attention", "caches", "handle"}),
+        ("if TYPE_CHECKING:\n    from runtime import handle", {"attention", "caches", "handle"}),
+        ("from runtime.dense import right\nfrom runtime.caches.room import with_room", set()),
+    ],
+)
+def test_circles_are_found(caches: str, found: set[str]) -> None:
+    sources = {
+        "runtime.dense": "import torch",
+        "runtime.caches.step": caches,
+        "runtime.attention.calls": "from runtime.caches.step import Step",
+        "runtime.handle": "from runtime.attention import calls",
+    }
+    modules = {name: [module for _, module, _ in imports(ast.parse(source))] for name, source in sources.items()}
+    assert circles(rooms_below(modules)) == found
 
 
 def _module(path: Path) -> str:

@@ -23,7 +23,7 @@ from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
-from runtime.caches.memory import cache_bytes
+from runtime.memory import cache_bytes
 from runtime.plans import kernel_patterns, layer_plan
 
 _TASK, _SEED = "passkey", 424_242

@@ -28,9 +28,9 @@ from profiling.evaluation.method import Method
 from profiling.models.loading import LoadedModel, load_model
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load
-from runtime.caches.make import OFFLOADS
-from runtime.caches.memory import cache_bytes
 from runtime.layers import text_config
+from runtime.memory import cache_bytes
+from runtime.new_cache import OFFLOADS
 
 _WARM = 192
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -18,8 +18,8 @@ from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from profiling.speed.latency import interleaved
 from runtime import Headwise
-from runtime.caches.memory import CacheBytes, cache_bytes
 from runtime.layers import heads_of, text_config
+from runtime.memory import CacheBytes, cache_bytes
 
 
 @dataclass(eq=False)

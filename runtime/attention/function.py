@@ -13,17 +13,16 @@ from torch import Tensor, nn
 
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
+from runtime.attention.kept import attend_kept
 from runtime.attention.kernel import attend, attend_step
 from runtime.attention.layout import Split
 from runtime.attention.masks import headwise_mask, starts_of
 from runtime.attention.own import attend_alone, attend_as_before, attend_dense, fastest_dense, with_spans
 from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
-from runtime.attention.state import Layer, layer_of
-from runtime.caches.kept import attend_kept
-from runtime.lossless.attention import round_of
-from runtime.low_memory.attention import tape_of
+from runtime.attention.state import Layer, layer_of, tape_of
 from runtime.omnikv.offload import on_device
+from runtime.omnikv.rounds import round_of
 from runtime.standin import NewTokens
 
 ATTENTION_NAME = "headwise"

@@ -56,9 +56,9 @@ def attend_layer(
 ) -> Tensor:
     """(B, H, Q, E) for queries (B, H, Q, D), the last of the keys: the index of every head, and attention over it.
 
-    plan: the layer's, or None for every key. backend: None is that of the settings. sinks: (H,). kv_heads: those of the layer's that k and v hold, with the
-    query heads that read them in q; None for all. With low_memory an index, and what a kernel packs, is of one KV head.
-    Heads that see every key go to sdpa where that is the faster.
+    plan: the layer's, or None for every key. backend: None is that of the settings. sinks: (H,). kv_heads: those of the
+    layer's that k and v hold, with the query heads that read them in q; None for all. With low_memory an index, and
+    what a kernel packs, is of one KV head. Heads that see every key go to sdpa where that is the faster.
     """
     settings = layer.settings
     backend = settings.backend if backend is None else backend

@@ -179,6 +179,26 @@ class Layer:
         return type(None), ()
 
 
+_tapes = threading.local()
+
+
+@contextmanager
+def taping(tape: Any) -> Iterator[None]:
+    """Let this thread's calls of tape.module go to tape.attend: tiles of a module run (runtime.low_memory)."""
+    former = getattr(_tapes, "now", None)
+    _tapes.now = tape
+    try:
+        yield
+    finally:
+        _tapes.now = former
+
+
+def tape_of(module: nn.Module) -> Any | None:
+    """The tape that this thread runs tiles of the module for, None where it does not."""
+    tape = getattr(_tapes, "now", None)
+    return tape if tape is not None and tape.module is module else None
+
+
 # Where a module keeps what is applied to it: a table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()

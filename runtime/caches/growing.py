@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from runtime.caches.room import with_room
+from runtime.caches.room import append
 
 
 class GrowingLayer(DynamicLayer):
@@ -33,8 +33,7 @@ class GrowingLayer(DynamicLayer):
         old = self.get_seq_length()
         new = old + key_states.shape[-2]
         keys, values = self._rooms or (self.keys, self.values)
-        keys, values = with_room(keys, key_states, old, new), with_room(values, value_states, old, new)
-        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
+        keys, values = append(keys, key_states, old), append(values, value_states, old)
         self._rooms = keys, values
         self.keys, self.values = keys[:, :, :new], values[:, :, :new]
         return self.keys, self.values

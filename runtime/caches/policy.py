@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from runtime.caches.room import with_room
+from runtime.caches.room import append
 from runtime.caches.step import Step
 
 # What a share's product may be above a whole number by rounding: 0.1 of 30 tokens are 3.
@@ -99,10 +99,7 @@ class Full(Policy):
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
         past, total = self.seen, self.seen + call.length
-        self.keys = with_room(self.keys, call.k, past, total)
-        self.values = with_room(self.values, call.v, past, total)
-        self.keys[:, :, past:total] = call.k
-        self.values[:, :, past:total] = call.v
+        self.keys, self.values = append(self.keys, call.k, past), append(self.values, call.v, past)
         self.seen = total
         keys, values = self.keys[:, :, :total], self.values[:, :, :total]
         if call.length > 1:

@@ -29,6 +29,14 @@ def with_room(former: Tensor | None, new: Tensor, used: int, needed: int, most: 
     return made
 
 
+def append(memory: Tensor | None, new: Tensor, used: int) -> Tensor:
+    """Memory with room whose first `used` tokens are those of `memory`, and those after them `new` (B, G, Q, D)."""
+    needed = used + new.shape[2]
+    made = with_room(memory, new, used, needed)
+    made[:, :, used:needed] = new
+    return made
+
+
 def writable(memory: Tensor) -> bool:
     """Whether a new token can be written: memory made in inference mode cannot be outside of it."""
     return torch.is_inference_mode_enabled() or not memory.is_inference()

@@ -14,7 +14,7 @@ from torch import Tensor
 import artifacts
 from kernels.scored import scored_attention
 from runtime.caches.policy import Policy, tokens
-from runtime.caches.room import with_room
+from runtime.caches.room import append
 from runtime.caches.step import Step
 
 
@@ -81,10 +81,7 @@ class SnapKV(Policy):
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
         past, total = self._held, self._held + call.length
-        self.keys = with_room(self.keys, call.k, past, total)
-        self.values = with_room(self.values, call.v, past, total)
-        self.keys[:, :, past:total] = call.k
-        self.values[:, :, past:total] = call.v
+        self.keys, self.values = append(self.keys, call.k, past), append(self.values, call.v, past)
         self._held, self.seen = total, self.seen + call.length
         if not past and call.length > 1:
             out = call.whole()
@@ -111,8 +108,7 @@ class SnapKV(Policy):
         rows = elect(self._votes(call), kept, self.record.window)[..., None]
         # New memory: that of the prompt is freed.
         keys, values = (x.gather(2, rows.expand(-1, -1, -1, x.shape[3])) for x in (self.keys, self.values))
-        self.keys, self.values = with_room(None, keys, 0, kept), with_room(None, values, 0, kept)
-        self.keys[:, :, :kept], self.values[:, :, :kept] = keys, values
+        self.keys, self.values = append(None, keys, 0), append(None, values, 0)
         self._held, self._settled = kept, self.seen
 
     def _votes(self, call: Step) -> Tensor:

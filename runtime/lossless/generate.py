@@ -11,13 +11,13 @@ from torch import Tensor
 
 from artifacts import Artifact, HeadwiseError
 from runtime.attention.state import Settings, settings_of
-from runtime.caches.make import make_cache
 from runtime.layers import text_config
-from runtime.lossless.attention import Round
 from runtime.lossless.pace import MOST, Pace, Plan
 from runtime.lossless.rule import standing
 from runtime.lossless.run import Run
 from runtime.measured import wait
+from runtime.new_cache import make_cache
+from runtime.omnikv.rounds import Round
 
 
 class Lossless:

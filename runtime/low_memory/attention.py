@@ -11,7 +11,6 @@ Shapes: B batch, S tokens of the call, H query heads, G KV heads, D head dim, E 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -19,9 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from runtime.attention.masks import PrefillMask
+from runtime.attention.state import taping
 from runtime.low_memory.tiles import PROBE, Tiled, same, slices
-
-_local = threading.local()
 
 
 class TiledAttention(Tiled):
@@ -161,12 +159,8 @@ class Tape:
         return key, value
 
     def _run(self) -> Any:
-        former = getattr(_local, "tape", None)
-        _local.tape = self
-        try:
+        with taping(self):
             return self._forward(*self._cut(self._args), **self._cut(self._kwargs))
-        finally:
-            _local.tape = former
 
     def _cut(self, given: Any) -> Any:
         """An argument as a tile gets it."""
@@ -189,12 +183,6 @@ class Tape:
             raise _Untileable
         place = self._place
         return given.narrow(along[0], place.start, place.stop - place.start).contiguous()
-
-
-def tape_of(module: nn.Module) -> Tape | None:
-    """The tape that this thread runs tiles of the module for, None where it does not."""
-    tape: Tape | None = getattr(_local, "tape", None)
-    return tape if tape is not None and tape.module is module else None
 
 
 class _StandIn:

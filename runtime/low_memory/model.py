@@ -7,7 +7,6 @@ itself. Attention modules are run by tiles around their attention.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,32 +16,29 @@ from runtime.low_memory.attention import TiledAttention
 from runtime.low_memory.tiles import Logits, PositionWise, Tiled
 
 _NEVER = (nn.Dropout, nn.Embedding, nn.Identity, nn.ModuleDict, nn.ModuleList)
-_log = logging.getLogger("headwise")
 
 
 class LowMemory:
     """Tiles on the modules of one model; `remove` ends it."""
 
-    def __init__(self, model: Any, attentions: Iterable[nn.Module], attend: Callable[..., Any]) -> None:
-        """attentions: the model's attention modules; attend: the attention function registered for them."""
-        self._said: set[str] = set()
+    def __init__(
+        self, model: Any, attentions: Iterable[nn.Module], attend: Callable[..., Any], say: Callable[[str], None]
+    ) -> None:
+        """attentions: the model's attention modules; attend: the attention function registered for them; say: hears
+        of modules that cannot be tiled.
+        """
         found = list(attentions)
-        self._tiled: list[Tiled] = [TiledAttention(module, self._say, attend) for module in found]
-        self._tiled += [PositionWise(module, self._say) for module in beside(model, found)]
+        self._tiled: list[Tiled] = [TiledAttention(module, say, attend) for module in found]
+        self._tiled += [PositionWise(module, say) for module in beside(model, found)]
         head = model.get_output_embeddings()
         if isinstance(head, nn.Linear):
-            self._tiled.append(Logits(head, self._say))
+            self._tiled.append(Logits(head, say))
 
     def remove(self) -> None:
         """Give every module its forward back."""
         for tiled in self._tiled:
             tiled.remove()
         self._tiled = []
-
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            _log.warning("%s", what)
 
 
 def beside(model: nn.Module, attentions: Iterable[nn.Module]) -> list[nn.Module]:
