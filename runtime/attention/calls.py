@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from kernels import dispatch
 from runtime.attention.layout import Layout
 from runtime.attention.masks import PrefillMask
 from runtime.attention.state import Layer
-
-# No functools.cached_property: it has a lock, which a compiler of graphs does not enter.
-_UNASKED = "unasked"
 
 
 @dataclass(eq=False)
@@ -37,7 +34,8 @@ class Call:
     dropout: float
     scale: float | None
     more: dict[str, Any]
-    _special: str | None = field(default=_UNASKED, init=False, repr=False)
+    # False until it is asked. No cached_property: it has a lock, which a compiler of graphs does not enter.
+    _special: str | Literal[False] | None = field(default=False, init=False, repr=False)
 
     def on(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Self:
         """The same call with other tensors."""
@@ -83,7 +81,7 @@ class Call:
     @property
     def special(self) -> str | None:
         """What the call asks for that no kernel of ours does, None where it is causal attention (sinks or a window)."""
-        if self._special == _UNASKED:
+        if self._special is False:
             self._special = self._find_special()
         return self._special
 
