@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
 from runtime.attention.kernel import attend
 from runtime.attention.layout import Layout
@@ -67,7 +68,9 @@ def attend_alone(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
     layout = Layout(k_len - q_len, q_len, k_len, ((0, k_len),))
     if _how(call, layer, verdict, layout) is not None:
         assert layout.together is not None
-        return attend(call, layout.together, None, verdict.kernel)
+        # A few queries are decode's, which has kernels of its own.
+        kernel = layer.settings.backend if q_len <= MAX_QUERIES else verdict.kernel
+        return attend(call, layout.together, None, kernel)
     return attend_alone_as_before(call)
 
 
