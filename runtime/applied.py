@@ -18,7 +18,6 @@ from runtime.handle import Handle
 from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import roles_of
 from runtime.plans import kernel_patterns, layer_plan
 from runtime.refusals import check_sections
 from runtime.sharding import Shard, shard_of
@@ -155,13 +154,4 @@ def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: di
                 f"filter layer {layer} {why}: decode can filter in the layers {', '.join(map(str, free))}"
             )
     shard = next(iter(shards.values()))
-    return OmniKV(
-        roles=roles_of(section, free, shard.kv_heads),
-        budget=section.budget,
-        selector=section.selector,
-        window=section.window,
-        backend=backend,
-        coverage=section.coverage,
-        prefill_ratio=section.prefill_ratio,
-        group=shard.group,
-    )
+    return OmniKV.of(section, free, shard.kv_heads, backend=backend, group=shard.group)

@@ -62,8 +62,8 @@ def _layers(
     section: artifacts.OmniKV | None, plain: dict[int, torch.device], kv_heads: slice, offload: str
 ) -> dict[int, CacheLayerMixin]:
     """The cache layers of full-attention layers, by number and device."""
+    from runtime.caches.banked import BankedLayer, BrutalFilterLayer, BrutalLayer, FilterLayer
     from runtime.caches.growing import GrowingLayer
-    from runtime.omnikv.layers import BankedLayer, BrutalFilterLayer, BrutalLayer, FilterLayer
 
     if section is None:
         return {number: GrowingLayer() for number in plain}

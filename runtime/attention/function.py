@@ -21,7 +21,7 @@ from runtime.attention.own import attend_alone, attend_as_before, attend_dense, 
 from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
 from runtime.attention.state import Layer, layer_of, tape_of
-from runtime.omnikv.offload import on_device
+from runtime.omnikv.offload import fetched
 from runtime.omnikv.rounds import round_of
 from runtime.standin import NewTokens
 
@@ -75,7 +75,7 @@ def headwise_attention(
         if isinstance(chosen, Tensor):
             return chosen.transpose(1, 2), None
         fault = chosen
-        call = call.on(query, on_device(key), on_device(value), attention_mask)
+        call = call.on(query, fetched(key), fetched(value), attention_mask)
     return (_step if query.shape[2] <= MAX_QUERIES else _prefill)(call, layer, fault)
 
 

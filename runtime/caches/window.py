@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.merging import with_few_keys
 from runtime.caches.policy import Policy
 from runtime.caches.room import with_room
 from runtime.caches.rotation import Rotation
@@ -117,31 +118,19 @@ class Window(Policy):
         return [self.keys[:, :, at] for at in places], [self.values[:, :, at] for at in places]
 
     def _with_sinks(self, call: Step, ahead: int, out: Tensor, lse: Tensor) -> Tensor:
-        """(B, H, Q, E): attention over the window merged with that over the sinks, seen from each query's place.
-
-        Two parts of a softmax over disjoint keys add up, weighted by their log-sum-exp (Flash-Decoding; Dao et al.).
-        """
+        """(B, H, Q, E): attention over the window merged with that over the sinks, seen from each query's place."""
         held = (
             []
             if self.first is None or self.values is None
             else [(self.first, self.values[:, :, : self.first.shape[2]])]
         )
         new = [(call.k[:, :, :ahead], call.v[:, :, :ahead])] if ahead else []
-        k, v = (torch.cat(parts, dim=2).float() for parts in zip(*held, *new, strict=True))
-        q = call.q
+        k, v = (torch.cat(parts, dim=2) for parts in zip(*held, *new, strict=True))
+        q, seen = call.q, None
         shifts = [self._shift(self.seen + i) for i in range(call.length)]
         if self.rotation is not None and any(shifts):
             q = self.rotation.shift(q, -torch.tensor(shifts))
-        groups = q.shape[1] // k.shape[1]
-        logits = q.float().unflatten(1, (k.shape[1], groups)) @ k[:, :, None].transpose(3, 4) * call.scale
-        if call.softcap is not None:
-            logits = call.softcap * torch.tanh(logits / call.softcap)
         if self.seen < self.sinks:
             tokens = torch.arange(self.seen, self.seen + call.length, device=q.device)
-            later = torch.arange(k.shape[2], device=q.device) > tokens[:, None]
-            logits = logits.masked_fill(later, float("-inf"))
-        logits = logits.flatten(1, 2)
-        whole = torch.logaddexp(lse, logits.logsumexp(-1))
-        weights = (logits - whole[..., None]).exp().unflatten(1, (k.shape[1], groups))
-        sunk = (weights @ v[:, :, None]).flatten(1, 2)
-        return (out.float() * (lse - whole).exp()[..., None] + sunk).to(out.dtype)
+            seen = torch.arange(k.shape[2], device=q.device) <= tokens[:, None]
+        return with_few_keys(out, lse, q, k, v, seen=seen, scale=call.scale, softcap=call.softcap)

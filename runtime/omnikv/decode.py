@@ -12,28 +12,36 @@ tokens, W window of the selector.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
+import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.index import PAD
 from kernels.patterns.choose import best_places
 from runtime.omnikv.chunks import Past, attend_past, choose_past, gains
-from runtime.omnikv.offload import OffloadedTensor, on_device
+from runtime.omnikv.offload import OffloadedTensor, fetched
 from runtime.omnikv.reads import Reads, taken
-from runtime.omnikv.roles import Role
+from runtime.omnikv.roles import Role, roles_of
 from runtime.sharding import agreed
-
-if TYPE_CHECKING:
-    from runtime.omnikv.layers import FilterLayer
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
+
+
+class FilterCache(Protocol):
+    """What a filter layer's cache does for the choice: it keeps scores of earlier queries, and begins to fetch."""
+
+    def remember(self, scores: Tensor) -> Tensor:
+        """Take in scores (B, U, n) of the newest query; those of the window's queries (B, at most W, U, n)."""
+
+    def chose(self, tokens: Tensor, past: int) -> None:
+        """Begin to fetch tokens (B, U, C) of those before `past`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -59,6 +67,22 @@ class OmniKV:
     group: Any = None
     reads: Reads = field(default_factory=Reads, repr=False)
     _step: threading.local = field(default_factory=threading.local, repr=False)
+
+    @classmethod
+    def of(
+        cls, section: artifacts.OmniKV, layers: Iterable[int], kv_heads: slice, *, backend: str, group: Any = None
+    ) -> Self:
+        """A section at work on these full-attention layers, of which this process has these KV heads."""
+        return cls(
+            roles=roles_of(section, layers, kv_heads),
+            budget=section.budget,
+            selector=section.selector,
+            window=section.window,
+            backend=backend,
+            coverage=section.coverage,
+            prefill_ratio=section.prefill_ratio,
+            group=group,
+        )
 
     @property
     def scores(self) -> Literal["max", "sum"]:
@@ -113,8 +137,8 @@ class OmniKV:
                 tokens = taken(tokens, role.choices).to(q.device, non_blocking=True)
         done = decode_attention(
             q,
-            on_device(k),
-            on_device(v),
+            fetched(k),
+            fetched(v),
             tokens=tokens,
             starts=starts,
             scale=scale,
@@ -157,7 +181,7 @@ class OmniKV:
         self._pasts().pop(layer, None)
         if role.filters:
             chosen = choose_past(
-                *(q, on_device(k), firsts, starts),
+                *(q, fetched(k), firsts, starts),
                 ratio=ratio,
                 window=self.window,
                 group=self.group,
@@ -203,36 +227,21 @@ class OmniKV:
             assert seen.scores is not None
             cache.remember(self._by_choice(role, seen.scores))
 
-    def choice(self, layer: int, role: Role, scores: Tensor, q_len: int) -> Tensor:
-        """What a filter layer's scores (B, G, K) in a decode step choose: (B, U, C) int32, ascending and padded.
-
-        For callers that hold no cache of ours: by the scores of this step alone. See choose_each for many sequences.
-        """
-        chosen = self._choose(self._by_choice(role, scores), q_len, None, None)
-        self.reads.add(layer, chosen)
-        return chosen
-
-    def choose_each(self, layer: int, role: Role, scores: Tensor, ends: Tensor, most: int) -> Tensor:
-        """What a filter layer's scores (B, G, K) of one new token of each sequence choose: (B, U, C) int32.
+    def choose_each(self, layer: int, role: Role, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1) -> Tensor:
+        """What a filter layer's scores (B, G, K) of the last `q_len` tokens of each sequence choose: (B, U, C) int32.
 
         Ascending and padded; C is `most`, or K. Sequence b ends before key ends[b] (B,) int32: one that is no longer
         than its budget gets everything. Nothing is read on the host, and no shape depends on what `ends` holds.
+        For callers that hold no cache of ours: by the scores of this step alone.
         """
         scores = self._by_choice(role, scores)
-        choices, whole = scores.shape[1], isinstance(self.budget, int)
+        whole = isinstance(self.budget, int)
         counts = torch.full_like(ends, self.budget) if whole else (ends.double() * self.budget).ceil().to(ends.dtype)
-        how = {"ends": ends, "counts": counts.clamp_min_(1)}
-        newest = (ends - 1).clamp_min_(0).long()[:, None, None].expand(-1, choices, 1)
-        # The newest token is always among them: a query sees itself.
-        if self.coverage is None:
-            scores.scatter_(-1, newest, float("inf"))
-            tokens = best_places(scores, [most] * choices, [None] * choices, forced=0, **how)
-        else:
-            scores /= scores.sum(-1, keepdim=True).clamp_min_(1e-30)
-            first = torch.cat([scores.gather(-1, newest), scores[..., :-1]], -1)
-            places = best_places(first, [most] * choices, [self.coverage] * choices, forced=1, **how)
-            tokens = torch.where(places == 0, newest.to(places.dtype), places - 1)
-            tokens = torch.where(places == PAD, PAD, tokens).sort(-1).values
+        counts.clamp_min_(q_len)
+        back = torch.arange(q_len, 0, -1, device=ends.device)
+        newest = (ends[:, None] - back).clamp_min_(0)[:, None]
+        tokens = self._best(scores, newest, most, ends=ends, counts=counts)
+        if self.coverage is not None:
             every, end = torch.arange(tokens.shape[-1], dtype=tokens.dtype, device=ends.device), ends[:, None, None]
             tokens = torch.where(end <= counts[:, None, None], torch.where(every < end, every, PAD), tokens)
         self.reads.add(layer, tokens, ends > counts)
@@ -250,7 +259,7 @@ class OmniKV:
         ]
         return agreed(torch.stack(parts, dim=1), self.group, self.scores)
 
-    def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor | None) -> Tensor:
+    def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
         """The tokens (B, U, C) int32, ascending and padded, for the layers that a filter layer serves."""
         cache = _filter_cache(k)
         if self.selector != "last" and cache is not None:
@@ -259,20 +268,29 @@ class OmniKV:
             if self.selector == "exponential":
                 weights = _DECAY ** torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
             scores = (rows * weights[:, None, None]).sum(1)
-        else:
-            scores = scores.clone()
         k_len = scores.shape[-1]
         if starts is not None:
             outside = torch.arange(k_len, device=scores.device) < starts[:, None, None]
             scores.masked_fill_(outside, float("-inf") if self.coverage is None else 0)
-        count, choices = max(self.count(k_len), q_len), scores.shape[1]
-        # The newest tokens are always among them: a query sees itself.
+        newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None, None]
+        return self._best(scores, newest, max(self.count(k_len), q_len))
+
+    def _best(self, scores: Tensor, newest: Tensor, most: int, **how: Any) -> Tensor:
+        """The best tokens (B, U, C) int32, ascending and padded, by scores (B, U, K), which are written to.
+
+        newest: (B or 1, 1, Q) the tokens that ask: they are always among them, since a query sees itself.
+        how: ends and counts, as best_places has them.
+        """
+        choices, q_len = scores.shape[1], newest.shape[-1]
+        newest = newest.long().expand(len(scores), choices, -1)
         if self.coverage is None:
-            scores[..., -q_len:] = float("inf")
-            return best_places(scores, [count] * choices, [None] * choices, forced=0)
+            scores.scatter_(-1, newest, float("inf"))
+            return best_places(scores, [most] * choices, [None] * choices, forced=0, **how)
         scores /= scores.sum(-1, keepdim=True).clamp_min_(1e-30)
-        places = best_places(scores.roll(q_len, -1), [count] * choices, [self.coverage] * choices, forced=q_len)
-        tokens = torch.where(places < q_len, places + k_len - q_len, places - q_len)
+        # best_places takes the first entries first: the newest tokens stand there, and all others behind them.
+        first = torch.cat([scores.gather(-1, newest), scores[..., :-q_len]], -1)
+        places = best_places(first, [most] * choices, [self.coverage] * choices, forced=q_len, **how)
+        tokens = torch.where(places < q_len, newest[..., :1].to(places.dtype) + places, places - q_len)
         return torch.where(places == PAD, PAD, tokens).sort(-1).values
 
     def _chosen(self) -> dict[int, tuple[int, Tensor | None]]:
@@ -290,7 +308,7 @@ class OmniKV:
         return pasts
 
 
-def _filter_cache(keys: Tensor | None) -> FilterLayer | None:
+def _filter_cache(keys: Tensor | None) -> FilterCache | None:
     """The filter layer's cache whose update() returned these keys, None where it was another's."""
     reference: Any = getattr(keys, "headwise_cache", None)
     cache = None if reference is None else reference()

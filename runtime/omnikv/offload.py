@@ -92,6 +92,6 @@ class OffloadedTensor(StandIn):
         return self.offload.read()[self._which]
 
 
-def on_device(tensor: Tensor) -> Tensor:
+def fetched(tensor: Tensor) -> Tensor:
     """Keys or values as a plain tensor, fetched where they are offloaded."""
     return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from runtime.omnikv.lane import CudaLane
-from runtime.omnikv.layers import BankedLayer
+from runtime.caches.banked import BankedLayer
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from artifacts import HeadwiseError
 from kernels.index import PAD
 from runtime.omnikv import lane as lanes
 from runtime.omnikv.groups import Group, replaced
-from runtime.omnikv.layers import BankedLayer
+from runtime.caches.banked import BankedLayer
 from runtime.omnikv.offload import OffloadedTensor
 from tests.runtime.omnikv import CLOSE, COVERED, DECODE, LAYERS, MAPPED, steps
 

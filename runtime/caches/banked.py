@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.caches.growing import GrowingLayer
 from runtime.omnikv.groups import Group
-from runtime.omnikv.offload import on_device
+from runtime.omnikv.offload import fetched
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _SPARE = 16
@@ -165,7 +165,7 @@ class BrutalLayer(BankedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See BankedLayer.update; plain tensors."""
         k, v = super().update(key_states, value_states, *args, **kwargs)
-        return on_device(k), on_device(v)
+        return fetched(k), fetched(v)
 
 
 class BrutalFilterLayer(FilterLayer, BrutalLayer):
