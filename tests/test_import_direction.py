@@ -36,8 +36,7 @@ HEAVY_ROOMS = {
     "kernels/scored/triton_kernel.py": {"triton"},
     "runtime/caches/growing.py": {"transformers"},
     "runtime/caches/layer.py": {"transformers"},
-    "runtime/vllm/prompt_pages.py": {"vllm"},
-    "runtime/vllm/streaming.py": {"vllm"},
+    "runtime/vllm/specs.py": {"vllm"},
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["register", "stats"]
+__all__ = ["Stats", "register", "stats"]
 
 
 def register() -> None:
@@ -33,3 +33,11 @@ def stats(worker: Any = None) -> dict[str, Any]:
 
     served = latest()
     return {} if served is None else served.report()
+
+
+class Stats:
+    """`--worker-extension-cls runtime.vllm.Stats` lets `llm.collective_rpc("headwise_stats")` ask every worker."""
+
+    def headwise_stats(self) -> dict[str, Any]:
+        """What the worker has served so far."""
+        return stats()

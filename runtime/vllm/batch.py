@@ -49,46 +49,73 @@ class Rest(NamedTuple):
 
 
 class Few(NamedTuple):
-    """Requests with the same few new tokens: their n * Q rows of the T, block table (n, N), key and prompt lengths.
+    """Requests with the same few new tokens, which are served together.
 
+    rows: which of the T are theirs. table (n, N) and ends (n,) int32: their pages, and how many keys they have. k_len:
+    at most so many keys; None where it may be any number, since the step is captured to be replayed with others.
     kept: what layers that drop tokens have of them, worked out by the first such layer of the step.
     """
 
-    rows: slice | Tensor
-    q_len: int
-    table: Tensor
-    ends: Tensor
-    prompts: Tensor
-    kept: dict[Any, Tensor]
-
-
-class Ones(NamedTuple):
-    """The requests with one new token each, which a decode section serves together.
-
-    rows: which of the T are theirs. table (n, N) and ends (n,) int32: their pages, and how many keys they have: where
-    they lie together, parts of vLLM's own buffers. k_len: at most so many keys; None where it may be any number, since
-    the step is captured to be replayed with others.
-    """
-
     pieces: tuple[Piece, ...]
+    q_len: int
     rows: slice | Tensor
     table: Tensor
     ends: Tensor
     k_len: int | None
+    kept: dict[Any, Tensor]
+
+    def pages(self, size: int) -> Tensor:
+        """Of the block table, with pages of `size` tokens, what is in use."""
+        return self.table if self.k_len is None else self.table[:, : -(-self.k_len // size)]
+
+    def rows_of(self, some: slice) -> slice | Tensor:
+        """The rows of some of the n requests."""
+        begin, end = some.start * self.q_len, some.stop * self.q_len
+        if isinstance(self.rows, slice):
+            return slice(self.rows.start + begin, self.rows.start + end)
+        return self.rows[begin:end]
+
+    def queries(self, query: Tensor, some: slice) -> Tensor:
+        """Those of some of the n requests, (n, H, Q, D), out of (T, H, D)."""
+        return query[self.rows_of(some)].unflatten(0, (-1, self.q_len)).transpose(1, 2)
+
+
+def few_of(
+    pieces: Sequence[Piece], table: Tensor, lengths: Tensor | None = None, *, captured: bool = False
+) -> tuple[Few, ...]:
+    """These requests, one group for each number of new tokens.
+
+    table, lengths: of all requests of the step, on the device. Where requests lie together, parts of both are taken as
+    they are, so that a step can be replayed; without lengths these are the pieces'.
+    """
+    groups: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.q_len, []).append(piece)
+    found = []
+    for q_len, some in groups.items():
+        numbers = [piece.request for piece in some]
+        requests: slice | Tensor = slice(numbers[0], numbers[-1] + 1)
+        if numbers != list(range(numbers[0], numbers[-1] + 1)):
+            requests = _moved(torch.tensor(numbers), table)
+        rows = _rows([(piece.q_start, piece.q_start + q_len) for piece in some])
+        k_lens = [piece.k_len for piece in some]
+        ends = _moved(torch.tensor(k_lens, dtype=torch.int32), table) if lengths is None else lengths[requests]
+        k_len = None if captured else max(k_lens)
+        found.append(Few(tuple(some), q_len, _moved(rows, table), table[requests], ends, k_len, {}))
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
     """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
 
-    every: all requests of the step. pieces: prompts, or chunks of some, by patterns. ones: decode by chosen tokens, of
-    one token each; steps: of several. part: see Rest; called once for what a layer serves.
+    every: all requests of the step. pieces: prompts, or chunks of some, by patterns. chosen: decode by chosen tokens.
+    part: see Rest; called once for what a layer serves.
     """
 
     every: tuple[Piece, ...]
     pieces: tuple[Piece, ...]
-    ones: Ones | None
-    steps: tuple[Piece, ...]
+    chosen: tuple[Few, ...]
     block_table: Tensor
     part: Callable[[Sequence[Piece]], Rest | None]
     _rests: dict[tuple[int, ...], Rest | None] = field(default_factory=dict)
@@ -106,24 +133,15 @@ class Batch:
         done = set(served)
         return tuple(piece for piece in self.every if piece not in done)
 
-    def few(self, pieces: tuple[Piece, ...], page: int) -> tuple[Few, ...]:
-        """These requests, one group for each number of new tokens; a page has so many tokens."""
+    def few(self, pieces: tuple[Piece, ...]) -> tuple[Few, ...]:
+        """These requests, made once for all layers."""
         if pieces not in self._few:
-            groups: dict[int, list[Piece]] = {}
-            for piece in pieces:
-                groups.setdefault(piece.q_len, []).append(piece)
-            self._few[pieces] = tuple(
-                Few(
-                    _rows([(piece.q_start, piece.q_start + q_len) for piece in some]),
-                    q_len,
-                    self.block_table[[piece.request for piece in some], : -(-max(p.k_len for p in some) // page)],
-                    torch.tensor([piece.k_len for piece in some], dtype=torch.int32),
-                    torch.tensor([piece.prompt for piece in some], dtype=torch.int32),
-                    {},
-                )
-                for q_len, some in groups.items()
-            )
+            self._few[pieces] = few_of(pieces, self.block_table)
         return self._few[pieces]
+
+    def pages(self, piece: Piece, size: int) -> Tensor:
+        """The pages (N,) of a request, of `size` tokens each."""
+        return self.block_table[piece.request, : -(-piece.k_len // size)]
 
 
 def requests_of(common: Any, *, exact: bool) -> tuple[Piece, ...]:
@@ -139,21 +157,6 @@ def requests_of(common: Any, *, exact: bool) -> tuple[Piece, ...]:
     return tuple(
         Piece(request, start, end - start, k_lens[request]) for request, (start, end) in enumerate(spans) if end > start
     )
-
-
-def ones_of(common: Any, every: Sequence[Piece], *, captured: bool) -> Ones | None:
-    """Those of a step's requests that have one new token, None without any; see Ones."""
-    pieces = tuple(piece for piece in every if piece.q_len == 1)
-    if not pieces:
-        return None
-    rows = _rows([(piece.q_start, piece.q_start + 1) for piece in pieces])
-    requests: slice | Tensor = slice(pieces[0].request, pieces[-1].request + 1)
-    if len(pieces) != pieces[-1].request + 1 - pieces[0].request:
-        requests = torch.tensor([p.request for p in pieces]).to(common.seq_lens.device, non_blocking=True)
-    if not isinstance(rows, slice):
-        rows = rows.to(common.seq_lens.device, non_blocking=True)
-    table, ends = common.block_table_tensor[requests], common.seq_lens[requests]
-    return Ones(pieces, rows, table, ends, None if captured else max(piece.k_len for piece in pieces))
 
 
 def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:
@@ -202,22 +205,20 @@ def rest_of(common: Any, pieces: Sequence[Piece]) -> tuple[Any, slice | Tensor] 
     lengths = [spans[i][1] - spans[i][0] for i in requests]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     rows = _rows([spans[i] for i in requests])
-    device = common.query_start_loc.device
     at = torch.tensor(requests)
-    on_device = at.to(device, non_blocking=True)
-    picked = rows if isinstance(rows, slice) else rows.to(device, non_blocking=True)
+    there, picked = (_moved(x, common.query_start_loc) for x in (at, rows))
     host = common.seq_lens_cpu_upper_bound
     rest = replace(
         common,
-        query_start_loc=starts.to(device, non_blocking=True),
+        query_start_loc=_moved(starts, common.query_start_loc),
         query_start_loc_cpu=starts,
-        seq_lens=common.seq_lens[on_device],
+        seq_lens=common.seq_lens[there],
         seq_lens_cpu_upper_bound=None if host is None else host[at],
         num_reqs=len(requests),
         num_actual_tokens=sum(lengths),
         max_query_len=max(lengths),
         max_seq_len=common.max_seq_len if host is None else int(host[at].max()),
-        block_table_tensor=common.block_table_tensor[on_device],
+        block_table_tensor=common.block_table_tensor[there],
         slot_mapping=common.slot_mapping[picked],
         positions=None if common.positions is None else common.positions[picked],
         is_prefilling=None
@@ -228,6 +229,11 @@ def rest_of(common: Any, pieces: Sequence[Piece]) -> tuple[Any, slice | Tensor] 
         _token_to_req_indices_cache=None,
     )
     return rest, picked
+
+
+def _moved(x: Any, to: Tensor) -> Any:
+    """A tensor where another is, or a slice."""
+    return x if isinstance(x, slice) else x.to(to.device, non_blocking=True)
 
 
 def _rows(spans: Sequence[tuple[int, int]]) -> slice | Tensor:

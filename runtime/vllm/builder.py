@@ -10,16 +10,17 @@ from artifacts import HeadwiseError
 from runtime.vllm.batch import (
     KEY,
     Batch,
+    Few,
     Piece,
     Rest,
-    ones_of,
+    few_of,
     parted_at_prompts,
     prefills_of,
     requests_of,
     rest_of,
     special,
 )
-from runtime.vllm.counters import SPARSE
+from runtime.vllm.counters import DENSE, SPARSE
 from runtime.vllm.served import Served, served
 from runtime.vllm.snapkv import Snap
 
@@ -52,17 +53,17 @@ class SparseBuilder(_Parent):
         assert at_work is not None
         every = get_layers_from_vllm_config(vllm_config, Attention)
         at_work.say(list(every.values()))
-        here = [every[name] for name in layer_names if name in every]
+        here = [at_work.of(every[name]) for name in layer_names if name in every]
         # Whether a layer of the group keeps its cache as we want it: the parent cannot serve any request of that.
-        self._owned = any(at_work.owns(layer) for layer in here)
+        self._owned = any(layer.owns for layer in here)
         # Whether a layer of the group keeps a part of each prompt.
-        self._snaps = any(isinstance(at_work.keeps(layer), Snap) for layer in here)
+        self._snaps = any(isinstance(layer.keeps, Snap) for layer in here)
         self._told_prompts = at_work.asks_prompts
         if self._told_prompts:
             # vLLM hands builders the lengths of prompts where a model has a window over what it generates (R-SWA). It
             # reads this only when a layer or a builder is made and a step begins: no layer's attention changes.
             vllm_config.model_config.model_arch_config.rswa_window = at_work.longest
-        if any(at_work.serves(layer) for layer in here):
+        if any(layer.served for layer in here):
             self._served = at_work
             if at_work.counting is None:
                 at_work.counting = self
@@ -112,25 +113,30 @@ class SparseBuilder(_Parent):
                 every = parted_at_prompts(every, prompts.tolist())
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
-        steps: tuple[Piece, ...] = ()
-        ones, gaining = None, 0
+        steps: list[Piece] = []
+        chosen: tuple[Few, ...] = ()
+        gaining = 0
         if chooser is not None:
-            steps = tuple(p for p in every if chooser.takes(p.q_len) and chooser.gains(p.k_len))
-            gaining = sum(p.q_len == 1 and chooser.gains(p.k_len) for p in every)
+            steps = [piece for piece in every if chooser.takes(piece.q_len) and chooser.gains(piece.k_len)]
+            ones = [piece for piece in every if piece.q_len == 1]
+            gaining = sum(chooser.gains(piece.k_len) for piece in ones)
+            chosen = few_of(steps, common.block_table_tensor)
             if gaining or self._captured:
-                ones = ones_of(common, every, captured=self._captured)
+                # All of them, since a launch takes them together: who is within the budget gets every token.
+                chosen += few_of(ones, common.block_table_tensor, common.seq_lens, captured=self._captured)
         if self._served.counting is self:
             if chooser is not None:
                 chooser.begin()
             if not self._captured:
                 # Of the steps before this one: what falls back in it is not known yet.
                 self._served.tell()
+                why = DENSE if self._served.dense else "short"
                 short = set(prefills) - set(long) - set(steps)
-                pieces = [(SPARSE, piece.q_len) for piece in long] + [("short", piece.q_len) for piece in short]
+                pieces = [(SPARSE, piece.q_len) for piece in long] + [(why, piece.q_len) for piece in short]
                 self._served.counters.step(pieces, len(steps) + gaining)
-        if long or steps or ones is not None or self._owned:
-            parts = {"every": every, "pieces": long, "steps": steps, "block_table": common.block_table_tensor}
-            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), ones=ones, **parts))
+        if long or chosen or self._owned:
+            parts = {"every": every, "pieces": long, "chosen": chosen, "block_table": common.block_table_tensor}
+            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), **parts))
         return metadata
 
     def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:

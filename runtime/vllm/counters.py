@@ -17,7 +17,7 @@ from kernels.index import SparseIndex
 
 # Counting what an index computes takes longer than building it: of so many indices of a layer one is counted.
 _COUNTED = 16
-SPARSE, CHOSEN = "sparse", "chosen"
+SPARSE, CHOSEN, DENSE = "sparse", "chosen", "dense by kernel"
 # Seconds between two lines in the log, or two states of the file.
 _LOGGED, _WRITTEN = 10.0, 1.0
 

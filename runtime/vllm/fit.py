@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from artifacts import Artifact, HeadwiseError
 from artifacts.kv_cache import SnapKV, Streaming
+from runtime.attention.calls import no_kernel
 from runtime.fingerprint import compare, config_info
 from runtime.vllm.dense import Stream
 from runtime.vllm.snapkv import Snap
+
+# Ways to make drafts: without a model, or with one whose layers are the parent's.
+_DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
 
 
 def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parallel: int) -> Iterator[str]:
@@ -47,6 +53,34 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         yield f"{heads} query and {kv_heads} KV heads do not divide among {size} processes (--tensor-parallel-size)"
     if getattr(config, "attention_chunk_size", None):
         yield "the model attends within chunks of the text, which vLLM serves as sequences of their own"
+
+
+def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
+    """Why the artifact cannot serve an engine, most telling first; nothing where it can. config: vLLM's VllmConfig."""
+    model, parallel, speculative = config.model_config, config.parallel_config, config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS:
+        yield f"speculative decoding by {speculative.method} is not served: use {', '.join(_DRAFTS)} or none"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} must be 1 with an artifact, got {getattr(parallel, name)}"
+    if artifact.decode is not None and parallel.pipeline_parallel_size > 1:
+        yield f"--pipeline-parallel-size must be 1 with a decode section, got {parallel.pipeline_parallel_size}"
+    if artifact.decode is not None and getattr(parallel, "use_ubatching", False):
+        yield "batches in parts (--enable-dbo) are not served with a decode section"
+    keeps = keeps_of(artifact)
+    if any(isinstance(each, Snap) for each in keeps.values()) and model.rswa_window is not None:
+        yield "kv_cache with snapkv is not served for a model that has a window over its replies"
+    if keeps and speculative is not None and speculative.method == "draft_model":
+        # vLLM wants the layers of a draft model in one group of its cache, and may spread them over several there.
+        yield "speculative decoding by draft_model is not served where kv_cache drops tokens: use eagle"
+    if keeps and config.kv_transfer_config is not None:
+        yield "--kv-transfer-config is not served where kv_cache drops tokens: the first ones would miss"
+    architecture = next(iter(getattr(model.hf_config, "architectures", None) or ()), "")
+    size = int(parallel.tensor_parallel_size)
+    yield from misfits(artifact, model.hf_text_config, architecture, tensor_parallel=size)
+    empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=config.device_config.device)
+    if missing := no_kernel("auto", empty, empty, empty):
+        yield f"no prefill can be sparse here: {missing}"
 
 
 def keeps_of(artifact: Artifact) -> dict[int, Stream | Snap]:

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
-from kernels.attention.checks import EIGHT_BITS
 from kernels.index import SparseIndex
 from runtime.attention.reasons import message, name_of
 from runtime.attention.turns import Turns
-from runtime.omnikv.roles import Role
-from runtime.vllm.batch import KEY, Batch, Ones, Piece, Rest
-from runtime.vllm.dense import Stream, attend_densely
-from runtime.vllm.pages import Keys, given, parted, quantised, store
-from runtime.vllm.served import Served, number_of, served
+from runtime.vllm.batch import KEY, Batch, Piece, Rest
+from runtime.vllm.dense import Stream, attend_pages
+from runtime.vllm.pages import Pages, pages_of, parted, quantised, store
+from runtime.vllm.served import Served, ServedLayer, served
 from runtime.vllm.snapkv import Snap, keep, rehearse
 
 # Tokens of a page, where it is not known yet.
@@ -33,18 +31,21 @@ _PAGE = 64
 _Parent: Any = object
 
 
-class Call(NamedTuple):
+class LayerStep(NamedTuple):
     """A step of one layer: query (T, H, D), key and value (T, G, D), the cache; output (T, H, D) is written to.
 
-    given: the query as vLLM gives it, which may have 8 bits.
+    given: the query as vLLM gives it, which may have 8 bits. pages: of the cache.
     """
 
     layer: Any
+    at: ServedLayer
+    batch: Batch
     query: Tensor
     given: Tensor
     key: Tensor | None
     value: Tensor | None
     cache: Tensor
+    pages: Pages
     output: Tensor
 
 
@@ -69,10 +70,10 @@ class SparseImpl(_Parent):
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
-        if not self.ours or self._served is None or not self._served.owns(layer):
+        if not self.ours or self._served is None or not (at := self._served.of(layer)).owns:
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
             return
-        if (stored := self._served.eight_bits(layer)) is not None:
+        if (stored := at.eight_bits) is not None:
             key, value = quantised(key, layer._k_scale_float, stored), quantised(value, layer._v_scale_float, stored)
         store(kv_cache, key, value, slots)
 
@@ -90,62 +91,64 @@ class SparseImpl(_Parent):
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (query, key, value, kv_cache, attn_metadata, output, *scales)
-        if attn_metadata is None and self._served is not None:
-            self._rehearse(layer, _plain(layer, query, output))
-        batch: Batch | None = getattr(attn_metadata, KEY, None)
-        if batch is None or self._served is None:
+        at_work = self._served
+        if at_work is None:
             return super().forward(layer, *arguments, **more)
-        turns, role = self._served.turns(layer, self.num_heads, self.num_kv_heads), self._served.role(layer)
-        pieces = () if turns is None else batch.pieces
-        steps, ones = ((), None) if role is None else (batch.steps, batch.ones)
-        owned = self._served.owns(layer)
-        if not pieces and not steps and ones is None and not owned:
+        at = at_work.of(layer)
+        if attn_metadata is None:
+            self._rehearse(at, _plain(layer, query, output))
+        batch: Batch | None = getattr(attn_metadata, KEY, None)
+        if batch is None or not (at.owns or (at.turns and batch.pieces) or (at.role and batch.chosen)):
             return super().forward(layer, *arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
-            self._served.refuse("the output is to be quantised")
+            at_work.refuse("the output is to be quantised")
             return super().forward(layer, *arguments, **more)
-        stored = self._served.eight_bits(layer)
-        cache = kv_cache if stored is None else kv_cache.view(stored)
-        call = Call(layer, _plain(layer, query, output), query, key, value, cache, output)
+        cache = kv_cache if at.eight_bits is None else kv_cache.view(at.eight_bits)
+        pages, plain = pages_of(layer, cache, self.ours), _plain(layer, query, output)
+        step = LayerStep(layer, at, batch, plain, query, key, value, cache, pages, output)
+        done = self._sparsely(step, at_work)
+        if not at.owns:
+            if (rest := batch.rest(done)) is not None:
+                self._leave(step, rest)
+            return output
+        self._densely(step, [piece for piece in batch.others(done) if not piece.generated])
+        if isinstance(at.keeps, Snap):
+            how = self._how(pages.k_scale)
+            keep(at.keeps, at_work.windows, layer.layer_name, plain, pages, output, batch, **how)
+        return output
+
+    def _sparsely(self, step: LayerStep, at_work: Served) -> list[Piece]:
+        """Write what patterns and chosen tokens serve of a step; which requests that is, none where a kernel fails."""
+        at, batch, chooser = step.at, step.batch, at_work.chooser
+        assert at.number is not None
+        chosen = () if at.role is None else batch.chosen
         done: list[Piece] = []
         indices = []
         try:
-            for piece in pieces:
-                assert turns is not None
-                if (index := self._by_patterns(turns, batch, call, piece)) is not None:
+            for piece in batch.pieces if at.turns is not None else ():
+                assert at.turns is not None
+                if (index := self._by_patterns(step, at.turns, piece)) is not None:
                     indices.append(index)
                     done.append(piece)
                 else:
-                    self._served.counters.slower()
-            if role is not None and ones is not None:
-                self._decode(role, call, ones)
-                done += ones.pieces
-            for step in steps:
-                assert role is not None
-                self._verify(role, batch, call, step)
-                done.append(step)
+                    at_work.counters.slower()
+            for few in chosen:
+                assert at.role is not None and chooser is not None
+                how = self._how(step.pages.k_scale)
+                chooser.attend(at.number, at.role, few, step.query, step.pages, step.output, **how)
+                done += few.pieces
         except Exception as error:
-            why = str(error) if isinstance(error, HeadwiseError) else name_of(error)
-            if why is None or ((steps or ones) and self._served.agrees):
+            ours = isinstance(error, HeadwiseError)
+            why = str(error) if ours else name_of(error)
+            if why is None or (chosen and at_work.agrees):
                 raise
-            self._served.refuse(why, "" if isinstance(error, HeadwiseError) else message(error))
-            done.clear()
-            indices.clear()
-        number = number_of(layer.layer_name)
-        assert number is not None
+            at_work.refuse(why, "" if ours else message(error))
+            return []
         for index in indices:
-            self._served.counters.index(number, index)
-        if owned:
-            self._densely(batch, call, [piece for piece in batch.others(done) if not piece.generated])
-            if isinstance(snap := self._served.keeps(layer), Snap):
-                pages, windows = parted(cache, self.ours), self._served.windows
-                keep(snap, windows, layer.layer_name, call.query, pages, output, batch, **self._how(_scales(call)[0]))
-                _scale_values(call, [piece for piece in batch.every if piece.generated])
-        elif (rest := batch.rest(done)) is not None:
-            self._leave(call, rest)
-        return output
+            at_work.counters.index(at.number, index)
+        return done
 
-    def _rehearse(self, layer: Any, query: Tensor) -> None:
+    def _rehearse(self, at: ServedLayer, query: Tensor) -> None:
         """In vLLM's profiling run, take what a step of this layer takes beside its output: vLLM leaves room for it.
 
         That is the index of the last chunk of the longest prompt, the scores and slots of decode by chosen tokens at
@@ -155,130 +158,83 @@ class SparseImpl(_Parent):
         assert self._served is not None
         k_len = self._served.longest
         q = query[-k_len:].transpose(0, 1)[None]
-        turns, snap = self._served.turns(layer, self.num_heads, self.num_kv_heads), self._served.keeps(layer)
         # One page that stands for all of a context's.
-        stored = self._served.eight_bits(layer) or query.dtype
-        cache = query.new_zeros(1, self.num_kv_heads, _PAGE, 2 * query.shape[-1], dtype=stored)
-        k, v = parted(cache, self.ours)
-        if turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
+        cache = query.new_zeros(1, self.num_kv_heads, _PAGE, 2 * query.shape[-1], dtype=at.eight_bits or query.dtype)
+        pages = Pages(*parted(cache, self.ours))
+        if at.turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
             table = torch.zeros(1, -(-k_len // _PAGE), dtype=torch.int32, device=query.device)
-            turns.plan.build(q, k, scale=self.scale, block_table=table, k_len=k_len)
-        if (role := self._served.role(layer)) is not None and role.filters:
-            number = number_of(layer.layer_name)
-            assert number is not None and self._served.chooser is not None
-            self._served.chooser.rehearse(number, role, query, cache, self.ours, **self._how())
-        if isinstance(snap, Snap):
-            rehearse(snap, query, (k, v), k_len, **self._how())
+            at.turns.plan.build(q, pages.k, scale=self.scale, block_table=table, k_len=k_len)
+        if at.role is not None and at.role.filters:
+            assert at.number is not None and self._served.chooser is not None
+            self._served.chooser.rehearse(at.number, at.role, query, pages, **self._how())
+        if isinstance(at.keeps, Snap):
+            rehearse(at.keeps, query, pages, k_len, **self._how())
 
-    def _by_patterns(self, turns: Turns, batch: Batch, call: Call, piece: Piece) -> SparseIndex | None:
+    def _by_patterns(self, step: LayerStep, turns: Turns, piece: Piece) -> SparseIndex | None:
         """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""
-        q = call.query[piece.rows].transpose(0, 1)[None]
-        lengths = piece.q_len, piece.k_len
-        gains = turns.gains(q, call.cache, *lengths)
+        q, lengths = step.query[piece.rows].transpose(0, 1)[None], (piece.q_len, piece.k_len)
+        gains = turns.gains(q, step.pages.k.transpose(1, 2), *lengths)
         if gains is False:
             return None
         built: list[SparseIndex] = []
 
         def sparse(out: Tensor) -> Tensor:
-            keys = self._keys(batch, call, piece)
-            how = self._how(keys.scales[0])
-            index = turns.plan.build(q, keys.k, scale=how["scale"], block_table=keys.table, k_len=piece.k_len)
+            k, v, k_scale, v_scale = step.pages
+            table: Tensor | None = step.batch.pages(piece, step.pages.size)[None]
+            if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and step.value is not None:
+                # No other keys than those of this step, which are there as they were before they were stored.
+                assert step.key is not None
+                k, v = (x[piece.rows].transpose(0, 1)[None] for x in (step.key, step.value))
+                table, k_scale, v_scale = None, 1.0, 1.0
+            how = self._how(k_scale)
+            index = turns.plan.build(q, k, scale=how["scale"], block_table=table, k_len=piece.k_len)
             built.append(index)
-            sparse_attention(*(q, keys.k, keys.v, index), block_table=keys.table, out=out.transpose(0, 1)[None], **how)
-            return out if keys.scales[1] == 1 else out.mul_(keys.scales[1])
+            sparse_attention(*(q, k, v, index), block_table=table, out=out.transpose(0, 1)[None], **how)
+            return out if v_scale == 1 else out.mul_(v_scale)
 
         if gains:
-            sparse(call.output[piece.rows])
+            sparse(step.output[piece.rows])
         else:
             # Both ways are tried: the output is the last one's, so patterns write beside it.
-            beside = torch.empty_like(call.output[piece.rows])
-            dense = partial(self._alone, batch, call, piece)
-            if (found := turns.measure(q, call.cache, lengths, partial(sparse, beside), dense)) is None:
+            beside = torch.empty_like(step.output[piece.rows])
+            ways = partial(sparse, beside), partial(self._alone, step, piece)
+            if (found := turns.measure(q, step.pages.k.transpose(1, 2), lengths, *ways)) is None:
                 return None
-            call.output[piece.rows] = found
+            step.output[piece.rows] = found
         return built[-1]
 
     def _how(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap, sinks = self.logits_soft_cap or None, getattr(self, "sinks", None)
         return {"scale": self.scale * k_scale, "softcap": softcap, "sinks": sinks}
 
-    def _keys(self, batch: Batch, call: Call, piece: Piece) -> Keys:
-        if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and call.value is not None:
-            assert call.key is not None
-            return given(call.key[piece.rows], call.value[piece.rows])
-        return Keys(*parted(call.cache, self.ours), _pages(batch, piece, call.cache)[None], _scales(call))
-
-    def _decode(self, role: Role, call: Call, ones: Ones) -> None:
-        """Write what requests with one new token attend to by the decode section."""
-        assert self._served is not None and self._served.chooser is not None
-        number = number_of(call.layer.layer_name)
-        assert number is not None
-        k_scale, v_scale = _scales(call)
-        self._served.chooser.attend(
-            *(number, role, ones, call.query, call.cache, call.output, self.ours, v_scale), **self._how(k_scale)
-        )
-
-    def _verify(self, role: Role, batch: Batch, call: Call, step: Piece) -> None:
-        """Write what a request's several new tokens attend to by the decode section."""
-        assert self._served is not None and self._served.chooser is not None
-        number = number_of(call.layer.layer_name)
-        assert number is not None
-        q, pages = call.query[step.rows].transpose(0, 1)[None], _pages(batch, step, call.cache)
-        k_scale, v_scale = _scales(call)
-        found = self._served.chooser.verify(
-            *(number, role, step.request, q, call.cache, pages, step.k_len, self.ours), **self._how(k_scale)
-        )
-        call.output[step.rows] = found[0].transpose(0, 1) * v_scale
-
-    def _alone(self, batch: Batch, call: Call, piece: Piece) -> Tensor:
+    def _alone(self, step: LayerStep, piece: Piece) -> Tensor:
         """Write one request's dense attention: what it would be left to."""
-        assert self._served is not None
-        if self._served.owns(call.layer):
-            self._densely(batch, call, (piece,))
-        elif (rest := batch.rest(batch.others((piece,)))) is not None:
-            self._leave(call, rest)
-        return call.output[piece.rows]
+        if step.at.owns:
+            self._densely(step, (piece,))
+        elif (rest := step.batch.rest(step.batch.others((piece,)))) is not None:
+            self._leave(step, rest)
+        return step.output[piece.rows]
 
-    def _densely(self, batch: Batch, call: Call, pieces: Sequence[Piece]) -> None:
-        assert self._served is not None
-        cache, keeps = parted(call.cache, self.ours), self._served.keeps(call.layer)
-        stream = keeps if isinstance(keeps, Stream) else None
-        attend_densely(call.query, cache, call.output, batch, tuple(pieces), stream, **self._how(_scales(call)[0]))
-        _scale_values(call, pieces)
+    def _densely(self, step: LayerStep, pieces: Sequence[Piece]) -> None:
+        stream, how = step.at.keeps if isinstance(step.at.keeps, Stream) else None, self._how(step.pages.k_scale)
+        attend_pages(step.query, step.pages, step.output, step.batch, tuple(pieces), stream, **how)
 
-    def _leave(self, call: Call, rest: Rest) -> None:
+    def _leave(self, step: LayerStep, rest: Rest) -> None:
         """Have the parent serve the requests that are not sparse."""
-        rows, stored = rest.rows, call.cache.dtype in EIGHT_BITS
-        cache = call.cache.view(torch.uint8) if stored else call.cache
-        q, k, v = (None if x is None else x[rows] for x in (call.given, call.key, call.value))
+        rows, output = rest.rows, step.output
+        cache = step.cache if step.at.eight_bits is None else step.cache.view(torch.uint8)
+        q, k, v = (None if x is None else x[rows] for x in (step.given, step.key, step.value))
         if isinstance(rows, slice):
-            super().forward(call.layer, q, k, v, cache, rest.metadata, call.output[rows])
+            super().forward(step.layer, q, k, v, cache, rest.metadata, output[rows])
             return
-        apart = call.output.new_empty(rows.numel(), *call.output.shape[1:])
-        super().forward(call.layer, q, k, v, cache, rest.metadata, apart)
-        call.output[rows] = apart
-
-
-def _scales(call: Call) -> tuple[float, float]:
-    """What stored keys and values are to be multiplied by."""
-    layer = call.layer
-    return (layer._k_scale_float, layer._v_scale_float) if call.cache.dtype in EIGHT_BITS else (1.0, 1.0)
-
-
-def _scale_values(call: Call, pieces: Sequence[Piece]) -> None:
-    """Multiply what stored values came to, in the rows of these pieces."""
-    if (v_scale := _scales(call)[1]) != 1:
-        for piece in pieces:
-            call.output[piece.rows] *= v_scale
+        apart = output.new_empty(rows.numel(), *output.shape[1:])
+        super().forward(step.layer, q, k, v, cache, rest.metadata, apart)
+        output[rows] = apart
 
 
 def _plain(layer: Any, query: Tensor, output: Tensor) -> Tensor:
     """The query in the model's dtype: for a cache of 8 bits some backends of vLLM for GPUs are given one of 8 bits."""
     return query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
-
-
-def _pages(batch: Batch, piece: Piece, kv_cache: Tensor) -> Tensor:
-    return batch.block_table[piece.request, : -(-piece.k_len // kv_cache.shape[2])]
 
 
 def is_ours(parent: type) -> bool | None:

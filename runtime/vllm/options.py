@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +14,14 @@ KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
 HASH_KEY = "headwise_content_sha256"
 
+# What JSON has for the types of the fields below.
+_FITS = {
+    "str": lambda entry: isinstance(entry, str) and entry != "",
+    "float": lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool),
+    "bool": lambda entry: isinstance(entry, bool),
+}
+_WORDS = {"str": "a text", "float": "a number", "bool": "true or false"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -22,6 +31,8 @@ class Options:
     verify: a public key; the artifact has to be signed by its holder.
     target_speedup, target_kl, target_recall: which point of the artifact's front, see runtime.load.
     stats: a folder where each process keeps what it served, as headwise-<rank>.json.
+    dense: no patterns and no other section of the artifact: Headwise's kernel over every key, in every layer that can
+        be served; what a speed-up is to be compared with, beside vLLM's own attention.
     """
 
     artifact: str
@@ -31,6 +42,7 @@ class Options:
     target_kl: float | None = None
     target_recall: float | None = None
     stats: str | None = None
+    dense: bool = False
 
     def load(self) -> Headwise:
         """The artifact, checked, at the point that was asked for.
@@ -67,14 +79,12 @@ def options_of(additional_config: Any) -> Options | None:
     where = f'"{KEY}" in --additional-config'
     if not isinstance(given, dict):
         raise HeadwiseError(f"{where} must be a path or an object, got {shorten(value)}")
-    types = {field.name: float if "float" in str(field.type) else str for field in fields(Options)}
+    kinds = {field.name: str(field.type).partition(" ")[0] for field in fields(Options)}
     for name, entry in given.items():
-        if name not in types:
-            raise HeadwiseError(f"{where} has no field {shorten(name)}; it has: {', '.join(types)}")
-        number = isinstance(entry, int | float) and not isinstance(entry, bool)
-        if not (number if types[name] is float else isinstance(entry, str) and entry):
-            what = "a number" if types[name] is float else "a text"
-            raise HeadwiseError(f"{where}: {name} must be {what}, got {shorten(entry)}")
+        if name not in kinds:
+            raise HeadwiseError(f"{where} has no field {shorten(name)}; it has: {', '.join(kinds)}")
+        if not _FITS[kinds[name]](entry):
+            raise HeadwiseError(f"{where}: {name} must be {_WORDS[kinds[name]]}, got {shorten(entry)}")
     if "artifact" not in given:
         raise HeadwiseError(f"{where} needs a field 'artifact'")
     return Options(**given)
@@ -89,3 +99,10 @@ def ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs) or "none"
+
+
+def count(text: str) -> int:
+    """A positive number of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)

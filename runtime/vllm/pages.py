@@ -5,31 +5,35 @@ Shapes: P pages of the cache, N pages of a sequence, S tokens of a page, G KV he
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.attention.checks import EIGHT_BITS
 
 # From so many tokens on rows are found first and then written: fewer are put in one by one.
 _MANY = 16
 
 
-class Keys(NamedTuple):
-    """Keys and values of one sequence: tensors (1, G, K, D), or caches (P, S, G, D) with `table` (1, N) int32.
-
-    scales: what keys and values are to be multiplied by.
-    """
+class Pages(NamedTuple):
+    """Keys and values (P, S, G, D) of a layer's cache, and what they are to be multiplied by."""
 
     k: Tensor
     v: Tensor
-    table: Tensor | None = None
-    scales: tuple[float, float] = (1.0, 1.0)
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[1]
 
 
-def given(key: Tensor, value: Tensor) -> Keys:
-    """The keys of a sequence that has no others than those of this step: (K, G, D) each."""
-    k, v = (x.transpose(0, 1)[None] for x in (key, value))
-    return Keys(k, v)
+def pages_of(layer: Any, cache: Tensor, ours: bool) -> Pages:
+    """The pages of a layer of vLLM in its cache (P, G, S, 2 * D), which may hold 8 bits; see parted."""
+    scales = (layer._k_scale_float, layer._v_scale_float) if cache.dtype in EIGHT_BITS else ()
+    return Pages(*parted(cache, ours), *scales)
 
 
 def parted(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:

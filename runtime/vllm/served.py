@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,44 @@ from runtime.allocator import keep_freed_memory
 from runtime.attention.calls import no_kernel
 from runtime.attention.turns import Turns
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import Role, roles_of
+from runtime.omnikv.roles import Role
 from runtime.plans import kernel_patterns, layer_plan
 from runtime.vllm.batch import Piece, is_long
-from runtime.vllm.counters import SPARSE, Counters
+from runtime.vllm.counters import DENSE, SPARSE, Counters
 from runtime.vllm.decode import Chooser
 from runtime.vllm.dense import Stream
-from runtime.vllm.fit import keeps_of, misfits
+from runtime.vllm.fit import engine_misfits, keeps_of
 from runtime.vllm.options import HASH_KEY, Options, options_of, ranges
 from runtime.vllm.snapkv import Snap, Windows
 
 # By vLLM's names; scales for each token or head are other caches.
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Ways to make drafts: without a model, or with one whose layers are the parent's.
-_DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
 # Below vLLM's own logger, whose level and format it has.
 _log = logging.getLogger("vllm.headwise")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServedLayer:
+    """What is served of one attention layer of vLLM in this process.
+
+    number: by vLLM's name for it, None where the name has none or several. why_dense: why no prefill of it is sparse.
+    turns: the plan of its heads and when that gains, where it has patterns. role: what it does by the decode section,
+    None where that is nothing. keeps: the tokens that it keeps by the kv_cache section, None for all. owns: all of its
+    requests are served here alone. eight_bits: what its cache of 8 bits holds, which vLLM hands out as bytes.
+    """
+
+    number: int | None
+    why_dense: str | None = None
+    turns: Turns | None = None
+    role: Role | None = None
+    keeps: Stream | Snap | None = None
+    owns: bool = False
+    eight_bits: torch.dtype | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether anything of it is."""
+        return self.owns or self.turns is not None or self.role is not None
 
 
 class Served:
@@ -48,9 +70,11 @@ class Served:
         Raises:
             HeadwiseError: the artifact cannot be loaded or cannot serve this engine; one line says why.
         """
-        self._path = options.artifact
+        self._path, self.dense = options.artifact, options.dense
         headwise = options.load()
         self.artifact: Artifact = headwise.artifact
+        if self.dense:
+            self.artifact = self.artifact.model_copy(update={"decode": None, "kv_cache": None})
         parallel = config.parallel_config
         self._size = int(parallel.tensor_parallel_size)
         if config.device_config.device.type == "cpu":
@@ -60,17 +84,18 @@ class Served:
         self._both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
         # Tokens of the longest sequence that the engine takes.
         self.longest = int(config.model_config.max_model_len)
-        self._check(config)
+        for reason in engine_misfits(self.artifact, config):
+            raise HeadwiseError(reason)
+        # Not into the dict itself: that may be the caller's.
+        config.additional_config = {**config.additional_config, HASH_KEY: self.artifact.content_sha256}
         self._patterns = kernel_patterns(self.artifact, headwise.arrays)
-        self._turns: dict[tuple[int, int, int], Turns | None] = {}
-        self._reasons: dict[str, str | None] = {}
-        self._said: set[str] = set()
-        self._told = False
-        # Layers that drop tokens, by name.
+        # By name: what is served of each layer, and those that drop tokens.
+        self._known: dict[str, ServedLayer] = {}
         self._keeps: dict[str, Stream | Snap] = {}
+        self._said: set[str] = set()
         self.windows = Windows(int(config.scheduler_config.max_num_seqs))
-        # Which layers are sparse here, and which are dense by which reason.
-        self._layers: dict[str, str] = {}
+        # Which layers are sparse here, and which are dense by which reason, once that was said.
+        self._layers: dict[str, str] | None = None
         # Ranks are counted anew in each replica.
         process = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
@@ -86,13 +111,12 @@ class Served:
         """Shorter contexts are left to the parent."""
         return self.artifact.prefill.dense_below
 
-    def serves(self, layer: Any) -> bool:
-        """Whether anything of an attention layer of vLLM is served here."""
-        return self.why_dense(layer) is None or self.role(layer) is not None or self.keeps(layer) is not None
-
-    def keeps(self, layer: Any) -> Stream | Snap | None:
-        """The tokens that the layer keeps by the kv_cache section; None where that is all of them."""
-        return self._keeps.get(layer.layer_name)
+    def of(self, layer: Any) -> ServedLayer:
+        """What is served of an attention layer of vLLM, worked out once, when its weights are loaded."""
+        name = layer.layer_name
+        if name not in self._known:
+            self._known[name] = self._work_out(layer)
+        return self._known[name]
 
     @property
     def asks_prompts(self) -> bool:
@@ -114,53 +138,18 @@ class Served:
             raise HeadwiseError(
                 f"kv_cache.layers[{number}] drops tokens, and the layer cannot be served here: {reason}"
             )
+        self._keeps[layer.layer_name] = keeps
         if isinstance(keeps, Snap):
             if getattr(impl, "sinks", None) is not None:
                 raise HeadwiseError(f"kv_cache.layers[{number}] cannot be served: the layer uses attention sinks")
-            from runtime.vllm import prompt_pages
-
             self._keeps[layer.layer_name] = Snap(keeps.policies[self._kv_heads()])
-            layer.get_kv_cache_spec = lambda config: prompt_pages.spec_of(layer, config, keeps.policies)
-            return
-        from runtime.vllm import streaming
+        from runtime.vllm import specs
 
-        self._keeps[layer.layer_name] = keeps
-        layer.get_kv_cache_spec = lambda config: streaming.spec_of(layer, config, *keeps)
-
-    def role(self, layer: Any) -> Role | None:
-        """What the layer does in decode by the decode section; None where the parent decodes."""
-        if self.chooser is None or self._unserved(layer) is not None:
-            return None
-        number = number_of(layer.layer_name)
-        return None if number is None else self.chooser.role(number)
-
-    def why_dense(self, layer: Any) -> str | None:
-        """Why no prefill of an attention layer of vLLM can be sparse, None where it can."""
-        name = layer.layer_name
-        if name not in self._reasons:
-            self._reasons[name] = self._why_dense(layer)
-        return self._reasons[name]
-
-    def owns(self, layer: Any) -> bool:
-        """Whether a layer is served here alone: all of its requests, from pages in our own layout."""
-        return self.keeps(layer) is not None or (bool(getattr(layer.impl, "ours", False)) and self.serves(layer))
-
-    def turns(self, layer: Any, num_heads: int, num_kv_heads: int) -> Turns | None:
-        """The plan of the layer's heads in this process and when it gains, None where the layer has no patterns."""
-        if self.why_dense(layer) is not None:
-            return None
-        number = number_of(layer.layer_name)
-        assert number is not None
-        key = (number, num_heads, num_kv_heads)
-        if key not in self._turns:
-            heads = slice(self._rank() * num_heads, (self._rank() + 1) * num_heads)
-            plan = layer_plan(self.artifact, self._patterns, number, heads, num_kv_heads)
-            self._turns[key] = None if plan is None else Turns(plan)
-        return self._turns[key]
+        layer.get_kv_cache_spec = lambda config: specs.spec_of(layer, config, keeps)
 
     def is_long(self, piece: Piece) -> bool:
         """Whether a prefill may be served by patterns."""
-        return is_long(piece, self.dense_below, self.artifact.prefill.dense_tail)
+        return not self.dense and is_long(piece, self.dense_below, self.artifact.prefill.dense_tail)
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """What should have been sparse in a step is served by the parent: count it, and say so once."""
@@ -182,13 +171,12 @@ class Served:
 
     def say(self, layers: list[Any]) -> None:
         """One line, once: which of these layers are sparse here, and why others are not."""
-        if self._told:
+        if self._layers is not None:
             return
-        self._told = True
         by_reason: dict[str | None, list[int]] = {}
         for layer in layers:
-            if (number := number_of(layer.layer_name)) is not None:
-                by_reason.setdefault(self.why_dense(layer), []).append(number)
+            if (at := self.of(layer)).number is not None:
+                by_reason.setdefault(at.why_dense, []).append(at.number)
         self._layers = {reason or SPARSE: ranges(numbers) for reason, numbers in by_reason.items()}
         sparse = ranges(by_reason.pop(None, []))
         dense = "".join(f"; {ranges(numbers)} dense: {reason}" for reason, numbers in by_reason.items())
@@ -210,9 +198,9 @@ class Served:
         self.counters.keep()
 
     def report(self) -> dict[str, Any]:
-        """See runtime.vllm.stats."""
+        """Which artifact, layers and counts; see Counters.report."""
         about = {"artifact": self._path, "content_sha256": self.artifact.content_sha256, "rank": self._rank()}
-        return about | {"layers": self._layers} | self.counters.report()
+        return about | {"layers": self._layers or {}} | self.counters.report()
 
     def _chooser(self, config: Any) -> Chooser | None:
         if self.artifact.decode is None:
@@ -225,72 +213,45 @@ class Served:
         kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
         free = [i for i in range(self.artifact.model.num_layers) if not kinds or "sliding" not in kinds[i]]
         return Chooser(
-            OmniKV(
-                roles=roles_of(section, free, self._kv_heads()),
-                budget=section.budget,
-                selector=section.selector,
-                window=section.window,
-                backend="auto",
-                coverage=section.coverage,
-                group=group,
-            ),
+            OmniKV.of(section, free, self._kv_heads(), backend="auto", group=group),
             requests=int(config.scheduler_config.max_num_seqs),
             longest=self.longest,
         )
 
-    def _check(self, config: Any) -> None:
-        model = config.model_config
-        speculative = config.speculative_config
-        if speculative is not None and speculative.method not in _DRAFTS:
-            known = ", ".join(_DRAFTS)
-            raise HeadwiseError(f"speculative decoding by {speculative.method} is not served: use {known} or none")
-        parallel = config.parallel_config
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if getattr(parallel, name, 1) > 1:
-                raise HeadwiseError(f"{name} must be 1 with an artifact, got {getattr(parallel, name)}")
-        if self.artifact.decode is not None and parallel.pipeline_parallel_size > 1:
-            raise HeadwiseError(
-                f"--pipeline-parallel-size must be 1 with a decode section, got {parallel.pipeline_parallel_size}"
-            )
-        if self.artifact.decode is not None and getattr(parallel, "use_ubatching", False):
-            raise HeadwiseError("batches in parts (--enable-dbo) are not served with a decode section")
-        keeps = keeps_of(self.artifact)
-        if any(isinstance(each, Snap) for each in keeps.values()) and model.rswa_window is not None:
-            raise HeadwiseError("kv_cache with snapkv is not served for a model that has a window over its replies")
-        if keeps and speculative is not None and speculative.method == "draft_model":
-            # vLLM wants the layers of a draft model in one group of its cache, and may spread them over several there.
-            raise HeadwiseError(
-                "speculative decoding by draft_model is not served where kv_cache drops tokens: use eagle"
-            )
-        if keeps and config.kv_transfer_config is not None:
-            raise HeadwiseError(
-                "--kv-transfer-config is not served where kv_cache drops tokens: the first ones would miss"
-            )
-        architecture = next(iter(getattr(model.hf_config, "architectures", None) or ()), "")
-        for reason in misfits(self.artifact, model.hf_text_config, architecture, tensor_parallel=self._size):
-            raise HeadwiseError(reason)
-        empty = torch.empty(
-            1, 1, 1, self.artifact.model.head_dim, dtype=model.dtype, device=config.device_config.device
-        )
-        if missing := no_kernel("auto", empty, empty, empty):
-            raise HeadwiseError(f"no prefill can be sparse here: {missing}")
-        # Not into the dict itself: that may be the caller's.
-        config.additional_config = {**config.additional_config, HASH_KEY: self.artifact.content_sha256}
-
-    def _why_dense(self, layer: Any) -> str | None:
+    def _work_out(self, layer: Any) -> ServedLayer:
+        number, keeps = number_of(layer.layer_name), self._keeps.get(layer.layer_name)
         if (reason := self._unserved(layer)) is not None:
-            return reason
-        if isinstance(self.keeps(layer), Stream):
-            return "it keeps its first and last tokens, by kv_cache"
-        number = number_of(layer.layer_name)
+            return ServedLayer(number=number, why_dense=reason, eight_bits=eight_bits(layer))
         assert number is not None
+        turns, why_dense = None, self._why_dense(number, keeps)
+        if why_dense is None:
+            heads, rank = layer.impl.num_heads, self._rank()
+            mine = slice(rank * heads, (rank + 1) * heads)
+            plan = layer_plan(self.artifact, self._patterns, number, mine, layer.impl.num_kv_heads)
+            turns = None if plan is None else Turns(plan)
+        role = None if self.chooser is None else self.chooser.role(number)
+        ours = layer.impl.ours and (turns is not None or role is not None)
+        return ServedLayer(
+            number=number,
+            why_dense=why_dense,
+            turns=turns,
+            role=role,
+            keeps=keeps,
+            owns=bool(ours or self.dense or keeps is not None),
+            eight_bits=eight_bits(layer),
+        )
+
+    def _why_dense(self, number: int, keeps: Stream | Snap | None) -> str | None:
+        if self.dense:
+            return DENSE
+        if isinstance(keeps, Stream):
+            return "it keeps its first and last tokens, by kv_cache"
         row = self.artifact.prefill.layers[number]
         if row is None:
             return "left alone by the artifact"
-        return "every head is dense in the artifact" if self._all_dense(row) else None
-
-    def _all_dense(self, row: Sequence[str]) -> bool:
-        return all(self.artifact.patterns[name].kind == "dense" for name in row)
+        if all(self.artifact.patterns[name].kind == "dense" for name in row):
+            return "every head is dense in the artifact"
+        return None
 
     def _unserved(self, layer: Any) -> str | None:
         """Why nothing of an attention layer is served here, whatever the artifact says of it."""
@@ -313,18 +274,13 @@ class Served:
 
     def _unread(self, layer: Any) -> str | None:
         """Why a cache of another dtype than the layer's cannot be read here."""
-        stored = self.eight_bits(layer)
+        stored = eight_bits(layer)
         if stored is None:
             return f"its cache holds {shorten(layer.kv_cache_dtype)}, not {layer.dtype}"
         if layer._k_scale.numel() > 1 or layer._v_scale.numel() > 1:
             return "its cache has a scale for each head"
         kept = torch.empty(1, 1, 1, self.artifact.model.head_dim, dtype=stored, device=layer._k_scale.device)
         return no_kernel("auto", kept.to(layer.dtype), kept, kept)
-
-    @staticmethod
-    def eight_bits(layer: Any) -> torch.dtype | None:
-        """What a cache of 8 bits holds, which vLLM hands out as bytes; None for any other cache."""
-        return _EIGHT_BITS.get(str(getattr(layer, "kv_cache_dtype", None)))
 
     def _unowned(self, layer: Any) -> str | None:
         """Why a layer of vLLM's CPU backend cannot be served here alone."""
@@ -374,3 +330,8 @@ def number_of(layer_name: str) -> int | None:
     """The number of a layer by vLLM's name for it, None where the name has none or several."""
     numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else None
+
+
+def eight_bits(layer: Any) -> torch.dtype | None:
+    """What a cache of 8 bits holds, which vLLM hands out as bytes; None for any other cache."""
+    return _EIGHT_BITS.get(str(getattr(layer, "kv_cache_dtype", None)))

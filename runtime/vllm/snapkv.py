@@ -2,7 +2,7 @@
 
 A page has slots for every KV head, so the first rows of a request may hold other tokens in each. What is kept goes
 there when the last chunk of the prompt is computed. What is generated stays in the rows that vLLM gives it, from the
-prompt's end on. Rows between are read no more, and vLLM gets their pages back (runtime.vllm.prompt_pages).
+prompt's end on. Rows between are read no more, and vLLM gets their pages back (runtime.vllm.specs).
 
 Shapes: H query heads, G KV heads of this process, L tokens of a prompt, W queries that vote, D head dim, n requests.
 """
@@ -20,6 +20,7 @@ from kernels.index import PAD
 from runtime.caches.snapkv import elect, left_of, votes_of
 from runtime.vllm.batch import Batch, Few, Piece
 from runtime.vllm.dense import attend_few
+from runtime.vllm.pages import Pages
 
 
 class Snap(NamedTuple):
@@ -74,7 +75,7 @@ def keep(
     windows: Windows,
     layer: str,
     query: Tensor,
-    cache: tuple[Tensor, Tensor],
+    held: Pages,
     output: Tensor,
     batch: Batch,
     **how: Any,
@@ -87,38 +88,38 @@ def keep(
         snap, windows: what the layer keeps, and the queries of earlier steps.
         layer: its name.
         query: (T, H, D) of the step's T tokens.
-        cache: keys and values in pages (P, S, G, D), with those of the step.
+        held: keys and values in pages, with those of the step.
         output: see above; prompts' rows are written already.
         batch: the step, with the lengths of prompts.
         how: scale and softcap, and sinks, of which there are none.
     """
-    size, generated = cache[0].shape[1], []
+    generated: list[Piece] = []
     for piece in batch.every:
         if piece.generated:
             generated += _cut(piece)
             continue
-        pages = batch.block_table[piece.request, : -(-piece.k_len // size)]
+        pages = batch.pages(piece, held.size)
         q = query[piece.rows].transpose(0, 1)[None]
         voting = windows.of(layer, int(pages[0]), piece, q, snap.window)
         if voting is not None:
-            _move(snap, voting, cache, pages, piece.prompt, scale=how["scale"], softcap=how["softcap"])
-    for some in batch.few(tuple(generated), size):
+            _move(snap, voting, held, pages, piece.prompt, scale=how["scale"], softcap=how["softcap"])
+    for some in batch.few(tuple(generated)):
         if snap not in some.kept:
             some.kept[snap] = _rows(snap, some).to(query.device, non_blocking=True)
-        attend_few(query, cache, output, some, some.kept[snap], **how)
+        attend_few(query, held, output, some, some.kept[snap], **how)
 
 
-def rehearse(snap: Snap, query: Tensor, cache: tuple[Tensor, Tensor], prompt: int, **how: Any) -> None:
+def rehearse(snap: Snap, query: Tensor, held: Pages, prompt: int, **how: Any) -> None:
     """Take what it takes to keep a part of a prompt of so many tokens.
 
-    query: (T, H, D) of any tokens. cache: pages (P, S, G, D), the first of which stands for all and is written to.
+    query: (T, H, D) of any tokens. held: one page that stands for all and is written to.
     """
-    pages = torch.zeros(-(-prompt // cache[0].shape[1]), dtype=torch.int32, device=query.device)
+    pages = torch.zeros(-(-prompt // held.size), dtype=torch.int32, device=query.device)
     q = query.new_zeros(1, query.shape[1], min(snap.window, prompt), query.shape[2])
-    _move(snap, q, cache, pages, prompt, scale=how["scale"], softcap=how["softcap"])
+    _move(snap, q, held, pages, prompt, scale=how["scale"], softcap=how["softcap"])
 
 
-def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, prompt: int, **how: Any) -> None:
+def _move(snap: Snap, q: Tensor, held: Pages, pages: Tensor, prompt: int, **how: Any) -> None:
     """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages (N,), head by head."""
     heads_of: dict[artifacts.SnapKV, list[int]] = {}
     for head, policy in enumerate(snap.policies):
@@ -126,8 +127,8 @@ def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, pr
     left = {policy: left_of(policy, prompt, prompt) for policy in heads_of}
     if all(count == prompt for count in left.values()):
         return
-    size, table = cache[0].shape[1], pages.long()
-    k, v = (gathered(held, pages, prompt) for held in cache)
+    size, table = held.size, pages.long()
+    k, v = (gathered(cache, pages, prompt) for cache in (held.k, held.v))
     queries = q.unflatten(1, (len(snap.policies), -1))
     for policy, numbers in heads_of.items():
         if (count := left[policy]) == prompt:
@@ -137,14 +138,14 @@ def _move(snap: Snap, q: Tensor, cache: tuple[Tensor, Tensor], pages: Tensor, pr
         votes = votes_of(policy, voting, k[:, heads].to(q.dtype), v[:, heads].to(q.dtype), **how)
         rows = elect(votes, count, policy.window)[0]
         to = torch.arange(count, device=q.device)
-        for held, whole in zip(cache, (k, v), strict=True):
-            held[table[to // size], to % size, heads[:, None]] = whole[0, heads[:, None], rows]
+        for cache, whole in ((held.k, k), (held.v, v)):
+            cache[table[to // size], to % size, heads[:, None]] = whole[0, heads[:, None], rows]
 
 
-def gathered(held: Tensor, pages: Tensor, k_len: int) -> Tensor:
+def gathered(cache: Tensor, pages: Tensor, k_len: int) -> Tensor:
     """The keys or values (1, G, K, D) of a sequence out of (P, S, G, D), by its pages (N,): a copy of whole pages."""
-    found = held.transpose(1, 2).index_select(0, pages).transpose(0, 1)
-    return found.reshape(1, held.shape[2], -1, held.shape[3])[:, :, :k_len]
+    found = cache.transpose(1, 2).index_select(0, pages).transpose(0, 1)
+    return found.reshape(1, cache.shape[2], -1, cache.shape[3])[:, :, :k_len]
 
 
 def _cut(piece: Piece) -> list[Piece]:
@@ -159,8 +160,9 @@ def _cut(piece: Piece) -> list[Piece]:
 def _rows(snap: Snap, some: Few) -> Tensor:
     """The rows (n, C) that are read, or (n, G, C) where heads keep different numbers: the kept, then the generated."""
     policies = snap.policies if len(set(snap.policies)) > 1 else snap.policies[:1]
-    left = torch.tensor([[left_of(policy, n, n) for policy in policies] for n in some.prompts.tolist()])[..., None]
-    prompts, ends = (x.long()[:, None, None] for x in (some.prompts, some.ends))
+    lengths = [(piece.prompt, piece.k_len) for piece in some.pieces]
+    left = torch.tensor([[left_of(policy, n, n) for policy in policies] for n, _ in lengths])[..., None]
+    prompts, ends = torch.tensor(lengths)[:, :, None, None].unbind(1)
     at = torch.arange(int((left + ends - prompts).max()))
     rows = torch.where(at < left, at, prompts - left + at)
     rows = torch.where(rows < ends, rows, PAD).to(torch.int32)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from runtime.omnikv.lane import CudaLane
 from runtime.caches.banked import BankedLayer
+from runtime.omnikv.lane import CudaLane
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 pytestmark = pytest.mark.gpu

@@ -16,9 +16,9 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels.index import PAD
+from runtime.caches.banked import BankedLayer
 from runtime.omnikv import lane as lanes
 from runtime.omnikv.groups import Group, replaced
-from runtime.caches.banked import BankedLayer
 from runtime.omnikv.offload import OffloadedTensor
 from tests.runtime.omnikv import CLOSE, COVERED, DECODE, LAYERS, MAPPED, steps
 

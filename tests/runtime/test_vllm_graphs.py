@@ -23,8 +23,8 @@ from runtime.omnikv.roles import roles_of
 from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
 from runtime.vllm.decode import Chooser
+from runtime.vllm.fit import engine_misfits
 from runtime.vllm.pages import store
-from runtime.vllm.served import Served, number_of
 from tests.runtime.test_vllm_parts import (
     MAP,
     PAGE,
@@ -168,8 +168,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     omni = OmniKV(roles=roles_of(section, range(4), slice(0, G)), **how)
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
-    served.role = lambda layer: served.chooser.role(number_of(layer.layer_name))
-    served.turns, served.tell = lambda *_: None, lambda: None
+    engine.layer["turns"], served.tell = None, lambda: None
     return section
 
 
@@ -244,7 +243,7 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: 
         metadata = engine.builder.build(0, common)
         buffers.forward(metadata)
     buffers.check(section, [300, 30, 97, 512, 77])
-    assert getattr(metadata, KEY).ones.k_len == 512 + (0 if engine.impl.ours else 3)
+    assert getattr(metadata, KEY).chosen[0].k_len == 512 + (0 if engine.impl.ours else 3)
     budget = 5 if isinstance(section.budget, float) else 4
     assert engine.served.counters.report()["decode"] == {"chosen": budget}
 
@@ -272,7 +271,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, 1 if section.head_map is None else 3, 40 if section.head_map is None else 103)
     # Nothing is chosen by that.
-    assert chooser.tokens_read() is None and not chooser._width
+    assert chooser.tokens_read() is None and not chooser._chosen
     monkeypatch.setattr(Parent, "forward", rest)
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
@@ -280,9 +279,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
 
 
 def test_batches_in_parts_are_refused() -> None:
-    served: Any = object.__new__(Served)
-    served.artifact = SimpleNamespace(decode=object(), kv_cache=None)
+    artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
     parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
     config = SimpleNamespace(model_config=None, speculative_config=None, parallel_config=parallel)
-    with pytest.raises(artifacts.HeadwiseError, match=r"batches in parts .* are not served with a decode section"):
-        served._check(config)
+    assert next(engine_misfits(artifact, config)).startswith("batches in parts (--enable-dbo) are not served")

@@ -28,7 +28,7 @@ from runtime.vllm.dense import Stream
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import Options, options_of, ranges
 from runtime.vllm.pages import parted, quantised, store
-from runtime.vllm.served import Served, number_of
+from runtime.vllm.served import Served, ServedLayer, number_of
 from tests.runtime.omnikv import DECODE
 
 H, G, D, PAGE = 4, 2, 32, 16
@@ -44,6 +44,7 @@ LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **SCALES)
         (None, None),
         ({"other": 1}, None),
         ({"headwise": "a.yaml"}, Options(artifact="a.yaml")),
+        ({"headwise": {"artifact": "a.yaml", "dense": True}}, Options(artifact="a.yaml", dense=True)),
         (
             {"headwise": {"artifact": "a.yaml", "target_kl": 1, "stats": "/s"}},
             Options(artifact="a.yaml", target_kl=1, stats="/s"),
@@ -61,6 +62,7 @@ def test_options(given: Any, expected: Options | None) -> None:
         ({}, "needs a field 'artifact'"),
         ({"artifact": ""}, "artifact must be a text, got ''"),
         ({"artifact": "a", "target_kl": True}, "target_kl must be a number, got True"),
+        ({"artifact": "a", "dense": "yes"}, "dense must be true or false, got 'yes'"),
         ({"artifact": "a", "budget": 1}, "has no field 'budget'; it has: artifact, content_sha256, verify"),
     ],
 )
@@ -238,21 +240,27 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128, dense_tail=0)),
         longest=512,
         chooser=None,
-        role=lambda _: None,
         counters=Counters(),
-        turns=lambda *_: Turns(LayerPlan(patterns * 2, G)),
-        owns=lambda _: ours,
-        keeps=lambda _: None,
-        eight_bits=lambda _: stored,
+        dense=False,
         _size=1,
         _said=set(),
     )
+    # What is served of every layer, as tests change it; the chooser says what it does in decode.
+    layer: dict[str, Any] = {"turns": Turns(LayerPlan(patterns * 2, G)), "owns": ours, "eight_bits": stored}
+
+    def of(asked: Any) -> ServedLayer:
+        number = number_of(asked.layer_name)
+        assert number is not None
+        role = None if served.chooser is None else served.chooser.role(number)
+        return ServedLayer(**{"number": number, "role": role, **layer})
+
+    served.of = of
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
     impl.__dict__.update(_served=served, is_served=True, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
     builder.__dict__.update(_served=served, _owned=ours, _snaps=False, _told_prompts=False)
     served.counting = builder
-    return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2)
+    return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2, layer=layer)
 
 
 def poisoned(engine: Any, pages: int) -> Tensor:
@@ -361,8 +369,7 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
 @pytest.mark.parametrize("stored", [None, *EIGHT])
 @pytest.mark.parametrize("stream", [Stream(4, 50), Stream(20, 64), Stream(0, 30), Stream(3, 1000)])
 def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: Stream) -> None:
-    engine.served.owns, engine.served.keeps = lambda _: True, lambda _: stream
-    engine.served.turns = lambda *_: None
+    engine.layer.update(owns=True, keeps=stream, turns=None)
     engine.builder._owned = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
@@ -429,9 +436,8 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
     roles = roles_of(section, range(4), slice(0, G))
     omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto", coverage=section.coverage)
     engine.served.chooser = Chooser(omni, requests=4, longest=512)
-    engine.served.role = lambda layer: engine.served.chooser.role(number_of(layer.layer_name))
-    # Decode, short and long; a prefill; drafts to verify.
-    common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200))
+    # Decode, short and long; a prefill; drafts to verify, of two lengths.
+    common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
     spans = list(pairwise(common.query_start_loc_cpu.tolist()))
     chose: dict[int, list[Any]] = {}
@@ -448,7 +454,7 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
         output = torch.full_like(query, float("nan"))
         monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn", **SCALES)
         engine.impl.forward(monkey, query, key, value, cache, metadata, output)
-        for request in (0, 3) if section.coverage else (0, 3, 4):
+        for request in (0, 3) if section.coverage else (0, 3, 4, 5, 6):
             start, end = spans[request]
             q, k, v = parts[request]
             if number == 1:
@@ -460,7 +466,7 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
                 assert (~seen).any()
             torch.testing.assert_close(output[start:end], by_choice(q, k, v, seen), atol=2e-5, rtol=1e-5)
     found = engine.served.counters.report()
-    assert found["decode"] == {"chosen": 2 if section.coverage else 3}
+    assert found["decode"] == {"chosen": 2 if section.coverage else 5}
 
 
 def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any) -> None:
@@ -471,7 +477,7 @@ def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any)
     roles = {1: Role(filters=True), 2: Role(filter=1)}
     omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto")
     engine.served.chooser = Chooser(omni, requests=1, longest=512)
-    engine.served.role = lambda _: roles[2]
+    engine.layer["role"] = roles[2]
     (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))
     torch.testing.assert_close(out, by_choice(q, k, v, None), atol=2e-5, rtol=1e-5)
     assert engine.served.counters.report()["decode"] == {"filter layer 1 has chosen nothing": 1}
@@ -526,7 +532,7 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: p
         "memory_units": {"sink": 1, "window": 1, "units": 1},
     }
     plan = LayerPlan([make("a_shape", sink=64, window=64), make(kind, **sizes[kind])] * 2, G)
-    engine.served.turns = lambda *_: Turns(plan)
+    engine.layer["turns"] = Turns(plan)
     seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
     monkeypatch.setattr(

@@ -99,7 +99,7 @@ def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Tr
         max_num_batched_tokens=16384,
         enable_prefix_caching=False,
         additional_config={"headwise": path},
-        worker_extension_cls="runtime.vllm.worker.Stats",
+        worker_extension_cls="runtime.vllm.Stats",
     )
     try:
         asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

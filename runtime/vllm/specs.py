@@ -1,0 +1,130 @@
+"""Layers that drop tokens, as vLLM's cache knows them: pages of what is gone go back to its pool.
+
+Importing this module imports vLLM, and makes these kinds of cache known to it: in the process of the scheduler, too,
+which reads it when the specification of a layer arrives there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+import artifacts
+from artifacts import HeadwiseError
+from runtime.caches.snapkv import left_of
+from runtime.vllm.dense import Stream
+from runtime.vllm.snapkv import Snap
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingSpec(SlidingWindowSpec):
+    """A window that slides, behind the first `sinks` tokens, which stay (StreamingLLM, section 3.2)."""
+
+    sinks: int
+
+    @property
+    def first_pages(self) -> int:
+        """How many pages hold the first tokens."""
+        return -(-self.sinks // self.block_size)
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """The window's pages and those of the first tokens."""
+        return int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)) + self.first_pages
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        """Whether one manager can hold all of these layers."""
+        return all(
+            isinstance(spec, StreamingSpec) and (spec.sinks, spec.sliding_window) == (self.sinks, self.sliding_window)
+            for spec in kv_cache_specs.values()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSpec(AttentionSpec):
+    """Everything until a prompt is computed; then what `policies` (SnapKV) keep of it, and what follows."""
+
+    policies: tuple[artifacts.SnapKV, ...]
+
+    def pages_of(self, prompt: int) -> int:
+        """How many pages hold what is kept of a prompt of so many tokens: as many as the head with the most needs."""
+        return -(-max(left_of(policy, prompt, prompt) for policy in self.policies) // self.block_size)
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """A prompt as long as the longest sequence is kept whole until it is computed."""
+        return -(-vllm_config.model_config.max_model_len // self.block_size) * self.page_size_bytes
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        """Whether one manager can hold all of these layers."""
+        return all(spec == self for spec in kv_cache_specs.values())
+
+
+class _NoPrefixes:
+    """A manager that finds no cached prefix: parts of it are gone."""
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *_: Any, **__: Any
+    ) -> tuple[tuple[list[Any], ...], int]:
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+class StreamingManager(_NoPrefixes, SlidingWindowManager):
+    """Frees the pages between the first tokens and the window."""
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        end = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
+        self._remove_blocks_in_range(request_id, self.kv_cache_spec.first_pages, end)
+
+
+class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
+    """Frees the pages between what is kept of a prompt and its end."""
+
+    def __init__(self, kv_cache_spec: PromptSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        # Tokens of the prompt by which a request's pages were freed.
+        self._prompts: dict[str, int] = {}
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """As vLLM's managers do.
+
+        Raises:
+            HeadwiseError: a prompt grew after parts of it were dropped (a session that is fed with more input).
+        """
+        prompt = num_prompt_tokens or 0
+        if prompt > self._prompts.get(request_id, prompt):
+            raise HeadwiseError("a request whose prompt grows is not served where kv_cache keeps a part of each prompt")
+        if not prompt or processed_computed_tokens < prompt:
+            return
+        self._prompts[request_id] = prompt
+        self._remove_blocks_in_range(request_id, self.kv_cache_spec.pages_of(prompt), prompt // self.block_size)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        self._prompts.pop(request_id, None)
+        return list(super().pop_blocks_for_free(request_id))
+
+    def cache_blocks(self, *_: Any, **__: Any) -> None:
+        """Nothing: pages are written anew when a prompt is computed."""
+
+
+def spec_of(layer: Any, config: Any, keeps: Stream | Snap) -> StreamingSpec | PromptSpec:
+    """The cache of a layer of vLLM that keeps this, in the KV heads of all processes."""
+    full = type(layer).get_kv_cache_spec(layer, config)
+    names = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
+    same = {name: getattr(full, name) for name in names}
+    if isinstance(keeps, Stream):
+        return StreamingSpec(sliding_window=keeps.window, sinks=keeps.sinks, **same)
+    return PromptSpec(policies=tuple(sorted(set(keeps.policies), key=repr)), **same)
+
+
+# Those of vLLM first: it adds its own only to a registry that is empty.
+KVCacheSpecRegistry.check_kv_cache_spec_registry({})
+KVCacheSpecRegistry.register(StreamingSpec, StreamingManager, StreamingSpec)
+KVCacheSpecRegistry.register(PromptSpec, PromptManager, PromptSpec)
