@@ -1,6 +1,7 @@
 """python -m profiling.first_token: time to the first token in vLLM and to each later one, with an artifact and without.
 
-Both engines are asked for tokens after the same random prompts; docs/vllm.md has figures.
+Three engines are asked for tokens after the same random prompts: vLLM's own attention, Headwise's kernel over every
+key, and the artifact; docs/vllm.md has figures.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -22,13 +24,17 @@ from typing import Any, Self
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from runtime.vllm.check import count
-from runtime.vllm.options import KEY
+from profiling.speed.baselines import KERNEL, MODEL, Speedup, of_rounds
+from runtime.vllm.counters import CHOSEN, DENSE, SPARSE
+from runtime.vllm.options import KEY, count
+
+ARTIFACT = "artifact"
+_LABELS = {MODEL: "vLLM's own attention", KERNEL: "dense by Headwise's kernel", ARTIFACT: "Headwise"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure: engine settings are vLLM's own, the same for both."""
+    """What to measure: engine settings are vLLM's own, the same for all three."""
 
     file: Path
     model: str
@@ -54,36 +60,40 @@ def parser() -> ArgumentParser:
         type=_settings,
         default={},
         metavar="JSON",
-        help="""settings of both engines: '{"dtype": "float32"}'""",
+        help="""settings of all engines: '{"dtype": "float32"}'""",
     )
     return made
 
 
 def run(config: Config) -> str:
-    """A line for each engine, the ratio, and one line of JSON.
+    """A line for each engine, the ratios, and one line of JSON.
 
     Raises:
-        HeadwiseError: an engine does not start, or the artifact served no prefill sparsely.
+        HeadwiseError: an engine does not start, the artifact served no prefill sparsely, or the kernel none densely.
     """
     if find_spec("vllm") is None:
         raise HeadwiseError("vLLM is not installed: pip install 'headwise[vllm]', see docs/vllm.md")
     made = random.Random(config.seed)
-    ways = {"dense": None, "artifact": str(config.file.absolute())}
+    artifact = {"artifact": str(config.file.absolute())}
+    ways: dict[str, dict[str, Any] | None] = {MODEL: None, KERNEL: artifact | {"dense": True}, ARTIFACT: artifact}
     # For each prompt the first token's, and the mean of the others'.
     seconds: dict[str, list[list[float]]] = {way: [] for way in ways}
-    with _Engine(config, ways["dense"]) as dense, _Engine(config, ways["artifact"]) as sparse:
+    with ExitStack() as stack:
+        engines = {way: stack.enter_context(_Engine(config, given)) for way, given in ways.items()}
         for turn in range(config.repeats + 1):
-            prompt = [made.randrange(dense.vocabulary) for _ in range(config.length)]
-            for way, engine in {"dense": dense, "artifact": sparse}.items():
+            prompt = [made.randrange(engines[MODEL].vocabulary) for _ in range(config.length)]
+            for way, engine in engines.items():
                 taken = engine.ask(prompt)
-                # The first prompt warms both up.
+                # The first prompt warms all of them up.
                 seconds[way] += [taken] if turn else []
-        served = sparse.ask(None)
-    if not (served.get("prefills", {}).get("sparse") or served.get("decode", {}).get("chosen")):
+        dense, served = engines[KERNEL].ask(None), engines[ARTIFACT].ask(None)
+    if not (served.get("prefills", {}).get(SPARSE) or served.get("decode", {}).get(CHOSEN)):
         raise HeadwiseError(
             f"no prefill of {config.length} tokens was sparse, and no token was decoded by chosen ones: "
             f"{served or 'no artifact was at work'}"
         )
+    if not dense.get("prefills", {}).get(DENSE):
+        raise HeadwiseError(f"Headwise's kernel served no prefill of {config.length} tokens over every key: {dense}")
     return _told(config, seconds, served)
 
 
@@ -101,16 +111,17 @@ def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[st
 
 
 def _table(config: Config, seconds: dict[str, list[float]], what: str) -> list[str]:
-    """The seconds of each way, and how many times as fast the artifact is."""
-    ratios = [dense / sparse for dense, sparse in zip(seconds["dense"], seconds["artifact"], strict=True)]
+    """The seconds of each way, and how many times as fast the artifact is as the better dense and as vLLM's own."""
     lines = [
-        f"{way:8} {statistics.median(taken):8.3f} s {what}, {min(taken):.3f} to {max(taken):.3f}"
+        f"{_LABELS[way]:26} {statistics.median(taken):8.3f} s {what}, {min(taken):.3f} to {max(taken):.3f}"
         for way, taken in seconds.items()
     ]
-    middle, lowest, highest = statistics.median(ratios), min(ratios), max(ratios)
+    found: Speedup = of_rounds(seconds, ARTIFACT)
+    ratios = [dense / ours for dense, ours in zip(seconds[found.better], seconds[ARTIFACT], strict=True)]
     return [
         *lines,
-        f"{config.length} tokens: {middle:.2f} times as fast, {lowest:.2f} to {highest:.2f} in {len(ratios)} turns",
+        f"{config.length} tokens: {found.value:.2f} times as fast as the better dense, {min(ratios):.2f} to "
+        f"{max(ratios):.2f} in {len(ratios)} turns; {found.over[MODEL]:.2f} times as fast as {_LABELS[MODEL]}",
     ]
 
 
@@ -125,10 +136,10 @@ def _installed(name: str) -> bool:
 class _Engine:
     """A process with an engine: a prompt gives seconds, None what was served."""
 
-    def __init__(self, config: Config, artifact: str | None) -> None:
+    def __init__(self, config: Config, given: dict[str, Any] | None) -> None:
         context = get_context("spawn")
         self._there, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config, artifact), daemon=False)
+        self._process = context.Process(target=_serve, args=(theirs, config, given), daemon=False)
         self._process.start()
         theirs.close()
         self.vocabulary = 0
@@ -162,7 +173,7 @@ class _Engine:
         return answer
 
 
-def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
+def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> None:
     # An engine in this process waits without a busy loop, which would cost the other one time.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # On a CPU, threads that are bound need a process of their own.
@@ -172,13 +183,13 @@ def _serve(parent: Connection, config: Config, artifact: str | None) -> None:
     from runtime.allocator import keep_freed_memory
     from runtime.vllm import stats
 
-    # An engine with an artifact does so by itself on a CPU: both have it, and the ratio is attention's.
+    # An engine with an artifact does so by itself on a CPU: all have it, and the ratio is attention's.
     keep_freed_memory()
 
     settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + config.tokens}
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
-    if artifact is not None:
-        settings["additional_config"] = settings.get("additional_config", {}) | {KEY: artifact}
+    if given is not None:
+        settings["additional_config"] = settings.get("additional_config", {}) | {KEY: given}
     asked = SamplingParams(temperature=0, max_tokens=config.tokens, ignore_eos=True, detokenize=False)
     try:
         llm = LLM(model=config.model, **settings)

@@ -95,7 +95,6 @@ class CudaLane(Lane):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def send(self, target: Tensor, rows: Tensor) -> None:
-        """See Lane.send."""
         self._outward.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._outward):
             target.copy_(rows, non_blocking=True)
@@ -103,16 +102,13 @@ class CudaLane(Lane):
         rows.record_stream(self._outward)
 
     def arrived(self) -> None:
-        """See Lane.arrived."""
         self._outward.synchronize()
 
     def receive(self, target: Tensor, rows: Tensor) -> None:
-        """See Lane.receive."""
         torch.cuda.current_stream(self.device).wait_stream(self._outward)
         target.copy_(rows, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See Lane.to_host."""
         # The filter layer may lie on another device: the stream and the event are those of the tensor's.
         with torch.cuda.device(tensor.device):
             found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -127,7 +123,6 @@ class CudaLane(Lane):
         return wait
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """See Lane.start."""
         computed = torch.cuda.Event()
         computed.record(torch.cuda.current_stream(self.device))
         delivered = torch.cuda.Event()
@@ -166,7 +161,6 @@ class CudaLane(Lane):
 
     @property
     def host_bytes(self) -> int:
-        """See Lane.host_bytes."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
 

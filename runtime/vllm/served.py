@@ -167,7 +167,9 @@ class Served:
     @property
     def captures(self) -> bool:
         """Whether decode can be captured in CUDA graphs: nothing of it depends on what the host knows of a step."""
-        return self.artifact.kv_cache is None and (self.chooser is None or self.chooser.captures)
+        if self.dense or self.artifact.kv_cache is not None:
+            return False
+        return self.chooser is None or self.chooser.captures
 
     def say(self, layers: list[Any]) -> None:
         """One line, once: which of these layers are sparse here, and why others are not."""

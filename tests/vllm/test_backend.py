@@ -89,6 +89,7 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: py
         ("ALWAYS", {"chooser": CHOOSES | {"group": object()}}, "NEVER"),
         ("ALWAYS", {"chooser": CHOOSES, "kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"kv_cache": object()}, "NEVER"),
+        ("ALWAYS", {"dense": True}, "NEVER"),
     ],
 )
 def test_graphs_are_of_what_can_be_replayed(
@@ -104,9 +105,10 @@ def test_graphs_are_of_what_can_be_replayed(
     class Builder(SparseBuilder, Parent):  # type: ignore[misc]
         pass
 
-    has = {"chooser": None, "kv_cache": None, **(artifact or {})}
+    has = {"chooser": None, "kv_cache": None, "dense": False, **(artifact or {})}
     at_work: Any = object.__new__(Served)
     chooser = None if has["chooser"] is None else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
-    at_work.__dict__.update(chooser=chooser, artifact=SimpleNamespace(kv_cache=has["kv_cache"]))
+    kept = SimpleNamespace(kv_cache=has["kv_cache"])
+    at_work.__dict__.update(chooser=chooser, dense=has["dense"], artifact=kept)
     monkeypatch.setattr("runtime.vllm.builder.served", lambda _: None if artifact is None else at_work)
     assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport[ours]

@@ -12,16 +12,20 @@ from profiling.first_token import main
 
 _ENGINE = json.dumps({"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True})
 
+WAYS = ["vLLM's own attention", "dense by Headwise's kernel", "Headwise"]
 
-def test_both_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_all_three_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
     command = [artifact(), "--model", model, "--length", "400", "--repeats", "2", "--engine", _ENGINE]
     assert main(command) == 0
-    dense, sparse, ratio, record = capsys.readouterr().out.splitlines()[-4:]
-    assert dense.startswith("dense ") and sparse.startswith("artifact ")
+    *rows, ratio, record = capsys.readouterr().out.splitlines()[-5:]
+    assert [row.partition("  ")[0] for row in rows] == WAYS
     assert ratio.startswith("400 tokens: ") and "density of the sparse layers 0." in ratio
+    assert "as fast as the better dense" in ratio and "as fast as vLLM's own attention" in ratio
     found = json.loads(record)
     assert {way: [len(each) for each in seconds] for way, seconds in found["seconds"].items()} == {
         "dense": [1, 1],
+        "dense_kernel": [1, 1],
         "artifact": [1, 1],
     }
     assert found["served"]["prefills"] == {"sparse": 3}
@@ -32,8 +36,8 @@ def test_later_tokens(model: str, artifact: Any, capsys: pytest.CaptureFixture[s
     path = artifact((None,) * 3, decode=artifacts.Decode(omnikv=section))
     how = ["--model", model, "--length", "200", "--tokens", "5", "--repeats", "1", "--engine", _ENGINE]
     assert main([path, *how]) == 0
-    *_, dense, sparse, ratio, record = capsys.readouterr().out.splitlines()
-    assert dense.startswith("dense ") and sparse.startswith("artifact ") and "s a later token" in sparse
+    *rows, ratio, record = capsys.readouterr().out.splitlines()[-5:]
+    assert [row.partition("  ")[0] for row in rows] == WAYS and "s a later token" in rows[-1]
     assert ratio.startswith("200 tokens: ")
     found = json.loads(record)
     assert found["served"]["decode"] == {"chosen": 8} and [len(each) for each in found["seconds"]["dense"]] == [2]

@@ -29,6 +29,17 @@ def test_whole_prompts_alone_and_together(model: str, artifact: Any, transformer
     assert found["prefills"] == {"sparse": 8, "short": 4} and 0 < found["density"] < 0.9
 
 
+def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transformers) -> None:
+    # Nothing of the artifact is left, its decode section neither.
+    given = {"artifact": artifact(decode=decode("of all heads")), "dense": True}
+    with engine(model, additional_config={"headwise": given}) as served:
+        assert served.tokens(PROMPTS) == [transformers.tokens(ids) for ids in PROMPTS]
+        found = stats()
+    assert found["prefills"] == {"dense by kernel": 6} and found["density"] is None and "decode" not in found
+    # All layers have pages that vLLM's own attention could not read.
+    assert found["layers"] == {"dense by kernel": "0-2"}
+
+
 def test_chunks(model: str, artifact: Any, transformers: Transformers) -> None:
     path = artifact()
     with engine(model, path, max_num_batched_tokens=512, max_num_seqs=8) as served:
