@@ -106,7 +106,7 @@ class Tape:
         for self._place in places:
             try:
                 self._run()
-            except _Asked:
+            except _Reached:
                 continue
             raise _Untileable
 
@@ -147,7 +147,7 @@ class Tape:
         for whole, tile in zip(self._wholes, tiles, strict=True):
             whole[:, :, self._place] = tile
         self.asked = asked
-        raise _Asked
+        raise _Reached
 
     def update(
         self, key: Tensor, value: Tensor, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -203,8 +203,8 @@ class _Untileable(BaseException):
     """The module does something that a tile alone cannot answer."""
 
 
-class _Asked(BaseException):
-    """The tile has asked for attention, and what it asked with is on the tape."""
+class _Reached(BaseException):
+    """The tile has reached attention, and what it asks with is on the tape."""
 
 
 def _is_cache(given: object) -> bool:
