@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from artifacts import HeadwiseError
 from runtime.vllm.batch import (
     KEY,
@@ -99,18 +101,7 @@ class SparseBuilder(_Parent):
         metadata = super().build(common_prefix_len, common, fast_build)
         if self._served is None:
             return metadata
-        chooser = self._served.chooser
-        if self._owned and special(common):
-            raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
-        if not self._owned and chooser is None and common.max_query_len < 2:
-            every: tuple[Piece, ...] = ()
-        else:
-            every = requests_of(common, exact=self._owned)
-            if not self._owned and chooser is not None and any(chooser.takes(piece.q_len) for piece in every):
-                every = requests_of(common, exact=True)
-            if self._snaps:
-                assert prompts is not None
-                every = parted_at_prompts(every, prompts.tolist())
+        chooser, every = self._served.chooser, self._requests(common, prompts)
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
         steps: list[Piece] = []
@@ -138,6 +129,22 @@ class SparseBuilder(_Parent):
             parts = {"every": every, "pieces": long, "chosen": chosen, "block_table": common.block_table_tensor}
             setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), **parts))
         return metadata
+
+    def _requests(self, common: Any, prompts: Tensor | None) -> tuple[Piece, ...]:
+        """The requests of a step, none where nothing of it can be served here; prompts: the lengths of theirs."""
+        assert self._served is not None
+        chooser = self._served.chooser
+        if self._owned and special(common):
+            raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
+        if not self._owned and chooser is None and common.max_query_len < 2:
+            return ()
+        every = requests_of(common, exact=self._owned)
+        if not self._owned and chooser is not None and any(chooser.takes(piece.q_len) for piece in every):
+            every = requests_of(common, exact=True)
+        if self._snaps:
+            assert prompts is not None
+            every = parted_at_prompts(every, prompts.tolist())
+        return every
 
     def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:
         left = rest_of(common, served)

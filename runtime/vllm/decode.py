@@ -115,7 +115,7 @@ class Chooser:
                 **how,
             )
             if done.scores is not None:
-                most = self._most if few.k_len is None else max(self._omni.count(few.k_len), few.q_len)
+                most = max(self._most, few.q_len)
                 found = self._omni.choose_each(layer, role, done.scores, few.ends[some], most, q_len=few.q_len)
                 chosen = self._room(layer, few, found) if chosen is None else chosen
                 chosen[some] = found
