@@ -230,7 +230,8 @@ class PolicyLayer(CacheLayerMixin):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        left = max(self._slots + tokens_to_remove, 0)
+        # transformers 5.16 counts drafts in a tensor, which would change with the slots that are added to it.
+        left = max(self._slots + int(tokens_to_remove), 0)
         if left == self._slots:
             return
         marks = [mark for mark in self._marks if mark.slots <= left]
