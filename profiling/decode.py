@@ -31,7 +31,6 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
-from profiling.evaluation.intervals import Interval
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts
@@ -47,6 +46,7 @@ from profiling.quality.forced_decode import (
     in_blocks,
     position_lines,
 )
+from profiling.quality.intervals import Interval
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.decode_steps import Method, methods, of_cache, step_seconds
 from profiling.speed.lossless_speed import lossless_table, measure_lossless

@@ -23,8 +23,6 @@ from artifacts import HeadwiseError, Streaming, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
 from profiling.environment import environment
-from profiling.evaluation.intervals import mean_interval, paired_difference, prompts_needed
-from profiling.evaluation.method import Method, of_policy
 from profiling.evaluation.record import as_json
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -32,6 +30,8 @@ from profiling.progress import bar
 from profiling.prompts.prompt import digest, make_prompts, parse_task, per_context
 from profiling.prompts.settings import HIGH, LOW, Setting, keep
 from profiling.quality.guessing import MEASURES, Measure, guessed
+from profiling.quality.intervals import mean_interval, paired_difference, prompts_needed
+from profiling.quality.method import Method, of_policy
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import KERNEL
 from runtime.fingerprint import fingerprint

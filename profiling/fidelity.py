@@ -12,11 +12,11 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError, Measurement, ModelInfo, arguments, load_pair, update
 from artifacts.command_line import ArgumentParser, run_command
 from profiling.environment import environment
-from profiling.inside.earlier_choices import Earlier, compared
-from profiling.inside.earlier_choices import report as report_earlier
 from profiling.inside.head_fidelity import Fidelity, fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import TASKS, Prompt, make_prompts
+from profiling.quality.earlier_choices import Earlier, compared
+from profiling.quality.earlier_choices import report as report_earlier
 from runtime.fingerprint import check, fingerprint
 
 if TYPE_CHECKING:

@@ -26,8 +26,6 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
 from profiling.environment import environment
-from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
-from profiling.evaluation.method import Method, of_policy
 from profiling.evaluation.method_table import CACHES, RANDOM
 from profiling.evaluation.record import as_json
 from profiling.ledger import Ledger
@@ -39,6 +37,8 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task, per_context
 from profiling.quality.answers import new_tokens
 from profiling.quality.contexts import by_context
+from profiling.quality.intervals import holm, mean_interval, paired_difference, sign_flip
+from profiling.quality.method import Method, of_policy
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import KERNEL
 from runtime.fingerprint import fingerprint

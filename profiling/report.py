@@ -24,7 +24,6 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, reason, shorten
 from artifacts.files import atomic_write, open_regular
 from profiling.evaluation.equal_time import equal_time
-from profiling.evaluation.intervals import least_units
 from profiling.evaluation.measure import OUTPUT, Evaluation, Outcome, check_lengths, evaluate, open_ledger
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods, beside_of
@@ -35,6 +34,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import parse_task
 from profiling.prompts.settings import TEXT, settings, usual_length
+from profiling.quality.intervals import least_units
 from profiling.speed.ratios import LEAST
 from runtime.fingerprint import check
 

@@ -26,7 +26,6 @@ from artifacts.files import atomic_write
 from artifacts.page_layout import aligned
 from kernels.index import TILE
 from profiling.environment import environment
-from profiling.evaluation.intervals import student
 from profiling.evaluation.record import as_json
 from profiling.inside.chosen_tiles import attend_to, mass_scores
 from profiling.inside.oracle import choosing
@@ -35,6 +34,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.drawing import line_style, new_figure, save
 from profiling.progress import bar
 from profiling.prompts.prompt import digest, make_prompts, parse_task
+from profiling.quality.intervals import student
 from profiling.quality.logits import DenseLogits
 from runtime import apply_dense
 from runtime.fingerprint import fingerprint

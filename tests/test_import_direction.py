@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -98,36 +98,6 @@ def test_imports_run_downwards(package: str) -> None:
     assert not found, "\n".join(found)
 
 
-def circle(package: str, sources: Mapping[str, str]) -> list[str]:
-    """Rooms of a package that import one another, in a circle, also in functions and for types; none where none do.
-
-    sources: what lies in the package, by path. What lies in no room is above them all.
-    """
-    rooms: dict[str, set[str]] = {}
-    for path, source in sources.items():
-        _, *room, _ = path.split("/")
-        for _, module, _ in imports(ast.parse(source)):
-            other = module.split(".")[1:2]
-            if room and module.startswith(f"{package}.") and other != room[:1]:
-                rooms.setdefault(room[0], set()).update(other)
-    try:
-        TopologicalSorter(rooms).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-def test_the_rooms_of_search_import_one_way() -> None:
-    paths = sorted((ROOT / "search").rglob("*.py"))
-    assert not circle("search", {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths})
-
-
-def test_a_circle_is_seen_also_where_it_is_for_types() -> None:
-    one, two = "from search.b.y import f", "if TYPE_CHECKING:\n    from search.a.z import g"
-    assert set(circle("search", {"search/a/x.py": one, "search/b/y.py": two})) == {"a", "b"}
-    assert not circle("search", {"search/a/x.py": one, "search/b/y.py": "from search.b.z import g", "search/c.py": two})
-
-
 @pytest.mark.parametrize(
     ("package", "source"),
     [
@@ -177,52 +147,44 @@ def test_the_plugin_loads_nothing_before_the_engine_asks() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
 
 
-def test_no_module_of_artifacts_imports_one_that_imports_it() -> None:
-    """Not on import, in a function or for types alone."""
-    paths = {_module(path): path for path in (ROOT / "artifacts").rglob("*.py")}
-    below = {
-        name: {found for _, found, _ in imports(ast.parse(path.read_text())) if found in paths} - {name, "artifacts"}
-        for name, path in paths.items()
-    }
-    assert not circles(below)
+def circle(sources: Mapping[str, str], depth: int) -> list[str]:
+    """Names in a circle of imports, also in functions and for types; none where there is none.
 
-
-def test_no_room_of_the_runtime_imports_one_that_imports_it() -> None:
-    """Its folders, and the modules beside them: not on import, in a function or for types alone."""
-    found = {}
-    for path in (ROOT / "runtime").rglob("*.py"):
-        if path != ROOT / "runtime" / "__init__.py":
-            found[_module(path)] = [module for _, module, _ in imports(ast.parse(path.read_text()))]
-    below = rooms_below(found)
-    assert {"attention", "caches", "low_memory", "lossless", "omnikv", "vllm", "handle"} <= below.keys()
-    assert not circles(below)
-
-
-def rooms_below(modules: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """By room which others its modules import: runtime.caches.step is of the room caches, runtime.dense is one."""
+    sources: what modules of one package say, by their names, of which the first `depth` parts count. The package's own
+    `__init__` is above them all.
+    """
     below: dict[str, set[str]] = {}
-    for name, others in modules.items():
-        room = name.split(".")[1]
-        theirs = {other.split(".")[1] for other in others if other.startswith("runtime.")}
-        below[room] = below.get(room, set()) | theirs - {room}
-    return below
+    for name, source in sources.items():
+        package, *inner = name.split(".")[:depth]
+        mine = ".".join((package, *inner))
+        theirs = {".".join(module.split(".")[:depth]) for _, module, _ in imports(ast.parse(source))}
+        below.setdefault(mine, set()).update(theirs & {".".join(other.split(".")[:depth]) for other in sources})
+        below[mine] -= {mine, package}
+    try:
+        TopologicalSorter(below).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
-def circles(below: Mapping[str, set[str]]) -> set[str]:
-    """Those of the names that are in a circle, or above one."""
-    left = dict(below)
-    while leaves := [name for name, others in left.items() if not others & left.keys()]:
-        for name in leaves:
-            del left[name]
-    return set(left)
+@pytest.mark.parametrize(
+    ("package", "depth"), [("artifacts", 3), *((name, 2) for name in BELOW if name != "artifacts")]
+)
+def test_nothing_imports_what_imports_it(package: str, depth: int) -> None:
+    """Modules of artifacts; elsewhere folders, and the modules beside them."""
+    modules = {_module(path): path.read_text(encoding="utf-8") for path in (ROOT / package).rglob("*.py")}
+    assert len(modules) > 50 and not circle({name: text for name, text in modules.items() if name != package}, depth)
 
 
 @pytest.mark.parametrize(
     ("caches", "found"),
     [
-        ("from runtime.attention.calls import Call", {"attention", "caches", "handle"}),
-        ("def f():\n    from runtime.attention.calls import Call", {"attention", "caches", "handle"}),
-        ("if TYPE_CHECKING:\n    from runtime import handle", {"attention", "caches", "handle"}),
+        ("from runtime.attention.calls import Call", {"runtime.attention", "runtime.caches"}),
+        ("def f():\n    from runtime.attention.calls import Call", {"runtime.attention", "runtime.caches"}),
+        (
+            "if TYPE_CHECKING:\n    from runtime import handle",
+            {"runtime.attention", "runtime.caches", "runtime.handle"},
+        ),
         ("from runtime.dense import right\nfrom runtime.caches.room import with_room", set()),
     ],
 )
@@ -233,8 +195,7 @@ def test_circles_are_found(caches: str, found: set[str]) -> None:
         "runtime.attention.calls": "from runtime.caches.step import Step",
         "runtime.handle": "from runtime.attention import calls",
     }
-    modules = {name: [module for _, module, _ in imports(ast.parse(source))] for name, source in sources.items()}
-    assert circles(rooms_below(modules)) == found
+    assert set(circle(sources, 2)) == found
 
 
 def _module(path: Path) -> str:

@@ -8,7 +8,6 @@ from html import escape
 from typing import Any
 
 from profiling.environment import environment
-from profiling.evaluation.method import Method
 from profiling.evaluation.method_table import METHODS
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.side_by_side import compared, timed
@@ -17,6 +16,7 @@ from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number, table
 from profiling.prompts.held_out import seeded_prompts
 from profiling.prompts.prompt import Prompt
+from profiling.quality.method import Method
 from profiling.quality.trials import VERSION
 from profiling.speed.baselines import HEADWISE
 from runtime import Headwise

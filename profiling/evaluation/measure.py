@@ -15,7 +15,6 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.hashing import canonical_json
-from profiling.evaluation.method import Method
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
@@ -25,6 +24,7 @@ from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Prompt, parse_task, p
 from profiling.quality.contexts import by_context
 from profiling.quality.likeness import VERSION as LIKENESS
 from profiling.quality.likeness import Likeness, as_dense
+from profiling.quality.method import Method
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import MODEL
 

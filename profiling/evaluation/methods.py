@@ -32,7 +32,6 @@ from artifacts.errors import shorten
 from artifacts.kv_cache import Policy
 from profiling.caches.random_eviction import drawing
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
-from profiling.evaluation.method import Method, digest
 from profiling.evaluation.method_table import (
     CACHES,
     METHODS,
@@ -51,6 +50,7 @@ from profiling.inside.oracle import choosing, oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
+from profiling.quality.method import Method, digest
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers

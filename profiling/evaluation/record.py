@@ -12,7 +12,6 @@ from typing import Any
 from artifacts import Artifact
 from artifacts.page_layout import aligned
 from profiling.environment import environment
-from profiling.evaluation.intervals import holm
 from profiling.evaluation.measure import Evaluation, Outcome
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import (
@@ -35,6 +34,7 @@ from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import told_overlap
 from profiling.prompts.settings import HIGH, LOW, settings
+from profiling.quality.intervals import holm
 from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells, speedup
 
 FORMAT = 3

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from profiling.evaluation.intervals import (
+from profiling.evaluation.measure import SEED, UNIT, Outcome, groups
+from profiling.quality.intervals import (
     CONFIDENCE,
     Interval,
     holm,
@@ -20,7 +21,6 @@ from profiling.evaluation.intervals import (
     sign_flip,
     student,
 )
-from profiling.evaluation.measure import SEED, UNIT, Outcome, groups
 from profiling.quality.trials import BLOCK, FORCED
 
 ALL = "all answers"

@@ -13,9 +13,9 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError
 from kernels.patterns import LayerPlan
-from profiling.evaluation.intervals import holm, paired_difference, sign_flip
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
+from profiling.quality.intervals import holm, paired_difference, sign_flip
 from profiling.quality.logits import DenseLogits, Drift
 from profiling.speed.attention_time import attention_seconds, build_of
 from runtime import Headwise

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from artifacts import HeadwiseError
-from profiling.evaluation.method import Method
 from profiling.evaluation.methods import Methods
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
+from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from runtime.memory import cache_bytes

@@ -9,13 +9,13 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from profiling.environment import environment
-from profiling.evaluation.method import Method
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
 from profiling.ledger import Ledger, Unit
 from profiling.memory_use.peak_memory import peak_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
+from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
 # Both are timed in the same rounds as whatever stands beside them.

@@ -24,8 +24,8 @@ from transformers import DynamicCache
 
 from artifacts import Artifact, HeadwiseError, arguments, save
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.evaluation.method import Method
 from profiling.models.loading import LoadedModel, load_model
+from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load
 from runtime.layers import text_config

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from artifacts.files import atomic_write
-from profiling.pictures.tables import csv_text
+from profiling.csv_text import csv_text
 
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

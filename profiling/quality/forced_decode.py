@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from artifacts.page_layout import aligned
-from profiling.evaluation.intervals import Interval, student
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.intervals import Interval, student
 
 # Tokens of a mean that is kept.
 BLOCK = 64

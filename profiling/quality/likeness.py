@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from profiling.evaluation.method import Method
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity
 from profiling.prompts.prompt import Prompt
 from profiling.quality.contexts import scored_places
 from profiling.quality.logits import check_logits
+from profiling.quality.method import Method
 from runtime import apply_dense
 from runtime.plans import kernel_patterns, layer_plan
 

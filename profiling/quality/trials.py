@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.evaluation.method import Method
 from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
@@ -23,6 +22,7 @@ from profiling.quality.contexts import Prefilled, fed, prefilled
 from profiling.quality.forced import answer_ids, asks, forced, scored_answers
 from profiling.quality.forced_decode import begin, forced_losses
 from profiling.quality.guessing import compared
+from profiling.quality.method import Method
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256

@@ -31,7 +31,7 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
-from profiling.pictures.tables import csv_text
+from profiling.csv_text import csv_text
 
 FILE = "similarity.safetensors"
 FORMAT = 4

@@ -10,10 +10,10 @@ import numpy as np
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.files import check_writable
-from profiling.inside.missed_mass import Missed, missed_mass
 from profiling.models.loading import load_model
 from profiling.pictures.drawing import save, save_table
 from profiling.pictures.head_pictures import missed_figure
+from profiling.pictures.missed_mass import Missed, missed_mass
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task
 from runtime.fingerprint import check
 from search.explaining.question import Question

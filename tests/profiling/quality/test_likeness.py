@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from artifacts import Artifact, AShape, HeadwiseError, Imported, Prefill
-from profiling.evaluation.method import Method
 from profiling.prompts.prompt import Prompt
 from profiling.quality.likeness import Likeness, as_dense
+from profiling.quality.method import Method
 from runtime import Headwise
 from runtime.fingerprint import fingerprint
 from tests.runtime.tiny import tiny_model

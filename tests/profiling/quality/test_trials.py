@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import artifacts
-from profiling.evaluation.method import Method
 from profiling.evaluation.methods import Methods
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answer, negative_log_likelihood
+from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK, trial
 from runtime.fingerprint import fingerprint
 from tests.profiling.quality.forcing import forced_answers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.evaluation.intervals import (
+from profiling.quality.intervals import (
     holm,
     mean_interval,
     paired_difference,

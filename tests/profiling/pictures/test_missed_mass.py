@@ -12,8 +12,8 @@ import artifacts
 from artifacts import AShape, Imported, Prefill, pattern_name
 from kernels.patterns import LayerPlan, make
 from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.missed_mass import missed_mass
 from profiling.models.loading import load_model
+from profiling.pictures.missed_mass import missed_mass
 from profiling.prompts.prompt import make_prompts
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny

@@ -12,9 +12,9 @@ from kernels.index import TILE
 from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.chosen_tiles import mass_scores, top_k_index
-from profiling.inside.earlier_choices import WAYS, compared, earlier_choices, report
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
+from profiling.quality.earlier_choices import WAYS, compared, earlier_choices, report
 from runtime.fingerprint import fingerprint
 from runtime.plans import kernel_patterns
 from tests.search.conftest import save_tiny

@@ -21,12 +21,12 @@ from artifacts import Artifact, HeadwiseError
 from kernels.index import TILE, SparseIndex, empty_entries, lists
 from kernels.joining import cat_heads
 from kernels.patterns import KINDS, Pattern, largest
-from profiling.evaluation.intervals import Interval, student
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.chosen_tiles import row_mass
 from profiling.inside.head_fidelity import attend, dense_attention, kept_mass
 from profiling.inside.residual import ResidualStream
 from profiling.prompts.prompt import Prompt
+from profiling.quality.intervals import Interval, student
 from runtime.plans import kernel_growth, kernel_patterns
 
 if TYPE_CHECKING:
