@@ -270,8 +270,8 @@ def _masses(
         there = live & (key >= 0)[None, :]
         mine = live
         if ADD:
-            there = there & (tile < end)
-            mine = live & (tile - block >= begin)
+            there = there & (column + tile * TILE < end * TILE)[None, :]
+            mine = live & (column + (tile - block) * TILE >= begin * TILE)[None, :]
         _keep(vertical, member * k_len + key[None, :], _over_queries(weights, MEMBERS), there, block, ADD)
         skewed = tl.gather(weights, skew, 1)
         own = column[None, :] <= row[:, None]

@@ -31,7 +31,7 @@ COLUMNS = ("x better dense", "x model's dense")
 class Speedup:
     """How many times as fast something is as each dense attention that was timed beside it, by its name.
 
-    bounds: of each the interval of speed.ratios, where rounds are known. rounds: how many.
+    bounds: of each the interval of speed.ratios, where there are rounds. rounds: how many.
     """
 
     over: Mapping[str, float]
@@ -55,11 +55,14 @@ def dense(model: Any, name: str) -> AbstractContextManager[object]:
 
 
 def speedup(seconds: Sequence[float], dense: Mapping[str, Sequence[float]]) -> Speedup:
-    """Medians over rounds of the ratios of dense seconds to these, which were taken in the same rounds."""
+    """Medians over rounds of the ratios of dense seconds to these, which were taken in the same rounds.
+
+    One round has no bounds.
+    """
     ratios = {name: ratio_of_pairs(rounds, seconds) for name, rounds in dense.items()}
     return Speedup(
         over={name: ratio.value for name, ratio in ratios.items()},
-        bounds={name: (ratio.low, ratio.high) for name, ratio in ratios.items()},
+        bounds={name: (ratio.low, ratio.high) for name, ratio in ratios.items() if len(seconds) > 1},
         rounds=len(seconds),
     )
 

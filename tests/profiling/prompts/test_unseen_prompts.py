@@ -31,7 +31,8 @@ def common(a: Prompt, b: Prompt) -> bool:
 
 
 def found(task: str, tokenizer: Any, samples: int, seen: list[Prompt]) -> tuple[list[Prompt], int]:
-    prompts, overlapping = unseen_prompts(task, tokenizer, length=LENGTH, samples=samples, seed=SEED, seen=Seen(seen))
+    made = unseen_prompts(task, tokenizer, length=LENGTH, samples=samples, seed=SEED, seen=Seen(seen))
+    prompts, overlapping, _ = made
     assert len(prompts) == samples and all(len(prompt.input_ids) == LENGTH for prompt in prompts)
     return prompts, overlapping
 
