@@ -34,7 +34,7 @@ def report(artifact: Artifact, out: Path, model: str) -> str:
     prefill = artifact.prefill
     lines += [
         f"recall   {summary.recall:.4f}{beside}",
-        f"density  {summary.density:.4f}  (budget {search.budget}: {search.target_density:.4f})",
+        f"density  {summary.density:.4f}  (budget {search.budget}: {_spent(artifact, out)})",
         f"error    {summary.error:.4f}  (relative L2 of a head's output)",
         f"dense    {f'the last {prefill.dense_tail} queries, and ' if prefill.dense_tail else ''}"
         f"prompts shorter than {prefill.dense_below:,} tokens",
@@ -79,14 +79,24 @@ def _times(artifact: Artifact, out: Path) -> list[str]:
 
 def _counted(artifact: Artifact, out: Path) -> list[str]:
     """Where nothing was timed: what the point that is served costs by the search's own count."""
-    front, search = artifact.prefill.front, artifact.search
-    if front is None or search is None:
-        return []
-    number = served_point(artifact, load_arrays(out))
-    if number is None:
-        return []
-    share = front.points[number].cost / front.dense_cost
-    return [f"cost     {share:.3f} of dense attention in {front.unit}, counted; not timed here"]
+    cost = _cost(artifact, out)
+    return [] if cost is None else [f"cost     {cost}, counted; not timed here"]
+
+
+def _spent(artifact: Artifact, out: Path) -> str:
+    """What a budget came to: the gate may have raised it."""
+    assert artifact.search is not None, "a search has just written it"
+    cost = _cost(artifact, out)
+    return f"{artifact.search.target_density:.4f}" if cost is None else f"spent {cost}"
+
+
+def _cost(artifact: Artifact, out: Path) -> str | None:
+    """The cost of the point that is served, by the search's own count; None without a front."""
+    front = artifact.prefill.front
+    number = None if front is None else served_point(artifact, load_arrays(out))
+    if front is None or number is None:
+        return None
+    return f"{front.points[number].cost / front.dense_cost:.3f} of dense attention in {front.unit}"
 
 
 def _baseline(measured: Measurement) -> float:
