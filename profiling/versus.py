@@ -19,7 +19,7 @@ from profiling.environment import environment
 from profiling.evaluation.side_by_side import Row, compared, timed
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
-from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
+from profiling.prompts.held_out import Seen, overlap_sentence, unseen_prompts
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.speed.baselines import COLUMNS, KERNEL, LABELS, MODEL, Speedup, cells, speedup
 from runtime import Headwise
@@ -94,7 +94,10 @@ def _prompts(config: Versus, tokenizer: Any, seen: Seen) -> dict[str, list[Promp
             task, tokenizer, length=config.length, samples=config.samples, seed=config.seed, seen=seen
         )
         if made.overlapping:
-            print(told_overlap(parse_task(task).name, config.length, made.overlapping, config.samples), file=sys.stderr)
+            print(
+                overlap_sentence(parse_task(task).name, config.length, made.overlapping, config.samples),
+                file=sys.stderr,
+            )
         found[task] = made.prompts
     return found
 

@@ -20,7 +20,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.answers import answer
 from profiling.ranks import one_process
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds, rows, told
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds, rows, sentence
 from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load
 from runtime.fingerprint import fingerprint
@@ -66,7 +66,7 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
     seconds = interleaved(ways, lambda: prefill(model, ids), repeats=repeats, device="cpu")
     print(f"\nprefill of {length:,} tokens, median of {repeats} interleaved runs\n")
     print("\n".join(rows(medians(seconds))))
-    print(f"Headwise is {told(of_rounds(seconds, HEADWISE))}")
+    print(f"Headwise is {sentence(of_rounds(seconds, HEADWISE))}")
     density, recall = np.nanmean(kept.density), np.nanmean(kept.recall)
     print(f"it computes {density:.3f} of the tiles and keeps {recall:.3f} of the attention mass")
     asked = min(PASSKEY_LENGTH, length)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
-from profiling.prompts.prompt import JUDGED_TASKS
+from profiling.prompts.prompt import GATE_TASKS
 from search.model.check import Check, run
 from search.model.limits import add_limits, limits_of
 from search.model.task_losses import line
@@ -24,7 +24,7 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(p)
     arguments.add_model(p)
     add_limits(p)
-    arguments.add_task(p, f"what is asked (default {' '.join(JUDGED_TASKS)})", old="--tasks")
+    arguments.add_task(p, f"what is asked (default {' '.join(GATE_TASKS)})", old="--tasks")
     arguments.add_length(p, "tokens of a prompt (default: what was searched)")
     p.add_argument(
         "--samples",

@@ -77,7 +77,7 @@ def fronts(record: Mapping[str, Any]) -> list[Front]:
     return found
 
 
-def told(front: Front) -> str:
+def sentences(front: Front) -> str:
     """A front in sentences: who is on it, who is worse than dense, and who could not be told apart from it."""
     others = [point for point in front.points if point.method not in (BASELINE, _SDPA)]
     worse = [point.method for point in others if point.verdict == "worse"]
@@ -102,5 +102,5 @@ def section(record: Mapping[str, Any]) -> str:
             series, title=f"{one.task}, {one.length}", x_label="seconds to the first token", y_label=one.measure
         )
         head = f"<h3>{escape(one.task)}, {one.length:,} tokens: {escape(one.measure)}</h3>"
-        parts.append(f"{head}{chart}{legend(series)}<p>{escape(told(one))}</p>")
+        parts.append(f"{head}{chart}{legend(series)}<p>{escape(sentences(one))}</p>")
     return f"<h2>Quality against time</h2>{''.join(parts)}" if parts else ""

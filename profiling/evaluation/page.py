@@ -13,18 +13,18 @@ from profiling.evaluation.fronts import section
 from profiling.evaluation.measure import OUTPUT
 from profiling.evaluation.record import (
     as_json,
+    crossover_sentence,
     figure,
     methods_at,
     nearness,
     speedup_of,
     summary_tasks,
-    told_crossover,
     told_seen,
 )
 from profiling.evaluation.rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
 from profiling.pictures.charts import Bar, Series, heatmap, intervals, legend, lines
 from profiling.pictures.page_parts import STYLE, number, plain, size, table
-from profiling.speed.baselines import COLUMNS, cells, told
+from profiling.speed.baselines import COLUMNS, cells, sentence
 
 
 def write_report(out: Path, record: dict[str, Any]) -> None:
@@ -71,12 +71,12 @@ def _in_short(record: dict[str, Any]) -> str:
         timed = _of(record["prefill"], "headwise", length)
         if timed:
             said.append(
-                f"<li>{length:,} tokens: prefill takes {timed['seconds']:.3f} s, {told(speedup_of(timed))}; "
+                f"<li>{length:,} tokens: prefill takes {timed['seconds']:.3f} s, {sentence(speedup_of(timed))}; "
                 f"{timed['build'] / timed['seconds']:.0%} of it is spent on indices.</li>"
             )
     if record["crossover"]:
-        sentence = told_crossover(record)
-        said.append(f"<li>{escape(sentence[0].upper() + sentence[1:])}.</li>")
+        crossover = crossover_sentence(record)
+        said.append(f"<li>{escape(crossover[0].upper() + crossover[1:])}.</li>")
     return f"<ul>{''.join(said)}</ul>" if said else ""
 
 
@@ -245,7 +245,7 @@ def _speed(record: dict[str, Any]) -> str:
         parts.append(table(["method", "tokens", "peak"], rows, "Peak memory of a prefill beside the model"))
     if record["crossover"]:
         rows = [[("", f"{length:,}"), ("", f"{speedup:.2f}")] for length, speedup in record["crossover"]["measured"]]
-        parts.append(f"<h3>Crossover</h3><p>{escape(told_crossover(record))}.</p>")
+        parts.append(f"<h3>Crossover</h3><p>{escape(crossover_sentence(record))}.</p>")
         parts.append(table(["tokens", COLUMNS[0]], rows, "Lengths that were timed"))
     return "".join(parts)
 

@@ -26,13 +26,13 @@ from profiling.evaluation.rows import (
     curves,
     figures,
     grid,
-    judged,
+    marked,
 )
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
 from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number
-from profiling.prompts.held_out import told_overlap
+from profiling.prompts.held_out import overlap_sentence
 from profiling.prompts.settings import HIGH, LOW, settings
 from profiling.quality.intervals import holm
 from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells, speedup
@@ -97,7 +97,7 @@ def _corrected(found: Sequence[Figure], same_time: Sequence[Mapping[str, Any]]) 
 def renewed(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record of any version as this one has it: all looks corrected together, seconds of one dense figure."""
     kept = [Figure(**{**each, "by_seed": tuple(each.get("by_seed", ()))}) for each in record["figures"]]
-    found = judged(kept, [row["p"] for row in _compared(record.get("equal_time", []))])
+    found = marked(kept, [row["p"] for row in _compared(record.get("equal_time", []))])
     same_time = _corrected(found, record.get("equal_time", []))
     prefill = []
     dense = {each["length"]: each["rounds"] for each in record["prefill"] if each["method"] == KERNEL}
@@ -242,7 +242,7 @@ def table(record: dict[str, Any]) -> str:
         if near:
             blocks.append("\n".join([f"{length} tokens, beside dense attention's predictions", *aligned(near)]))
     if record["crossover"]:
-        blocks.append(told_crossover(record))
+        blocks.append(crossover_sentence(record))
     blocks += told_seen(record)
     return "\n\n".join(blocks)
 
@@ -287,10 +287,10 @@ def speedup_of(timed: dict[str, Any]) -> Speedup:
 
 def told_seen(record: dict[str, Any]) -> list[str]:
     """A sentence for each task of which the search had seen prompts; none in records from before that was looked at."""
-    return [told_overlap(**each) for each in record.get("seen_by_search", [])]
+    return [overlap_sentence(**each) for each in record.get("seen_by_search", [])]
 
 
-def told_crossover(record: dict[str, Any]) -> str:
+def crossover_sentence(record: dict[str, Any]) -> str:
     """The crossover in a sentence."""
     found = record["crossover"]
     lengths = [length for length, _ in found["measured"]]

@@ -108,10 +108,10 @@ def figures(outcomes: Sequence[Outcome], others: Sequence[float] = ()) -> list[F
         whole = {name: records for name, records in methods.items() if asked[length, name] == answered[length]}
         if len(answered[length]) > 1:
             found += _of_task(ALL, length, whole)
-    return judged(found, others)
+    return marked(found, others)
 
 
-def judged(found: Sequence[Figure], others: Sequence[float] = ()) -> list[Figure]:
+def marked(found: Sequence[Figure], others: Sequence[float] = ()) -> list[Figure]:
     """With verdicts, all looks of a page corrected together: those of the figures, and `others` beside them."""
     tested = [at for at, figure in enumerate(found) if figure.p is not None]
     corrected = holm([*(found[at].p or 0.0 for at in tested), *others])

@@ -31,7 +31,7 @@ _EXAMPLES = 2
 _FACTS = {1: 8, 2: 12, 3: 16}
 
 
-class Told(NamedTuple):
+class Story(NamedTuple):
     facts: tuple[str, ...]
     question: str
     answer: str
@@ -43,9 +43,9 @@ def babilong(wanted: Wanted) -> list[Prompt]:
     hay = haystacks.of(wanted)
 
     def one(rng: random.Random) -> Prompt:
-        examples = [told(rng, number, least=4 * number) for _ in range(_EXAMPLES)]
+        examples = [make_story(rng, number, least=4 * number) for _ in range(_EXAMPLES)]
         shown = "".join(f"\nExample: {' '.join(e.facts)}{e.question} {e.answer}.\n" for e in examples)
-        story = told(rng, number, least=_FACTS[number])
+        story = make_story(rng, number, least=_FACTS[number])
         head, question = encode(_HEAD + shown), encode(story.question)
         hidden = encode.each([f" {fact}" for fact in story.facts])
         room = wanted.room(head, *hidden, question)
@@ -56,7 +56,7 @@ def babilong(wanted: Wanted) -> list[Prompt]:
     return wanted.prompts(one)
 
 
-def told(rng: random.Random, number: int, *, least: int) -> Told:
+def make_story(rng: random.Random, number: int, *, least: int) -> Story:
     """At least so many facts, and a question of bAbI's task `number` that they answer."""
     at: dict[str, str] = {}
     holder: dict[str, str] = {}
@@ -90,14 +90,14 @@ def told(rng: random.Random, number: int, *, least: int) -> Told:
             continue
         if number == 1:
             asked = rng.choice(sorted(at))
-            return Told(tuple(facts), _QUESTION[1].format(asked), at[asked])
+            return Story(tuple(facts), _QUESTION[1].format(asked), at[asked])
         known = sorted(thing for thing, way in ways.items() if len(way) >= number - 1)
         if known:
             thing = rng.choice(known)
             if number == 2:
-                return Told(tuple(facts), _QUESTION[2].format(thing), ways[thing][-1])
+                return Story(tuple(facts), _QUESTION[2].format(thing), ways[thing][-1])
             before, now = list(pairwise(ways[thing]))[-1]
-            return Told(tuple(facts), _QUESTION[3].format(thing, now), before)
+            return Story(tuple(facts), _QUESTION[3].format(thing, now), before)
 
 
 _ASKS = (

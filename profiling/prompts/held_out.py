@@ -73,7 +73,7 @@ def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
     return (hashlib.sha256(data[end - _ALIKE * size : end]).digest() for end in ends)
 
 
-def told_overlap(task: str, length: int, overlapping: int, samples: int) -> str:
+def overlap_sentence(task: str, length: int, overlapping: int, samples: int) -> str:
     """That some prompts of a task, by its name, were seen: in a sentence."""
     return (
         f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search looked at: take a "

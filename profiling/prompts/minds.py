@@ -49,18 +49,18 @@ def tracking(wanted: Wanted, *, steps: int = 10, partial: int = 0) -> list[Promp
 
     def solved(rng: random.Random) -> Iterator[str]:
         while True:
-            story = told(rng, _EXAMPLE_STEPS)
+            story = make_story(rng, _EXAMPLE_STEPS)
             yield f"{story.question}{story.answer}\n\n"
 
     def one(rng: random.Random) -> Prompt:
-        story = told(rng, steps)
+        story = make_story(rng, steps)
         ids = behind_examples(wanted, wanted.encode(_HEAD), solved(rng), wanted.encode(story.question))
         return Prompt(ids, story.answer, metric="tom_partial" if partial else "tom")
 
     return wanted.prompts(one)
 
 
-def told(rng: random.Random, steps: int) -> Story:
+def make_story(rng: random.Random, steps: int) -> Story:
     """A story of so many steps, with what is to be tracked."""
     agents, objects, rooms = (rng.sample(names, 2) for names in (_AGENTS, _OBJECTS, _ROOMS))
     containers = rng.sample(_CONTAINERS, 4)

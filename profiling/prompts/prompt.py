@@ -42,7 +42,7 @@ from profiling.prompts import (
 from profiling.prompts.kind import Find, Kind, Prompt, Wanted
 from profiling.prompts.tokens import Encoder
 
-__all__ = ["CALIBRATED_TASKS", "DEFAULT_TASKS", "JUDGED_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
+__all__ = ["CALIBRATED_TASKS", "DEFAULT_TASKS", "GATE_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
 __all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
 
 _FILES: tuple[ModuleType, ...] = (retrieval, lines, hops, turns, recalls, needles, variables, frequencies, documents)
@@ -55,7 +55,7 @@ DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
 # What a search calibrates on by default: what it finds by these loses no more of a later turn's answers.
 CALIBRATED_TASKS = ("line_asked", "chain", "prose")
 # What a search is judged on by default: all kinds of answers in one prefill.
-JUDGED_TASKS = ("facts", "prose")
+GATE_TASKS = ("facts", "prose")
 TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"
 
 

@@ -79,7 +79,7 @@ def cells(found: Speedup | None) -> tuple[str, str]:
     return f"{found.value:.2f}x", f"{found.over[MODEL]:.2f}x" if MODEL in found.over else "-"
 
 
-def told(found: Speedup) -> str:
+def sentence(found: Speedup) -> str:
     """A speed-up in words with its bounds: `1.69 times as fast (1.60 to 1.75) as the better dense, ...`."""
     said = _times(found, found.better, "the better dense")
     if MODEL in found.over:

@@ -15,7 +15,7 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
-from profiling.prompts.prompt import JUDGED_TASKS, Prompt, parse_task
+from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
 from runtime.plans import kernel_patterns, layer_plan
@@ -81,7 +81,7 @@ def verdict(
     """The same of an artifact and a model that are loaded."""
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
     # A set that no search uses: its own may have decided.
-    prompts = held_out_prompts(config.tasks or JUDGED_TASKS, loaded, **how, seen=Seen.by([arrays]), number=GATE_SET)
+    prompts = held_out_prompts(config.tasks or GATE_TASKS, loaded, **how, seen=Seen.by([arrays]), number=GATE_SET)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, length)
     with phase("held-out prompts", len(reference.sequences), "prompts") as shown:

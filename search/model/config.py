@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import CALIBRATED_TASKS, JUDGED_TASKS
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS
 from search.model.costs import Unit
 from search.model.limits import Limits
 
@@ -79,7 +79,7 @@ class ModelSearch:
     @property
     def held_out_tasks(self) -> tuple[str, ...]:
         """The tasks of held-out prompts: those that are calibrated on, by default in fewer prefills."""
-        return JUDGED_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
+        return GATE_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
 
     @property
     def measures_costs(self) -> bool:

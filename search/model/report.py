@@ -6,7 +6,7 @@ from pathlib import Path
 
 from artifacts import Artifact, Measurement, load_arrays
 from artifacts.front_rows import served_point
-from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, rows, speedup, told
+from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, rows, sentence, speedup
 from search.model.evidence import CHOSE
 from search.model.task_losses import line
 
@@ -68,7 +68,7 @@ def _times(artifact: Artifact, out: Path) -> list[str]:
         return _counted(artifact, out)
     found = by_name[EVIDENCE[KERNEL]]
     dense = {name: _baseline(by_name[said]) for name, said in EVIDENCE.items() if said in by_name}
-    how = told(speedup([found.value], {name: [seconds] for name, seconds in dense.items()}))
+    how = sentence(speedup([found.value], {name: [seconds] for name, seconds in dense.items()}))
     lines = [f"attention of one prefill of {found.length or 0:,} tokens ({found.device}): {how}"]
     lines += rows({**dense, HEADWISE: found.value})
     if _PREDICTED in by_name:

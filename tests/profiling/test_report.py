@@ -11,7 +11,7 @@ import pytest
 
 from artifacts import HeadwiseError, load
 from profiling import report
-from profiling.evaluation.fronts import Front, Point, front_of, told
+from profiling.evaluation.fronts import Front, Point, front_of, sentences
 from profiling.evaluation.measure import evaluate
 from profiling.prompts.settings import Setting
 from search.published.config import HeadSearch
@@ -138,7 +138,7 @@ def test_a_front_is_what_none_beats() -> None:
     assert front_of(points, higher=True) == ("fast", "good", "dense", "same")
     assert front_of(points, higher=False) == ("fast",)
     found = Front(task="t", length=1, measure="score", points=tuple(points), front=("fast", "good", "dense", "same"))
-    assert told(found) == (
+    assert sentences(found) == (
         "Beaten by none in both time and quality: fast, good, dense, same. Worse than dense: fast. "
         "Not told apart from dense by these prompts: good, slow, same."
     )

@@ -14,7 +14,7 @@ from kernels.index import TILE
 from kernels.patterns import LayerPlan, make
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import GATE_SET, Seen
-from profiling.prompts.prompt import JUDGED_TASKS, make_prompts, per_context
+from profiling.prompts.prompt import GATE_TASKS, make_prompts, per_context
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
 from search.gate import main
@@ -170,7 +170,7 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
     assert main([str(out), "--model", model]) == 0
     (artifact, arrays), loaded = artifacts.load_pair(out), load_model(model)
     seen = Seen.by([arrays])
-    prompts = held_out_prompts(JUDGED_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=GATE_SET)
+    prompts = held_out_prompts(GATE_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=GATE_SET)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     heads = retrieving(loaded, artifact, length, length // 4)
     assert len(heads) > 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from profiling.evaluation.fronts import fronts, told
+from profiling.evaluation.fronts import fronts, sentences
 from profiling.evaluation.record import renewed, timed_record
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
@@ -52,7 +52,7 @@ def test_dense_stands_at_the_better_dense() -> None:
         "latter": 1.0,
     }
     assert found.front == ("latter", "dense")
-    assert told(found) == (
+    assert sentences(found) == (
         "Beaten by none in both time and quality: latter, dense. Worse than dense: former. "
         "Too few prompts to tell from dense: latter."
     )

@@ -85,7 +85,7 @@ def test_minds_hold_what_was_last_seen() -> None:
     rng = random.Random(0)
     seen = unseen = 0
     for _ in range(60):
-        story = minds.told(rng, 12)
+        story = minds.make_story(rng, 12)
         rooms = dict(
             pair
             for a, b, room in re.findall(r"The ([\w ]+) and the ([\w ]+) are in the (\w+)\.", story.start)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from profiling.prompts.held_out import Seen, told_overlap, unseen_prompts
+from profiling.prompts.held_out import Seen, overlap_sentence, unseen_prompts
 from profiling.prompts.prompt import Prompt, make_prompts
 from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
@@ -61,7 +61,7 @@ def test_a_text_that_is_too_short_says_how_many_were_seen(tokenizer: Any, tmp_pa
     seen = made(task, tokenizer, 1, 1)
     prompts, overlapping = found(task, tokenizer, 3, seen)
     assert overlapping == 3 and prompts == made(task, tokenizer, 3)
-    told = told_overlap("text:a.txt", LENGTH, overlapping, 3)
+    told = overlap_sentence("text:a.txt", LENGTH, overlapping, 3)
     assert told.startswith("3 of 3 prompts of text:a.txt at 1000 tokens overlap") and "\n" not in told
 
 

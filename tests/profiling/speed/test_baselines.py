@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from profiling.speed.baselines import KERNEL, MODEL, Speedup, cells, dense, of_rounds, rows, told
+from profiling.speed.baselines import KERNEL, MODEL, Speedup, cells, dense, of_rounds, rows, sentence
 
 
 @pytest.mark.parametrize(
@@ -30,21 +30,21 @@ def test_ratios_are_of_the_same_rounds() -> None:
 
 def test_a_speedup_is_told_with_its_interval() -> None:
     rounds = [1.5, 2.0, 4.0, 1.5, 2.0, 4.0, 3.0]
-    fast = told(of_rounds({KERNEL: rounds, "headwise": [1.0] * 7}, "headwise"))
+    fast = sentence(of_rounds({KERNEL: rounds, "headwise": [1.0] * 7}, "headwise"))
     assert fast == "2.00 times as fast (1.50 to 4.00) as the better dense"
-    slow = told(of_rounds({KERNEL: [1.0] * 3, "headwise": [2.0, 4.0, 1.25]}, "headwise"))
+    slow = sentence(of_rounds({KERNEL: [1.0] * 3, "headwise": [2.0, 4.0, 1.25]}, "headwise"))
     assert slow == (
         "2.00 times SLOWER (1.25 to 4.00) than the better dense; of 3 rounds, too few for an interval of 95%, the "
         "least and the most"
     )
-    alike = told(of_rounds({KERNEL: [1.0] * 6, "headwise": [0.8, 0.9, 1.25, 1.25, 1.25, 1.25]}, "headwise"))
+    alike = sentence(of_rounds({KERNEL: [1.0] * 6, "headwise": [0.8, 0.9, 1.25, 1.25, 1.25, 1.25]}, "headwise"))
     assert alike == "0.80 times as fast (0.80 to 1.25, no difference beyond noise) as the better dense"
 
 
 def test_words_name_both_and_say_slower() -> None:
     found = Speedup(over={MODEL: 8.0, KERNEL: 2.0})
-    assert told(found) == "2.00 times as fast as the better dense, 8.00 times as fast as the model as it comes"
-    slow = told(Speedup(over={MODEL: 0.5, KERNEL: 2.0}))
+    assert sentence(found) == "2.00 times as fast as the better dense, 8.00 times as fast as the model as it comes"
+    slow = sentence(Speedup(over={MODEL: 0.5, KERNEL: 2.0}))
     assert slow == "2.00 times SLOWER than the better dense, 2.00 times SLOWER than the model as it comes"
     assert cells(found) == ("2.00x", "8.00x") and cells(None) == ("-", "-")
     assert cells(Speedup(over={KERNEL: 2.0})) == ("2.00x", "-")
