@@ -102,4 +102,4 @@ def test_a_model_that_is_dropped_while_applied_is_freed(build: Any, artifact_for
         Headwise(artifact_for(model)).apply(model, watch=True)
         model(ids(140))
 
-    flat(apply_and_drop, 3)
+    flat(apply_and_drop, 10)
