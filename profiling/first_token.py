@@ -187,6 +187,8 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
     keep_freed_memory()
 
     settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + config.tokens}
+    # Of the memory, which three engines share.
+    settings["gpu_memory_utilization"] = 0.25
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
     if given is not None:
         settings["additional_config"] = settings.get("additional_config", {}) | {KEY: given}
