@@ -174,7 +174,8 @@ def line(task: TaskLoss | TaskFigures) -> str:
     lost, won, right = task.lost or 0, task.won or 0, task.dense_right or 0
     said += f"  answers lost {lost} of {right}, won {won}"
     if right and task.fewer_low is not None:
-        said += f", {(lost - won) / right:+.0%} fewer ({task.fewer_low:+.0%} to {task.fewer_high:+.0%})"
+        low, high = 0 - (task.fewer_high or 0.0), 0 - task.fewer_low
+        said += f", in all {(won - lost) / right:+.0%} ({low:+.0%} to {high:+.0%})"
     if task.nll_rise is not None:
         said += f", -log p {task.nll_rise:+.3f}"
     if task.nll_rise_low is None:
