@@ -7,33 +7,38 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from kernels.copies import on_device
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
+from runtime.attention.reasons import Verdict
 from runtime.attention.state import Settings
 from runtime.dense import LEAST, faster, sdpa
 
 
-def by_torch(settings: Settings, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None) -> list[int]:
+def by_torch(
+    settings: Settings, plan: LayerPlan, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, verdict: Verdict
+) -> Sequence[int]:
     """The query heads of a call that see every key and that sdpa is the faster for, as was measured once; maybe none.
 
     Arguments as for attend_layer, whose call has neither a soft-cap nor sinks, which sdpa has not.
     """
-    # Who names a backend, or what serves densely, gets that; copies of heads are no saving of memory.
-    free = (settings.backend, settings.dense_by, settings.dense, settings.low_memory) == ("auto", "auto", "sdpa", False)
-    if not free or k.shape[2] < LEAST:
-        return []
-    lengths = {k.shape[2]} if ragged is None else set(ragged.k_lens)
-    heads = set.intersection(*(set(plan.whole(length)) for length in lengths))
-    return sorted(heads) if heads and faster(q, k, v) == "sdpa" else []
+    k_len = k.shape[2]
+    if not settings.heads_by_torch or k_len < LEAST:
+        return ()
+    heads: Sequence[int] = plan.whole(k_len)
+    if ragged is not None:
+        heads = sorted(set.intersection(*(set(plan.whole(length)) for length in ragged.k_lens)))
+    if heads and verdict.sdpa is None:
+        verdict.sdpa = faster(q, k, v) == "sdpa"
+    return heads if verdict.sdpa else ()
 
 
 def attend_densely_to(
-    out: Tensor, heads: list[int], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, ragged: Ragged | None
+    out: Tensor, heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, ragged: Ragged | None
 ) -> None:
     """Write causal attention over every key into `out` (B, H, Q, E) for these query heads, by sdpa.
 
@@ -58,7 +63,7 @@ def _slices(ragged: Ragged) -> list[tuple[slice, slice, slice]]:
     ]
 
 
-def _groups(heads: list[int], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _groups(heads: Sequence[int], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Query heads, and the KV heads that they read, such that all of these are read by equally many: sdpa wants that.
 
     Keys and values are copied at most once, and not where neighbouring KV heads have equally many such heads.

@@ -127,7 +127,7 @@ def _sparse(call: Call, layer: Layer, verdict: Verdict, split: Split) -> Tensor:
     """(B, Q, H, E): the long sequences in one launch, others and spans densely, zeros for padded queries."""
     assert split.together is not None
     query, key, value = call.query, call.key, call.value
-    out = attend(call, split.together, layer.plan, verdict.kernel)
+    out = attend(call, split.together, layer.plan, verdict)
     for part in split.short:
         one, queries, keys = slice(part.row, part.row + 1), slice(part.q_start, part.q_start + part.q_len), part.keys
         alone = call.on(query[one, :, queries], key[one, :, keys], value[one, :, keys], None)

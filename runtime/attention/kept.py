@@ -14,7 +14,7 @@ from artifacts import HeadwiseError
 from kernels import dispatch
 from runtime.attention.calls import Call, no_kernel
 from runtime.attention.kernel import attend_layer
-from runtime.attention.reasons import attempt
+from runtime.attention.reasons import Verdict, attempt
 from runtime.attention.state import MIN_QUERIES, Layer
 from runtime.caches.step import Terms, attend_all
 
@@ -58,8 +58,8 @@ def _prefill(
     how: dict[str, Any] = {"scale": scale, "softcap": softcap}
     long = plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES
     if long and no_kernel(backend, q, k, v) is None:
-        kernel = dispatch.fastest(q, k, v) if backend == "auto" else backend
-        served = attempt(layer, partial(attend_layer, layer, plan, q, k, v, kv_heads=heads, backend=kernel, **how))
+        verdict = Verdict(dispatch.fastest(q, k, v) if backend == "auto" else backend)
+        served = attempt(layer, partial(attend_layer, layer, plan, q, k, v, kv_heads=heads, verdict=verdict, **how))
         if isinstance(served, Tensor):
             layer.count("sparse")
             return served

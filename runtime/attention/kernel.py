@@ -19,24 +19,30 @@ from runtime.attention.calls import Call
 from runtime.attention.dense_heads import attend_densely_to, by_torch
 from runtime.attention.layout import Together
 from runtime.attention.masks import starts_of
+from runtime.attention.reasons import Verdict
 from runtime.attention.state import Layer
 
 # With fewer float32 keys torch's own attention is as fast a step of decode.
 _MIN_KEYS_FLOAT32 = 256
 
 
-def attend(call: Call, together: Together, plan: LayerPlan | None, kernel: str, *, window: int | None = None) -> Tensor:
-    """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key.
-
-    kernel: the backend's name.
-    """
+def attend(
+    call: Call, together: Together, plan: LayerPlan | None, verdict: Verdict, *, window: int | None = None
+) -> Tensor:
+    """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key."""
     assert call.layer is not None
     key, value = call.key, call.value
     if together.keys is not None:
         key, value = key[:, :, together.keys], value[:, :, together.keys]
-    how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "backend": kernel}
-    done = attend_layer(call.layer, plan, call.query, key, value, window=window, ragged=together.ragged, **how)
-    return done.transpose(1, 2)
+    return attend_layer(
+        *(call.layer, plan, call.query, key, value),
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        verdict=verdict,
+        window=window,
+        ragged=together.ragged,
+    ).transpose(1, 2)
 
 
 def attend_layer(
@@ -48,54 +54,52 @@ def attend_layer(
     *,
     scale: float | None,
     softcap: float | None,
-    backend: str | None = None,
     sinks: Tensor | None = None,
+    verdict: Verdict | None = None,
     window: int | None = None,
     ragged: Ragged | None = None,
     kv_heads: tuple[int, ...] | None = None,
 ) -> Tensor:
     """(B, H, Q, E) for queries (B, H, Q, D), the last of the keys: the index of every head, and attention over it.
 
-    plan: the layer's, or None for every key. backend: None is that of the settings. sinks: (H,). kv_heads: those of the
-    layer's that k and v hold, with the query heads that read them in q; None for all. With low_memory an index, and
-    what a kernel packs, is of one KV head. Heads that see every key go to sdpa where that is the faster.
+    plan: the layer's, or None for every key. sinks: (H,). verdict: for calls like this one; None where nobody has asked
+    and the settings' backend serves. kv_heads: those of the layer's that k and v hold, with the query heads that read
+    them in q; None for all. With low_memory an index, and what a kernel packs, is of one KV head. Heads that see every
+    key go to sdpa where that is the faster.
     """
     settings = layer.settings
-    backend = settings.backend if backend is None else backend
+    if verdict is None:
+        if k.shape[:3] != v.shape[:3]:
+            raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
+        verdict = Verdict(settings.backend)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if settings.low_memory and k.shape[1] > 1:
         batch, heads, q_len, _ = q.shape
         group = heads // k.shape[1]
         out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
         for head in range(k.shape[1]):
             mine, its = slice(head * group, (head + 1) * group), slice(head, head + 1)
-            out[:, mine] = attend_layer(
-                *(layer, plan, q[:, mine], k[:, its], v[:, its]),
-                scale=scale,
-                softcap=softcap,
-                backend=backend,
-                window=window,
-                ragged=ragged,
-                sinks=None if sinks is None else sinks[mine],
-                kv_heads=(head if kv_heads is None else kv_heads[head],),
-            )
+            how["sinks"] = None if sinks is None else sinks[mine]
+            which = (head if kv_heads is None else kv_heads[head],)
+            where: dict[str, Any] = {"window": window, "ragged": ragged, "kv_heads": which}
+            out[:, mine] = attend_layer(layer, plan, q[:, mine], k[:, its], v[:, its], verdict=verdict, **how, **where)
         return out
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    how["backend"] = verdict.kernel
     if plan is None:
         return dense_attention(q, k, v, window=window, ragged=ragged, **how)
     if settings.watch is not None:
         done: Tensor = settings.watch.attend(layer, kv_heads, q, k, v, ragged=ragged, **how)
         return done
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
     some = plan if kv_heads is None else plan.of(kv_heads)
-    dense = [] if softcap is not None or sinks is not None else by_torch(settings, some, q, k, v, ragged)
-    if len(dense) == q.shape[1]:
-        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
-    else:
-        others = [head for head in range(q.shape[1]) if head not in dense] if dense else None
+    dense = () if softcap is not None or sinks is not None else by_torch(settings, some, q, k, v, ragged, verdict)
+    if not dense:
+        return launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)[0]
+    others = [head for head in range(q.shape[1]) if head not in dense]
+    if others:
         out = launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), heads=others, **how)[0]
-    if dense:
-        attend_densely_to(out, dense, q, k, v, scale=scale, ragged=ragged)
+    else:
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    attend_densely_to(out, dense, q, k, v, scale=scale, ragged=ragged)
     return out
 
 

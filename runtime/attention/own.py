@@ -59,7 +59,7 @@ def every_key(call: Call, verdict: Verdict) -> Tensor:
     """(B, Q, H, E) by our kernel over every key, or those of the layer's window."""
     layout = call.tokens
     assert layout is not None and layout.together is not None
-    return with_spans(call, attend(call, layout.together, None, verdict.kernel, window=layout.window))
+    return with_spans(call, attend(call, layout.together, None, verdict, window=layout.window))
 
 
 def attend_alone(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
@@ -69,8 +69,8 @@ def attend_alone(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
     if _how(call, layer, verdict, layout) is not None:
         assert layout.together is not None
         # A few queries are decode's, which has kernels of its own.
-        kernel = layer.settings.backend if q_len <= MAX_QUERIES else verdict.kernel
-        return attend(call, layout.together, None, kernel)
+        served = Verdict(layer.settings.backend) if q_len <= MAX_QUERIES else verdict
+        return attend(call, layout.together, None, served)
     return attend_alone_as_before(call)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -24,11 +25,18 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "o
 _Served = TypeVar("_Served")
 
 
-class Verdict(NamedTuple):
-    """The kernel, by its backend's name, that serves a call by patterns, every key or a window; or why none can."""
+@dataclass(eq=False)
+class Verdict:
+    """The kernel, by its backend's name, that serves calls by patterns, every key or a window; or why none can.
+
+    heads: query and KV heads of the calls. sdpa: whether that is the faster for heads that see every key; None until a
+    layer has such heads.
+    """
 
     kernel: str
-    why: str | None
+    why: str | None = None
+    heads: tuple[int, int] | None = None
+    sdpa: bool | None = None
 
 
 def verdict_of(call: Call) -> Verdict:
@@ -54,11 +62,14 @@ def _work_out(call: Call) -> Verdict:
         return Verdict("", why)
     if (query.shape[0], query.shape[2], key.shape[2]) != (tokens.batch, tokens.q_len, tokens.k_len):
         return Verdict("", "the cache holds other keys than the mask is for")
+    if key.shape[:3] != value.shape[:3]:
+        return Verdict("", f"keys and values do not go together: {tuple(key.shape)}, {tuple(value.shape)}")
     backend = call.layer.settings.backend
     if reason := no_kernel(backend, query, key, value):
         return Verdict("", reason)
     # By its name: a kernel that turns out not to build is not replaced by the reference, which is slower than dense.
-    return Verdict(dispatch.fastest(query, key, value) if backend == "auto" else backend, None)
+    kernel = dispatch.fastest(query, key, value) if backend == "auto" else backend
+    return Verdict(kernel, heads=(query.shape[1], key.shape[1]))
 
 
 def too_few(call: Call, layer: Layer) -> str | None:
@@ -81,8 +92,8 @@ def why_dense(call: Call, layer: Layer, verdict: Verdict) -> str | None:
     reason, tokens = verdict.why, call.tokens
     if call.window is not None or (tokens is not None and tokens.window is not None):
         reason = call.special or SLIDES
-    elif reason is None and (heads := (call.query.shape[1], call.key.shape[1])) != layer.planned_heads:
-        reason = f"the layer has {heads} query and KV heads, the plan is for {layer.planned_heads}"
+    elif reason is None and verdict.heads != layer.planned_heads:
+        reason = f"the layer has {verdict.heads} query and KV heads, the plan is for {layer.planned_heads}"
     if reason is not None:
         layer.settings.refuse(reason)
     return reason

@@ -81,8 +81,11 @@ class Settings:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # Asked at every step of decode.
+        # Asked at every call.
         self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
+        # Who names a backend, or what serves densely, gets that; copies of heads are no saving of memory.
+        free = self.backend, self.dense_by, self.dense, self.low_memory
+        self.heads_by_torch = free == ("auto", "auto", "sdpa", False)
 
     @property
     def dense_kernels(self) -> bool:
