@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import dispatch
-from runtime.attention.layout import Layout
+from runtime.attention.layout import Layout, Part
 from runtime.attention.masks import PrefillMask
 from runtime.attention.state import Layer
 
@@ -40,6 +40,11 @@ class Call:
     def on(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Self:
         """The same call with other tensors."""
         return replace(self, query=query, key=key, value=value, mask=mask)
+
+    def part(self, part: Part) -> Self:
+        """The call of one of its sequences alone, without a mask."""
+        row, queries, keys = part.places
+        return self.on(self.query[row, :, queries], self.key[row, :, keys], self.value[row, :, keys], None)
 
     @property
     def tokens(self) -> Layout | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
+from runtime.attention.layout import Part
 from runtime.attention.reasons import Verdict
 from runtime.attention.state import Settings
 from runtime.dense import LEAST, faster, sdpa
@@ -46,21 +47,13 @@ def attend_densely_to(
         out: rows of no sequence, and other heads, stay as they are.
         q, k, v, scale, ragged: as for attend_layer.
     """
-    parts = [(slice(None), slice(None), slice(None))] if ragged is None else _slices(ragged)
+    everything = (slice(None), slice(None), slice(None))
+    parts = [everything] if ragged is None else [Part(*sequence).places for sequence in ragged.sequences]
     for mine, its in _groups(heads, q.shape[1] // k.shape[1]):
         for rows, queries, keys in parts:
             asked = _take(q[rows, :, queries], mine)
             read, values = (_take(x[rows, :, keys], its) for x in (k, v))
             _put(out[rows, :, queries], mine, sdpa(asked, read, values, scale))
-
-
-def _slices(ragged: Ragged) -> list[tuple[slice, slice, slice]]:
-    """Batch element, queries and keys of each sequence."""
-    places = zip(ragged.rows, ragged.q_starts, ragged.q_lens, ragged.k_starts, ragged.k_lens, strict=True)
-    return [
-        (slice(row, row + 1), slice(q_start, q_start + q_len), slice(k_start, k_start + k_len))
-        for row, q_start, q_len, k_start, k_len in places
-    ]
 
 
 def _groups(heads: Sequence[int], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -126,12 +126,10 @@ def _by_patterns(call: Call, layer: Layer, verdict: Verdict) -> Tensor | None:
 def _sparse(call: Call, layer: Layer, verdict: Verdict, split: Split) -> Tensor:
     """(B, Q, H, E): the long sequences in one launch, others and spans densely, zeros for padded queries."""
     assert split.together is not None
-    query, key, value = call.query, call.key, call.value
     out = attend(call, split.together, layer.plan, verdict)
     for part in split.short:
-        one, queries, keys = slice(part.row, part.row + 1), slice(part.q_start, part.q_start + part.q_len), part.keys
-        alone = call.on(query[one, :, queries], key[one, :, keys], value[one, :, keys], None)
-        out[one, queries] = attend_alone(alone, layer, verdict)
+        row, queries, _ = part.places
+        out[row, queries] = attend_alone(call.part(part), layer, verdict)
     return with_spans(call, out)
 
 

@@ -5,7 +5,6 @@ Shapes: B batch, Q query length, K key length (all slots of the cache).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,28 +14,19 @@ from runtime.attention.rules import Rows
 
 
 class Part(NamedTuple):
-    """One sequence of a call: slots [k_start, end) of the cache, of which those from `first_query` on ask."""
+    """One sequence of a call: q_len queries from q_start on, the last of the k_len keys from k_start on."""
 
     row: int
+    q_start: int
+    q_len: int
     k_start: int
-    end: int
-    first_query: int
+    k_len: int
 
     @property
-    def keys(self) -> slice:
-        return slice(self.k_start, self.end)
-
-    @property
-    def k_len(self) -> int:
-        return self.end - self.k_start
-
-    @property
-    def q_len(self) -> int:
-        return self.end - max(self.k_start, self.first_query)
-
-    @property
-    def q_start(self) -> int:
-        return max(self.k_start - self.first_query, 0)
+    def places(self) -> tuple[slice, slice, slice]:
+        """Its batch element, its queries and its keys."""
+        queries = slice(self.q_start, self.q_start + self.q_len)
+        return slice(self.row, self.row + 1), queries, slice(self.k_start, self.k_start + self.k_len)
 
 
 class Together(NamedTuple):
@@ -67,6 +57,7 @@ class Layout:
     window: how many tokens a query sees, itself included, where the layer slides; None for all.
     packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
     spans: the slots of each row's spans whose tokens see each other both ways; None where there are none.
+    pages: the sequences that have queries, where these lie in another order than keys; `ranges` is None then.
     """
 
     q_start: int
@@ -78,6 +69,7 @@ class Layout:
     window: int | None = None
     packed: Rows | None = None
     spans: Rows | None = None
+    pages: tuple[Part, ...] | None = None
     # By the kind of tensors what serves them: see runtime.attention.reasons.
     verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _splits: dict[Any, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -101,13 +93,19 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The sequences that have queries in the call."""
-        parts = (Part(row, start, end, self.q_start) for row, start, end in self.sequences or ())
-        return tuple(part for part in parts if part.q_len > 0)
+        if self.pages is not None:
+            return self.pages
+        begun = ((row, max(start, self.q_start), start, end) for row, start, end in self.sequences or ())
+        return tuple(
+            Part(row, first - self.q_start, end - first, start, end - start)
+            for row, first, start, end in begun
+            if first < end
+        )
 
     @cached_property
     def together(self) -> Together | None:
         """All sequences that have queries, in one launch; None where none has."""
-        return self._together(self.parts)
+        return self.apart(self.parts).together
 
     @cached_property
     def needs_no_mask(self) -> bool:
@@ -127,13 +125,13 @@ class Layout:
         """These of the sequences, and the others."""
         if long not in self._splits:
             short = tuple(part for part in self.parts if part not in long)
-            self._splits[long] = Split(long, self._together(long), short)
+            self._splits[long] = Split(long, self._launch(long), short)
         return self._splits[long]
 
-    def _together(self, parts: Sequence[Part]) -> Together | None:
+    def _launch(self, parts: tuple[Part, ...]) -> Together | None:
         if not parts:
             return None
         first = parts[0]
-        if len(parts) == self.batch and all(part[1:] == first[1:] and part.q_len == self.q_len for part in parts):
-            return Together(None if first.k_len == self.k_len else first.keys, None)
-        return Together(None, Ragged.of((p.row, p.q_start, p.q_len, p.k_start, p.k_len) for p in parts))
+        if len(parts) == self.batch and first.q_len == self.q_len and all(part[1:] == first[1:] for part in parts):
+            return Together(None if first.k_len == self.k_len else first.places[2], None)
+        return Together(None, Ragged.of(parts))

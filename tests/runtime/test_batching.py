@@ -113,7 +113,7 @@ def test_without_dense_kernels_what_stays_dense_is_the_model_s(
     prompts = [ids(length)[0].tolist() for length in LENGTHS]
     expected = [model.generate(torch.tensor([p]), **ALONE)[0, len(p) :].tolist() for p in prompts]
     loaded = Headwise(artifact_for(model, rows=[None] * model.config.num_hidden_layers))
-    for name in ("attend_layer", "decode_attention"):
+    for name in ("attend", "decode_attention"):
         monkeypatch.setattr(f"runtime.attention.paged.{name}", lambda *_, **__: pytest.fail("our kernel was asked"))
     with loaded.apply(model, dense_kernels=False) as handle:
         assert together(model, prompts, batch=160) == expected
