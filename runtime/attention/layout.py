@@ -86,6 +86,18 @@ class Layout:
         return None if self.ranges is None else [(row, *slots) for row, slots in enumerate(self.ranges)]
 
     @cached_property
+    def firsts(self) -> tuple[int, ...] | str | None:
+        """First key of each sequence, None where all are 0; a string says why they do not all go on to the last key."""
+        if self.ranges is None:
+            return "a sequence has holes"
+        if any(end != self.k_len for _, end in self.ranges):
+            return "a sequence ends before the last key"
+        if self.spans:
+            return "tokens see later ones"
+        firsts = tuple(start for start, _ in self.ranges)
+        return firsts if any(firsts) else None
+
+    @cached_property
     def longest(self) -> int:
         """Real tokens in the longest sequence, those of the cache included."""
         return max((end - start for _, start, end in self.sequences or ()), default=0)

@@ -11,8 +11,8 @@ tensor gets the true mask (made once a forward), so all between mask and attenti
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.decode import MAX_QUERIES
 from runtime.attention.layout import Layout
-from runtime.attention.rules import Rows, Rule, rule_of
+from runtime.attention.rules import Rule, real_slots, rule_of
 from runtime.attention.state import MIN_QUERIES, Settings, settings_of
 from runtime.standin import StandIn
 
@@ -94,6 +94,10 @@ class PrefillMask(StandIn):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+# Where the mask of a decode step, a plain tensor, has its Layout.
+_TOKENS = "headwise_tokens"
+
+
 def starts_of(mask: Tensor | None) -> Tensor | str | None:
     """First real key of each sequence, (B,) int32, by the mask of a call, not to be written to; None where all are 0.
 
@@ -101,89 +105,42 @@ def starts_of(mask: Tensor | None) -> Tensor | str | None:
     """
     if mask is None:
         return None
-    if isinstance(mask, PrefillMask):
-        layout, device = mask.tokens, mask.device
-        if layout.ranges is None:
-            return "a sequence has holes"
-        if any(end != layout.k_len for _, end in layout.ranges):
-            return "a sequence ends before the last key"
-        if layout.spans:
-            return "tokens see later ones"
-        firsts = tuple(start for start, _ in layout.ranges)
-        return on_device(firsts, device, torch.int32) if any(firsts) else None
-    starts: Tensor | str | None = getattr(mask, _STARTS, "the mask was made elsewhere")
-    return starts
+    tokens: Layout | None = mask.tokens if isinstance(mask, PrefillMask) else getattr(mask, _TOKENS, None)
+    if tokens is None:
+        return "the mask was made elsewhere"
+    firsts = tokens.firsts
+    return on_device(firsts, mask.device, torch.int32) if isinstance(firsts, tuple) else firsts
 
 
-_STARTS = "headwise_starts"
-
-
-def _telling(mask: Tensor | None, padding: Tensor | None, batch: int, gone: int, length: int) -> Tensor | None:
-    """The mask of a decode step over `length` slots after `gone`, with what starts_of wants to know kept on it."""
-    if mask is None or (padding is not None and (padding.dim() != 2 or padding.shape != (batch, gone + length))):
-        return mask
-    starts = None
-    if padding is not None:
-        real = padding[:, gone:].bool()
-        starts = real.to(torch.uint8).argmax(1).to(torch.int32)
-        if not bool((real.sum(1) == length - starts).all()):
-            return mask
-    setattr(mask, _STARTS, starts)
-    return mask
-
-
-def headwise_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
+def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -> Any:
     """What transformers calls for a mask: a PrefillMask for a long causal prefill, else what dense gets."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
     # What is traced reads no table of applications: any change of it would have the graph made again.
-    settings = None if torch.compiler.is_compiling() else settings_of(kwargs.get("config"))
-    name = "sdpa" if settings is None else settings.dense
-    dense = ALL_MASK_ATTENTION_FUNCTIONS[name]
-    mask_function = causal_mask_function if mask_function is None else mask_function
-    given: dict[str, Any] = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        **kwargs,
-    }
-    rule = None if settings is None else rule_of(mask_function)
-    if settings is None or rule is None or kwargs.get("local_size") not in (None, rule.window):
-        return dense(**given)
-    mask = _Asked(rule, settings, given, dense, name).mask()
-    return dense(**given) if mask is None else mask
+    settings = None if torch.compiler.is_compiling() else settings_of(more.get("config"))
+    given: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    given |= {"q_offset": 0, "kv_offset": 0, "attention_mask": None} | more
+    if given.get("mask_function") is None:
+        given["mask_function"] = causal_mask_function
+    rule = None if settings is None else rule_of(given["mask_function"])
+    if settings is None or rule is None or more.get("local_size") not in (None, rule.window):
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if settings is None else settings.dense](**given)
+    return _Asked(rule, settings, given).mask()
 
 
-class _Asked(NamedTuple):
-    """A mask that transformers asks for: its rule, and the arguments of the function `dense` that makes it.
+class _Asked:
+    """A mask that transformers asks for, which is this rule: the arguments of the function `dense` that makes it.
 
-    name: of the attention whose masks `dense` makes.
+    gone: slots that a layer which slides has dropped; all others are counted from there.
     """
 
-    rule: Rule
-    settings: Settings
-    given: dict[str, Any]
-    dense: Callable[..., Any]
-    name: str
+    def __init__(self, rule: Rule, settings: Settings, given: dict[str, Any]) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """How many slots a layer which slides has dropped, how many queries there are, and how many keys."""
-        gone, q_len, k_len = (int(self.given[name]) for name in ("kv_offset", "q_length", "kv_length"))
-        return gone, q_len, k_len
+        self.rule, self.settings, self.given, self.padding = rule, settings, given, given["attention_mask"]
+        self.dense: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[settings.dense]
+        self.batch, self.gone = int(given["batch_size"]), int(given["kv_offset"])
+        self.q_len, self.k_len = int(given["q_length"]), int(given["kv_length"])
 
     @property
     def start(self) -> int:
@@ -191,86 +148,100 @@ class _Asked(NamedTuple):
         return int(self.given["q_offset"])
 
     def mask(self) -> Tensor | None:
-        """The mask; None where dense attention's is to be made right away."""
-        if self.settings.evicts:
-            return self._fresh()
-        if self.rule.packed is not None:
-            return self._packed()
-        return self._causal() if self.rule.blocks is None else self._with_spans()
+        """One that says what it is, or what dense attention gets."""
+        rule = self.rule
+        plain = not self.settings.evicts and rule.packed is None and rule.blocks is None
+        if plain:
+            layout = self._causal()
+        elif self.settings.evicts:
+            layout = self._fresh()
+        else:
+            layout = self._with_spans() if rule.packed is None else self._packed()
+        if layout is not None:
+            return self._prefill(layout)
+        mask = self.dense(**self.given)
+        return self._told(mask) if plain and mask is not None else mask
 
-    def _causal(self) -> Tensor | None:
+    def _causal(self) -> Layout | None:
         """Of a call whose rows are one sequence each."""
-        settings, window, (gone, q_len, k_len) = self.settings, self.rule.window, self.sizes
-        if gone and window is None:
+        settings, window, q_len, k_len = self.settings, self.rule.window, self.q_len, self.k_len
+        if self.gone and window is None:
             return None
         slides = window is not None and k_len > window
         large = settings.low_memory and q_len * k_len >= LARGE
         ours = settings.kernel_from is not None and q_len > MAX_QUERIES and k_len >= settings.kernel_from
         wanted = large or (settings.dense_kernels if slides else k_len >= settings.dense_below)
         if not (ours or (wanted and q_len >= MIN_QUERIES)):
-            mask: Tensor | None = self.dense(**self.given)
-            kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask is not None and mask.device.type == "cpu"
-            tells = (kernel and not slides) or (settings.decode is not None and window is None)
-            if not tells or self.start + q_len != gone + k_len:
-                return mask
-            ranges = self._ranges(gone + k_len) if settings.spread and mask is not None else None
-            if ranges:
-                # What is kept on a tensor does not go along to another device.
-                return self._prefill(Layout(k_len - q_len, q_len, k_len, _counted_from(gone, ranges), window=window))
-            return _telling(mask, self.given["attention_mask"], int(self.given["batch_size"]), gone, k_len)
-        start = self.start
-        ranges = self._ranges(start + q_len) if start + q_len <= gone + k_len else None
-        if ranges is None:
             return None
-        return self._prefill(Layout(start - gone, q_len, k_len, _counted_from(gone, ranges), window=window))
+        start, last = self.start - self.gone, self.start + q_len
+        ranges = self._ranges(self.gone, last) if last <= self.gone + k_len else None
+        return None if ranges is None else Layout(start, q_len, k_len, ranges, window=window)
 
-    def _with_spans(self) -> PrefillMask | None:
+    def _told(self, mask: Tensor) -> Tensor:
+        """What dense attention gets of a causal mask, with the Layout on it that decode wants to know."""
+        settings, window, q_len, k_len = self.settings, self.rule.window, self.q_len, self.k_len
+        near, last = window is None or k_len <= window, self.gone + k_len
+        kernel = settings.dense_kernels and q_len <= MAX_QUERIES and mask.device.type == "cpu" and near
+        if not (kernel or (settings.decode is not None and window is None)) or self.start + q_len != last:
+            return mask
+        if (ranges := self._ranges(self.gone, last)) is None:
+            return mask
+        layout = Layout(k_len - q_len, q_len, k_len, ranges, window=window)
+        if settings.spread:
+            # What is kept on a tensor does not go along to another device.
+            return self._prefill(layout)
+        setattr(mask, _TOKENS, layout)
+        return mask
+
+    def _with_spans(self) -> Layout | None:
         """Of a whole prompt, some of whose tokens see later ones of their block, but not most of them."""
-        settings, window, (gone, q_len, k_len) = self.settings, self.rule.window, self.sizes
+        settings, window, q_len, k_len = self.settings, self.rule.window, self.q_len, self.k_len
         least = min(settings.dense_below, sys.maxsize if settings.kernel_from is None else settings.kernel_from)
         wanted = k_len >= least or (window is not None and settings.dense_kernels)
-        whole = not self.start and not gone and q_len == k_len and q_len >= MIN_QUERIES
-        ranges = self._ranges(q_len) if wanted and whole and self.name in ("sdpa", "eager") else None
+        whole = not self.start and not self.gone and q_len == k_len and q_len >= MIN_QUERIES
+        ranges = self._ranges(0, q_len) if wanted and whole and settings.dense in ("sdpa", "eager") else None
         spans = None if ranges is None else self.rule.spans(ranges)
         if ranges is None or spans is None:
             return None
         tokens, within = (sum(end - begin for row in rows for begin, end in row) for rows in ((ranges,), spans))
         if 2 * within > tokens:
             return None
-        return self._prefill(Layout(0, q_len, k_len, ranges, window=window, spans=spans if within else None))
+        return Layout(0, q_len, k_len, ranges, window=window, spans=spans if within else None)
 
-    def _fresh(self) -> PrefillMask | None:
+    def _fresh(self) -> Layout | None:
         """For a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
-        rule, (gone, q_len, k_len), padding = self.rule, self.sizes, self.given["attention_mask"]
-        start = self.start
-        if gone or rule.packed is not None or rule.blocks is not None:
+        rule, start = self.rule, self.start
+        fresh = self._ranges(start, start + self.q_len)
+        if self.gone or rule.packed is not None or rule.blocks is not None or fresh is None:
             return None
-        plain = padding is not None and padding.dim() == 2
-        fresh = _ranges(padding[:, start : start + q_len] if plain else padding, int(self.given["batch_size"]), q_len)
-        if fresh is None:
-            return None
-        ranges = None if rule.window is not None else self._ranges(start + q_len)
-        held = _runs(padding[:, :start].bool()) if plain else None
-        return self._prefill(Layout(start, q_len, k_len, ranges, fresh, held))
+        ranges = None if rule.window is not None else self._ranges(0, start + self.q_len)
+        held = None if self.padding is None else real_slots(self.padding[:, :start].bool())
+        return Layout(start, self.q_len, self.k_len, ranges, fresh, held)
 
-    def _packed(self) -> PrefillMask | None:
+    def _packed(self) -> Layout | None:
         """Of sequences that lie end to end in the rows of a call without a cache; None for any other."""
-        _, q_len, k_len = self.sizes
-        if q_len != k_len or self.given["attention_mask"] is not None or self.start:
+        if self.q_len != self.k_len or self.padding is not None or self.start:
             return None
-        packed = self.rule.rows(int(self.given["batch_size"]), q_len)
+        packed = self.rule.rows(self.batch, self.q_len)
         if packed is None:
             return None
-        return self._prefill(Layout(0, q_len, k_len, None, window=self.rule.window, packed=packed))
+        return Layout(0, self.q_len, self.k_len, None, window=self.rule.window, packed=packed)
 
-    def _ranges(self, length: int) -> tuple[tuple[int, int], ...] | None:
-        return _ranges(self.given["attention_mask"], int(self.given["batch_size"]), length)
+    def _ranges(self, begin: int, end: int) -> tuple[tuple[int, int], ...] | None:
+        """Each sequence's range of real tokens among these slots, counted from `begin`; None where one has holes."""
+        padding = self.padding
+        if padding is None:
+            return ((0, end - begin),) * self.batch
+        if padding.dim() != 2 or padding.shape[0] != self.batch or padding.shape[1] < end:
+            return None
+        rows = real_slots(padding[:, begin:end].bool())
+        return None if any(len(row) > 1 for row in rows) else tuple(row[0] if row else (0, 0) for row in rows)
 
     def _prefill(self, layout: Layout) -> PrefillMask:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         # The counter of a static cache has moved on by the time the mask is read.
-        given, dense, eager = self.given | {"q_offset": self.start}, self.dense, self.name == "eager"
+        given, dense, eager = self.given | {"q_offset": self.start}, self.dense, self.settings.dense == "eager"
         # Of what flash and flex attention get, a reader could make nothing.
         tensor = dense if eager else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -285,35 +256,3 @@ class _Asked(NamedTuple):
             dtype=given.get("dtype", torch.float32) if eager else torch.bool,
             device=torch.device(given.get("device", "cpu")),
         )
-
-
-def _runs(real: Tensor) -> Rows:
-    """The runs [begin, end) of real slots in each row of (B, n) bool."""
-    # +1 where a run begins, -1 behind its end.
-    edges = torch.nn.functional.pad(real.to(torch.int8), (1, 1)).diff(dim=1)
-    places: list[list[int]] = edges.nonzero().tolist()
-    ends: list[list[int]] = [[] for _ in range(len(real))]
-    for row, place in places:
-        ends[row].append(place)
-    return tuple(tuple(zip(row[::2], row[1::2], strict=True)) for row in ends)
-
-
-def _counted_from(gone: int, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Slots counted from the first token that a layer that slides still has."""
-    return tuple((max(begin - gone, 0), max(end - gone, 0)) for begin, end in ranges)
-
-
-def _ranges(padding: Tensor | None, batch: int, length: int) -> tuple[tuple[int, int], ...] | None:
-    """The first `length` slots' range of real tokens for each sequence; None where a sequence has holes."""
-    if padding is None:
-        return ((0, length),) * batch
-    if padding.dim() != 2 or padding.shape[0] != batch or padding.shape[1] < length:
-        return None
-    real = padding[:, :length].bool()
-    count = real.sum(1)
-    first = real.to(torch.uint8).argmax(1)
-    last = length - real.flip(1).to(torch.uint8).argmax(1)
-    rows: list[list[int]] = torch.stack([first, last, count], dim=1).tolist()
-    if any(total and end - begin != total for begin, end, total in rows):
-        return None
-    return tuple((begin, end) if total else (0, 0) for begin, end, total in rows)

@@ -8,13 +8,40 @@ Shapes: B batch, Q query length, K key length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 # A row's sequences, or its spans: [start, end) of each.
 Rows = tuple[tuple[tuple[int, int], ...], ...]
+
+
+class Run(NamedTuple):
+    """Neighbours in a row that have one number: the slots [begin, end)."""
+
+    number: int
+    begin: int
+    end: int
+
+
+def runs(numbers: Tensor) -> list[list[Run]]:
+    """All runs of each row of (B, n) integers, or booleans."""
+    batch, length = numbers.shape
+    changes = torch.nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)[:, :length]
+    begins = changes.nonzero()
+    found = torch.cat([begins, numbers[begins.unbind(1)][:, None]], dim=1).tolist()
+    rows: list[list[Run]] = [[] for _ in range(batch)]
+    for (row, begin, number), (_, end, _) in pairwise([*found, (batch, 0, 0)]):
+        # The next one begins with 0 where it is the next row's.
+        rows[row].append(Run(number, begin, end or length))
+    return rows
+
+
+def real_slots(real: Tensor) -> Rows:
+    """The runs of real slots in each row of (B, n) booleans."""
+    return tuple(tuple((run.begin, run.end) for run in row if run.number) for row in runs(real))
 
 
 class Rule(NamedTuple):
@@ -33,13 +60,11 @@ class Rule(NamedTuple):
         """The blocks among each row's slots [start, end); None where one does not lie in one piece."""
         rows = []
         for row, (start, end) in enumerate(ranges):
-            numbers = [] if self.blocks is None else self.blocks[row, start:end].tolist()
-            runs = [(number, len(list(run))) for number, run in groupby(numbers)]
-            ends = list(accumulate((length for _, length in runs), initial=start))
-            found = [number for number, _ in runs if number >= 0]
-            if len(set(found)) < len(found):
+            blocks = [] if self.blocks is None else runs(self.blocks[row : row + 1, start:end])[0]
+            found = [run for run in blocks if run.number >= 0]
+            if len({run.number for run in found}) < len(found):
                 return None
-            rows.append(tuple(span for span, (number, _) in zip(pairwise(ends), runs, strict=True) if number >= 0))
+            rows.append(tuple((start + run.begin, start + run.end) for run in found))
         return tuple(rows)
 
     def rows(self, batch: int, length: int) -> Rows | None:
@@ -47,11 +72,7 @@ class Rule(NamedTuple):
         number = self.packed
         if number is None or number.shape != (batch, length):
             return None
-        changed = (number[:, 1:] != number[:, :-1]).nonzero().tolist()
-        cuts: list[list[int]] = [[0] for _ in range(batch)]
-        for row, last in changed:
-            cuts[row].append(last + 1)
-        return tuple(tuple(zip(row, [*row[1:], length], strict=True)) for row in cuts)
+        return tuple(tuple((run.begin, run.end) for run in row) for row in runs(number))
 
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
