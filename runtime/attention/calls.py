@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ class Call:
     """What transformers calls the registered attention function with, and what is applied to the module.
 
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that only some models
-    give. `layer` is None where nothing is applied to the module.
+    give. Of those are softcap, sinks (H,), which are learned logits that take part in the softmax and have no value
+    (GPT-OSS), and window, how many tokens a query sees, itself included, where the layer slides.
+    tokens: where the real ones are; None where the mask does not say.
     """
 
     module: nn.Module
-    layer: Layer | None
+    layer: Layer
     query: Tensor
     key: Tensor
     value: Tensor
@@ -34,8 +36,15 @@ class Call:
     dropout: float
     scale: float | None
     more: dict[str, Any]
-    # False until it is asked. No cached_property: it has a lock, which a compiler of graphs does not enter.
-    _special: str | Literal[False] | None = field(default=False, init=False, repr=False)
+    softcap: float | None = field(init=False)
+    sinks: Tensor | None = field(init=False)
+    window: int | None = field(init=False)
+    tokens: Layout | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = self.more.get
+        self.softcap, self.sinks, self.window = given("softcap"), given("s_aux"), given("sliding_window")
+        self.tokens = self.mask.tokens if isinstance(self.mask, PrefillMask) else None
 
     def on(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Self:
         """The same call with other tensors."""
@@ -45,25 +54,6 @@ class Call:
         """The call of one of its sequences alone, without a mask."""
         row, queries, keys = part.places
         return self.on(self.query[row, :, queries], self.key[row, :, keys], self.value[row, :, keys], None)
-
-    @property
-    def tokens(self) -> Layout | None:
-        """Where the real tokens are; None where the mask does not say."""
-        return self.mask.tokens if isinstance(self.mask, PrefillMask) else None
-
-    @property
-    def softcap(self) -> float | None:
-        return self.more.get("softcap")
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """(H,): learned logits that take part in the softmax and have no value (GPT-OSS)."""
-        return self.more.get("s_aux")
-
-    @property
-    def window(self) -> int | None:
-        """How many tokens a query sees, itself included, where the layer slides."""
-        return self.more.get("sliding_window")
 
     @property
     def causal(self) -> bool:
@@ -87,11 +77,6 @@ class Call:
     @property
     def special(self) -> str | None:
         """What the call asks for that no kernel of ours does, None where it is causal attention (sinks or a window)."""
-        if self._special is False:
-            self._special = self._find_special()
-        return self._special
-
-    def _find_special(self) -> str | None:
         query, key, value, more = self.query, self.key, self.value, self.more
         if not self.causal:
             return "attention is not causal"

@@ -15,12 +15,12 @@ from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
 from runtime.attention.kept import attend_kept
 from runtime.attention.kernel import attend, attend_step
-from runtime.attention.layout import Split
+from runtime.attention.layout import Launch
 from runtime.attention.masks import headwise_mask, starts_of
 from runtime.attention.own import attend_alone, attend_as_before, attend_dense, fastest_dense, with_spans
 from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
-from runtime.attention.state import Layer, layer_of, tape_of
+from runtime.attention.state import NOTHING, layer_of, tape_of
 from runtime.omnikv.offload import fetched
 from runtime.omnikv.rounds import round_of
 from runtime.standin import NewTokens
@@ -55,7 +55,7 @@ def headwise_attention(
     if layer is not None and layer.settings.low_memory and (tape := tape_of(module)) is not None:
         asked = {"dropout": dropout, "scaling": scaling, **kwargs}
         return tape.attend(query, key, value, attention_mask, asked)
-    call = Call(module, layer, query, key, value, attention_mask, dropout, scaling, kwargs)
+    call = Call(module, layer or NOTHING, query, key, value, attention_mask, dropout, scaling, kwargs)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
         from runtime.attention.compiled import attend_traced
@@ -66,77 +66,75 @@ def headwise_attention(
     if isinstance(key, NewTokens):
         return attend_kept(call, key.layer), None
     if "cu_seq_lens_k" in kwargs and kwargs.get("cache") is not None:
-        return attend_paged(call, layer), None
+        return attend_paged(call), None
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         layer.settings.say(NOT_OURS)
     fault = None
     if layer.role is not None:
-        chosen = attempt(layer, _chosen, call, layer, tokens=call.tokens)
+        chosen = attempt(call, _chosen)
         if isinstance(chosen, Tensor):
             return chosen.transpose(1, 2), None
         fault = chosen
         call = call.on(query, fetched(key), fetched(value), attention_mask)
-    return (_step if query.shape[2] <= MAX_QUERIES else _prefill)(call, layer, fault)
+    return (_step if query.shape[2] <= MAX_QUERIES else _prefill)(call, fault)
 
 
-def _step(call: Call, layer: Layer, fault: str | None) -> tuple[Tensor, Tensor | None]:
+def _step(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
     """A few queries, as decode has them: every key by our kernel, or what the model had.
 
     fault: what went wrong with chosen tokens, None where nothing did.
     """
-    done = attempt(layer, attend_step, call, layer)
+    done = attempt(call, attend_step)
     if isinstance(done, Tensor):
-        layer.count("decode by kernel")
+        call.layer.count("decode by kernel")
         return done, None
-    layer.count(done or fault or too_few(call, layer) or "short")
+    call.layer.count(done or fault or too_few(call) or "short")
     return attend_as_before(call)
 
 
-def _prefill(call: Call, layer: Layer, fault: str | None) -> tuple[Tensor, Tensor | None]:
+def _prefill(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
     """Many queries: the layer's patterns, every key or a window by our kernel, or what the model had."""
     verdict = verdict_of(call)
-    why = fault or why_dense(call, layer, verdict)
+    why = fault or why_dense(call, verdict)
     if why is None:
-        served = attempt(layer, _by_patterns, call, layer, verdict, tokens=call.tokens)
+        served = attempt(call, _by_patterns, verdict)
         if isinstance(served, Tensor):
-            layer.count("sparse")
+            call.layer.count("sparse")
             return served, None
         why = served or "short"
-    return attend_dense(call, layer, why)
+    return attend_dense(call, why)
 
 
-def _by_patterns(call: Call, layer: Layer, verdict: Verdict) -> Tensor | None:
+def _by_patterns(call: Call, verdict: Verdict) -> Tensor | None:
     """(B, Q, H, E) by the layer's patterns; None where dense attention is known, or found, to be faster."""
-    layout = call.tokens
+    layer, layout = call.layer, call.tokens
     assert layout is not None
-    split = layout.split(layer.settings.dense_below, layer.fewest)
+    long = layout.long(layer.settings.dense_below, layer.fewest)
     # Turns on a past: not all are worth an index.
     if layout.q_start:
         q, k = call.query, call.key
-        gains = {part: layer.gains(q, k, part.q_len, part.k_len) for part in split.long}
-        split = layout.apart(tuple(part for part, gained in gains.items() if gained is not False))
-        alike = layout.together is not None and layout.together.ragged is None
-        if alike and None in gains.values():
-            lengths = split.long[0].q_len, split.long[0].k_len
-            ways = partial(_sparse, call, layer, verdict, split), partial(fastest_dense, call, layer, verdict)
+        gains = {part: layer.gains(q, k, part.q_len, part.k_len) for part in long.parts}
+        long = layout.launch(tuple(part for part, gained in gains.items() if gained is not False))
+        if None in gains.values() and layout.together.ragged is None:
+            lengths = long.parts[0].q_len, long.parts[0].k_len
+            ways = partial(_sparse, call, verdict, long), partial(fastest_dense, call, verdict)
             return layer.turns.measure(q, k, lengths, *ways)
-    return _sparse(call, layer, verdict, split) if split.long else None
+    return _sparse(call, verdict, long) if long.parts else None
 
 
-def _sparse(call: Call, layer: Layer, verdict: Verdict, split: Split) -> Tensor:
-    """(B, Q, H, E): the long sequences in one launch, others and spans densely, zeros for padded queries."""
-    assert split.together is not None
-    out = attend(call, split.together, layer.plan, verdict)
-    for part in split.short:
+def _sparse(call: Call, verdict: Verdict, long: Launch) -> Tensor:
+    """(B, Q, H, E): the long sequences by patterns, others and spans densely, zeros for padded queries."""
+    out = attend(call, long, call.layer.plan, verdict)
+    for part in long.others:
         row, queries, _ = part.places
-        out[row, queries] = attend_alone(call.part(part), layer, verdict)
+        out[row, queries] = attend_alone(call.part(part), verdict)
     return with_spans(call, out)
 
 
-def _chosen(call: Call, layer: Layer) -> Tensor | None:
+def _chosen(call: Call) -> Tensor | None:
     """(B, H, Q, E) by the decode section of the artifact; None where that does not serve the call."""
-    query, key, value, role, number = call.query, call.key, call.value, layer.role, layer.number
-    decode = layer.settings.decode
+    query, key, value, layer = call.query, call.key, call.value, call.layer
+    decode, role, number = layer.settings.decode, layer.role, layer.number
     assert decode is not None and role is not None
     starts = starts_of(call.mask)
     if isinstance(starts, str) or call.sinks is not None or call.window is not None or call.special is not None:

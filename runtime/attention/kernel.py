@@ -17,7 +17,7 @@ from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call
 from runtime.attention.dense_heads import attend_densely_to, by_torch
-from runtime.attention.layout import Together
+from runtime.attention.layout import Launch
 from runtime.attention.masks import starts_of
 from runtime.attention.reasons import Verdict
 from runtime.attention.state import Layer
@@ -27,10 +27,9 @@ _MIN_KEYS_FLOAT32 = 256
 
 
 def attend(
-    call: Call, together: Together, plan: LayerPlan | None, verdict: Verdict, *, window: int | None = None
+    call: Call, together: Launch, plan: LayerPlan | None, verdict: Verdict, *, window: int | None = None
 ) -> Tensor:
-    """(B, Q, H, E) of a call's sequences in one launch, zeros for other queries; no plan is every key."""
-    assert call.layer is not None
+    """(B, Q, H, E) of these of a call's sequences, zeros for other queries; no plan is every key."""
     key, value = call.key, call.value
     if together.keys is not None:
         key, value = key[:, :, together.keys], value[:, :, together.keys]
@@ -103,13 +102,13 @@ def attend_layer(
     return out
 
 
-def attend_step(call: Call, layer: Layer) -> Tensor | None:
+def attend_step(call: Call) -> Tensor | None:
     """(B, Q, H, E) of a few queries behind all keys of their sequences, on the CPU; None where sdpa is to serve them.
 
     With one bfloat16 query and 256 keys or more, torch's attention on the CPU took 10 to 100 times as long.
     """
     q, k, v, mask = call.query, call.key, call.value, call.mask
-    if not layer.settings.steps or not q.is_cpu:
+    if not call.layer.settings.steps or not q.is_cpu:
         return None
     k_len = k.shape[2]
     if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:

@@ -29,19 +29,16 @@ class Part(NamedTuple):
         return slice(self.row, self.row + 1), queries, slice(self.k_start, self.k_start + self.k_len)
 
 
-class Together(NamedTuple):
-    """Sequences that one launch serves: all rows alike, over the slots `keys` (None: all), or where `ragged` says."""
+class Launch(NamedTuple):
+    """Sequences that one launch serves: all rows alike, over the slots `keys` (None: all), or where `ragged` says.
 
-    keys: slice | None
-    ragged: Ragged | None
+    others: the sequences of the call that it leaves.
+    """
 
-
-class Split(NamedTuple):
-    """The sequences of a call that are to be sparse, `together` None where none is, and those that are not."""
-
-    long: tuple[Part, ...]
-    together: Together | None
-    short: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
+    others: tuple[Part, ...] = ()
+    keys: slice | None = None
+    ragged: Ragged | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Layout:
     pages: tuple[Part, ...] | None = None
     # By the kind of tensors what serves them: see runtime.attention.reasons.
     verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _splits: dict[Any, Split] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _launches: dict[Any, Launch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
@@ -115,35 +112,34 @@ class Layout:
         )
 
     @cached_property
-    def together(self) -> Together | None:
-        """All sequences that have queries, in one launch; None where none has."""
-        return self.apart(self.parts).together
-
-    @cached_property
     def needs_no_mask(self) -> bool:
         """Whether causal attention from the first key on is all that the mask says: sdpa does that without one."""
         near = self.window is None or self.k_len <= self.window
         whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
         return near and whole and self.q_len == self.k_len and self.spans is None
 
-    def split(self, dense_below: int, fewest: int) -> Split:
-        """The sequences of at least `fewest` queries and `dense_below` keys, and the others."""
-        if (dense_below, fewest) not in self._splits:
-            long = (part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest)
-            self._splits[dense_below, fewest] = self.apart(tuple(long))
-        return self._splits[dense_below, fewest]
+    @cached_property
+    def together(self) -> Launch:
+        """All sequences that have queries."""
+        return self.launch(self.parts)
 
-    def apart(self, long: tuple[Part, ...]) -> Split:
-        """These of the sequences, and the others."""
-        if long not in self._splits:
-            short = tuple(part for part in self.parts if part not in long)
-            self._splits[long] = Split(long, self._launch(long), short)
-        return self._splits[long]
+    def long(self, dense_below: int, fewest: int) -> Launch:
+        """The sequences of at least `fewest` queries and `dense_below` keys."""
+        if (dense_below, fewest) not in self._launches:
+            parts = tuple(part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest)
+            self._launches[dense_below, fewest] = self.launch(parts)
+        return self._launches[dense_below, fewest]
 
-    def _launch(self, parts: tuple[Part, ...]) -> Together | None:
-        if not parts:
-            return None
-        first = parts[0]
-        if len(parts) == self.batch and first.q_len == self.q_len and all(part[1:] == first[1:] for part in parts):
-            return Together(None if first.k_len == self.k_len else first.places[2], None)
-        return Together(None, Ragged.of(parts))
+    def launch(self, parts: tuple[Part, ...]) -> Launch:
+        """These of the sequences, maybe none."""
+        if parts not in self._launches:
+            mine, keys, ragged = set(parts), None, None
+            first = parts[0] if parts else None
+            rows = len(parts) == self.batch and len({part[1:] for part in parts}) == 1
+            if first is not None and rows and first.q_len == self.q_len:
+                keys = None if first.k_len == self.k_len else first.places[2]
+            elif parts:
+                ragged = Ragged.of(parts)
+            others = tuple(part for part in self.parts if part not in mine)
+            self._launches[parts] = Launch(parts, others, keys, ragged)
+        return self._launches[parts]

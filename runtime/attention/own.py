@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
 from runtime.attention.kernel import attend
-from runtime.attention.layout import Layout
+from runtime.attention.layout import Launch, Layout
 from runtime.attention.masks import PrefillMask
 from runtime.attention.reasons import Verdict, attempt, verdict_of
-from runtime.attention.state import MIN_QUERIES, Layer
+from runtime.attention.state import MIN_QUERIES
 from runtime.dense import faster, right
 from runtime.layers import eager_attention
 
@@ -35,43 +35,41 @@ class Before:
         return cls(module, config=cls(module.config, _attn_implementation=name))
 
 
-def attend_dense(call: Call, layer: Layer, why: str) -> tuple[Tensor, Tensor | None]:
+def attend_dense(call: Call, why: str) -> tuple[Tensor, Tensor | None]:
     """What is not sparse, for this reason: (B, Q, H, E), and the weights where they were asked for. It is counted."""
     verdict = verdict_of(call)
-    how = _how(call, layer, verdict, call.tokens)
+    how = _how(call, call.tokens, verdict)
     if how is not None:
-        dense = attempt(layer, every_key, call, verdict, tokens=call.tokens)
+        dense = attempt(call, every_key, verdict)
         if isinstance(dense, Tensor):
-            layer.count(how or why)
+            call.layer.count(how or why)
             return dense, None
         why = dense
-    layer.count(why)
+    call.layer.count(why)
     return attend_as_before(call)
 
 
-def fastest_dense(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
+def fastest_dense(call: Call, verdict: Verdict) -> Tensor:
     """(B, Q, H, E) as attend_dense gives it, uncounted: what patterns are measured against."""
-    by_kernel = _how(call, layer, verdict, call.tokens) is not None
+    by_kernel = _how(call, call.tokens, verdict) is not None
     return every_key(call, verdict) if by_kernel else attend_as_before(call)[0]
 
 
 def every_key(call: Call, verdict: Verdict) -> Tensor:
     """(B, Q, H, E) by our kernel over every key, or those of the layer's window."""
     layout = call.tokens
-    assert layout is not None and layout.together is not None
+    assert layout is not None
     return with_spans(call, attend(call, layout.together, None, verdict, window=layout.window))
 
 
-def attend_alone(call: Call, layer: Layer, verdict: Verdict) -> Tensor:
+def attend_alone(call: Call, verdict: Verdict) -> Tensor:
     """(1, Q, H, E) of one sequence whose queries are the last of its keys, the faster way; its mask is not read."""
     q_len, k_len = call.query.shape[2], call.key.shape[2]
-    layout = Layout(k_len - q_len, q_len, k_len, ((0, k_len),))
-    if _how(call, layer, verdict, layout) is not None:
-        assert layout.together is not None
-        # A few queries are decode's, which has kernels of its own.
-        served = Verdict(layer.settings.backend) if q_len <= MAX_QUERIES else verdict
-        return attend(call, layout.together, None, served)
-    return attend_alone_as_before(call)
+    if _how(call, Layout(k_len - q_len, q_len, k_len, ((0, k_len),)), verdict) is None:
+        return attend_alone_as_before(call)
+    # A few queries are decode's, which has kernels of its own.
+    served = Verdict(call.layer.settings.backend) if q_len <= MAX_QUERIES else verdict
+    return attend(call, Launch(), None, served)
 
 
 def with_spans(call: Call, out: Tensor) -> Tensor:
@@ -89,16 +87,16 @@ def with_spans(call: Call, out: Tensor) -> Tensor:
     return out
 
 
-def _how(call: Call, layer: Layer, verdict: Verdict, layout: Layout | None) -> str | None:
+def _how(call: Call, layout: Layout | None, verdict: Verdict) -> str | None:
     """What a dense call that our kernel serves is counted as, "" for why it is dense; None where it does not serve."""
-    if verdict.why is not None or layout is None or layout.together is None:
+    if verdict.why is not None or layout is None or not layout.parts:
         return None
     if call.window is not None and layout.window is None:
         return None
-    q, k, v, settings = call.query, call.key, call.value, layer.settings
+    q, k, v, settings = call.query, call.key, call.value, call.layer.settings
     many = q.shape[2] >= MIN_QUERIES
     if layout.window is not None and settings.dense_kernels and many and right(q, k, v):
-        return "window by kernel" if layer.plan is None else ""
+        return "window by kernel" if call.layer.plan is None else ""
     weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
     # What else serves soft-caps and sinks writes down every weight.
     may = layout.window is None and settings.kernel_from is not None and k.shape[2] >= settings.kernel_from
@@ -117,11 +115,10 @@ def attend_as_before(call: Call, *, by: str | None = None) -> tuple[Tensor, Tens
 
     module, layer, q, k, v, mask = call.module, call.layer, call.query, call.key, call.value, call.mask
     how = {"dropout": call.dropout, "scaling": call.scale, **call.more}
-    name = by or ("sdpa" if layer is None else layer.settings.dense)
+    name = by or layer.settings.dense
     plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
     result: tuple[Tensor, Tensor | None]
     if name not in ("sdpa", "eager"):
-        assert layer is not None
         return ALL_ATTENTION_FUNCTIONS[name](layer.before, q, k, v, plain, **how)
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
     needs_eager = name == "eager" or call.softcap is not None or call.sinks is not None or call.wants_weights
@@ -143,7 +140,7 @@ def attend_as_before(call: Call, *, by: str | None = None) -> tuple[Tensor, Tens
 def attend_alone_as_before(call: Call) -> Tensor:
     """(1, Q, H, E) of one sequence whose queries are the last of its keys, as the model would have had it served."""
     q, k, v = call.query, call.key, call.value
-    name = "sdpa" if call.layer is None else call.layer.settings.dense
+    name = call.layer.settings.dense
     if "flash" in name:
         # No mask says to flash what is meant here.
         return attend_as_before(call.on(q, k, v, None))[0]

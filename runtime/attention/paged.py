@@ -21,10 +21,9 @@ from kernels.decode import decode_attention
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call, no_kernel
 from runtime.attention.kernel import attend
-from runtime.attention.layout import Layout, Part, Together
+from runtime.attention.layout import Layout, Part
 from runtime.attention.own import attend_alone_as_before
 from runtime.attention.reasons import Verdict
-from runtime.attention.state import Layer
 
 # No 2 or 3 in it: those would have transformers hand out block tables that only flash attention reads.
 PAGED_NAME = "headwise_flash"
@@ -32,13 +31,14 @@ PAGED_NAME = "headwise_flash"
 _OF_THE_MODEL = ("softcap", "s_aux", "sliding_window", "output_attentions", "is_causal", "position_bias")
 
 
-def attend_paged(call: Call, layer: Layer) -> Tensor:
+def attend_paged(call: Call) -> Tensor:
     """(1, T, H, E) of the packed tokens (1, H, T, D) of all requests; writes their keys and values to the cache.
 
     Raises:
         HeadwiseError: the call asks for what no kernel does.
     """
-    more, settings, q = dict(call.more), layer.settings, call.query
+    more, layer, q = dict(call.more), call.layer, call.query
+    settings = layer.settings
     cu_q = more["cu_seq_lens_q"]
     # It puts the lengths of its layer's keys into `more`.
     k, v = more["cache"].update(
@@ -51,34 +51,34 @@ def attend_paged(call: Call, layer: Layer) -> Tensor:
         raise HeadwiseError(f"generate_batch cannot serve this call: {why}")
     layout = _layout_of(cu_q, more["cu_seq_lens_k"], call)
     ones = tuple(part for part in layout.parts if part.q_len == 1)
-    outs = _several(call, layer, layout)
+    outs = _several(call, layout)
     # What a launch does not serve it leaves at zero.
     out = reduce(Tensor.add_, outs) if outs else q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
     if ones and settings.dense_kernels:
         layer.count("decode by kernel")
-        _decode_to(out, call, _launch(layout, ones).ragged, settings.backend)
+        _decode_to(out, call, layout.launch(ones).ragged, settings.backend)
     elif ones:
         layer.count("decode")
         out += _as_before(call, ones)
     return out
 
 
-def _several(call: Call, layer: Layer, layout: Layout) -> list[Tensor]:
+def _several(call: Call, layout: Layout) -> list[Tensor]:
     """(1, T, H, E) of requests that ask several tokens, zeros for others, until all of those are served."""
-    q, k, settings, outs = call.query, call.key, layer.settings, []
-    verdict = Verdict(settings.backend)
+    q, k, layer, outs = call.query, call.key, call.layer, []
+    settings, verdict = layer.settings, Verdict(layer.settings.backend)
 
     def by_patterns(parts: tuple[Part, ...]) -> Tensor:
-        return attend(call, _launch(layout, parts), layer.plan, verdict)
+        return attend(call, layout.launch(parts), layer.plan, verdict)
 
     def densely(parts: tuple[Part, ...]) -> Tensor:
         if not settings.dense_kernels:
             return _as_before(call, parts)
-        return attend(call, _launch(layout, parts), None, verdict, window=call.window)
+        return attend(call, layout.launch(parts), None, verdict, window=call.window)
 
     dense = [part for part in layout.parts if part.q_len > 1]
     sparse = []
-    for part in () if layer.plan is None else layout.split(settings.dense_below, layer.fewest).long:
+    for part in () if layer.plan is None else layout.long(settings.dense_below, layer.fewest).parts:
         lengths = part.q_len, part.k_len
         gains = layer.gains(q, k, *lengths)
         if gains is None:
@@ -98,12 +98,6 @@ def _several(call: Call, layer: Layer, layout: Layout) -> list[Tensor]:
         layer.count("dense by kernel" if settings.dense_kernels else by_model)
         outs.append(densely(tuple(dense)))
     return outs
-
-
-def _launch(layout: Layout, parts: tuple[Part, ...]) -> Together:
-    together = layout.apart(parts).together
-    assert together is not None
-    return together
 
 
 def _as_before(call: Call, parts: tuple[Part, ...]) -> Tensor:

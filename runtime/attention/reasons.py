@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels import dispatch
 from kernels.breaker import CannotBuildError
 from runtime.attention.calls import Call, no_kernel
-from runtime.attention.layout import Layout
-from runtime.attention.state import Layer
 
 SLIDES = "the layer slides, and the artifact has patterns for it"
 NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
@@ -54,7 +53,7 @@ def verdict_of(call: Call) -> Verdict:
 
 def _work_out(call: Call) -> Verdict:
     query, key, value, tokens, lengths = call.query, call.key, call.value, call.tokens, call.more.get("cu_seq_lens_q")
-    assert call.layer is not None and tokens is not None
+    assert tokens is not None
     if tokens.sequences is None:
         return Verdict("", NOT_CAUSAL)
     if lengths is not None and lengths.numel() > 2 and tokens.packed is None:
@@ -62,9 +61,13 @@ def _work_out(call: Call) -> Verdict:
         return Verdict("", why)
     if (query.shape[0], query.shape[2], key.shape[2]) != (tokens.batch, tokens.q_len, tokens.k_len):
         return Verdict("", "the cache holds other keys than the mask is for")
+    return kernel_for(call.layer.settings.backend, query, key, value)
+
+
+def kernel_for(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Verdict:
+    """What serves queries, keys and values like these, whatever the mask."""
     if key.shape[:3] != value.shape[:3]:
         return Verdict("", f"keys and values do not go together: {tuple(key.shape)}, {tuple(value.shape)}")
-    backend = call.layer.settings.backend
     if reason := no_kernel(backend, query, key, value):
         return Verdict("", reason)
     # By its name: a kernel that turns out not to build is not replaced by the reference, which is slower than dense.
@@ -72,9 +75,9 @@ def _work_out(call: Call) -> Verdict:
     return Verdict(kernel, heads=(query.shape[1], key.shape[1]))
 
 
-def too_few(call: Call, layer: Layer) -> str | None:
+def too_few(call: Call) -> str | None:
     """Why a call is dense whatever its mask is; None where it has to be sparse."""
-    q_len, tokens = call.query.shape[2], call.tokens
+    layer, tokens, q_len = call.layer, call.tokens, call.query.shape[2]
     if q_len == 1:
         return "decode"
     if layer.plan is None:
@@ -85,11 +88,11 @@ def too_few(call: Call, layer: Layer) -> str | None:
     return None
 
 
-def why_dense(call: Call, layer: Layer, verdict: Verdict) -> str | None:
+def why_dense(call: Call, verdict: Verdict) -> str | None:
     """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
-    if (reason := too_few(call, layer)) is not None:
+    if (reason := too_few(call)) is not None:
         return reason
-    reason, tokens = verdict.why, call.tokens
+    reason, tokens, layer = verdict.why, call.tokens, call.layer
     if call.window is not None or (tokens is not None and tokens.window is not None):
         reason = call.special or SLIDES
     elif reason is None and verdict.heads != layer.planned_heads:
@@ -99,22 +102,20 @@ def why_dense(call: Call, layer: Layer, verdict: Verdict) -> str | None:
     return reason
 
 
-def attempt(layer: Layer, serve: Callable[..., _Served], *args: object, tokens: Layout | None = None) -> _Served | str:
-    """What a kernel of ours gives, or in words what went wrong inside it; strict applications raise that.
-
-    tokens: of the call, whose verdicts are then open again: the kernel may serve no more.
-    """
+def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served | str:
+    """What serve(call, ...), a kernel of ours, gives, or in words what went wrong; strict applications raise that."""
     try:
-        return serve(*args)
+        return serve(call, *more)
     except HeadwiseError:
         raise
     except Exception as error:
         why = name_of(error)
         if why is None:
             raise
-        layer.settings.refuse(why, message(error))
-    if tokens is not None:
-        tokens.verdicts.clear()
+        call.layer.settings.refuse(why, message(error))
+    if call.tokens is not None:
+        # The kernel may serve no more.
+        call.tokens.verdicts.clear()
     # Out here the error and all that its frames held are gone: dense attention has their memory.
     return why
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,23 +33,19 @@ class Calls:
     """How the calls of each attention layer were served, counted by any number of threads at once."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[int, str]] = Counter()
+        self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
         # Adding to a Counter reads and writes: a thread that comes between loses a call.
         self._lock = threading.Lock()
 
     def add(self, layer: int, how: str) -> None:
         """One more call of a layer served so."""
         with self._lock:
-            self._counts[layer, how] += 1
+            self._counts[layer][how] += 1
 
     def by_layer(self) -> dict[int, dict[str, int]]:
         """Calls so far by layer, in order, and by how they were served."""
         with self._lock:
-            counts = dict(self._counts)
-        layers: dict[int, dict[str, int]] = {layer: {} for layer in sorted({layer for layer, _ in counts})}
-        for (layer, how), count in counts.items():
-            layers[layer][how] = count
-        return layers
+            return {layer: dict(counts) for layer, counts in sorted(self._counts.items())}
 
     def total(self) -> Counter[str]:
         """Calls so far of all layers together, by how they were served."""
@@ -181,6 +178,11 @@ class Layer:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
+
+# Of a module that nothing is applied to, such as a copy's: torch's own attention.
+NOTHING = Layer(
+    Settings(dense_below=sys.maxsize, dense="sdpa", strict=False, backend="auto", dense_by="model"), -1, None
+)
 
 _tapes = threading.local()
 
