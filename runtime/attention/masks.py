@@ -10,8 +10,8 @@ tensor gets the true mask (made once a forward), so all between mask and attenti
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,17 +149,12 @@ class _Asked:
 
     def mask(self) -> Tensor | None:
         """One that says what it is, or what dense attention gets."""
-        rule = self.rule
-        plain = not self.settings.evicts and rule.packed is None and rule.blocks is None
-        if plain:
-            layout = self._causal()
-        elif self.settings.evicts:
-            layout = self._fresh()
-        else:
-            layout = self._with_spans() if rule.packed is None else self._packed()
+        evicts, rule = self.settings.evicts, self.rule
+        layout = self._fresh() if evicts else self._causal() if rule.packed is None else self._packed()
         if layout is not None:
             return self._prefill(layout)
         mask = self.dense(**self.given)
+        plain = not evicts and rule.packed is None and rule.blocks is None
         return self._told(mask) if plain and mask is not None else mask
 
     def _causal(self) -> Layout | None:
@@ -175,7 +170,21 @@ class _Asked:
             return None
         start, last = self.start - self.gone, self.start + q_len
         ranges = self._ranges(self.gone, last) if last <= self.gone + k_len else None
-        return None if ranges is None else Layout(start, q_len, k_len, ranges, window=window)
+        if ranges is None:
+            return None
+        layout = Layout(start, q_len, k_len, ranges, window=window)
+        return layout if self.rule.blocks is None else self._with_spans(layout, ranges)
+
+    def _with_spans(self, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Layout | None:
+        """Of a whole prompt, some of whose tokens see later ones of their block, but not most of them."""
+        whole = not self.gone and MIN_QUERIES <= self.q_len == self.k_len and self.settings.dense in ("sdpa", "eager")
+        spans = self.rule.spans(ranges) if whole else None
+        if spans is None:
+            return None
+        tokens, within = (sum(end - begin for row in rows for begin, end in row) for rows in ((ranges,), spans))
+        if 2 * within > tokens:
+            return None
+        return replace(layout, spans=spans) if within else layout
 
     def _told(self, mask: Tensor) -> Tensor:
         """What dense attention gets of a causal mask, with the Layout on it that decode wants to know."""
@@ -192,21 +201,6 @@ class _Asked:
             return self._prefill(layout)
         setattr(mask, _TOKENS, layout)
         return mask
-
-    def _with_spans(self) -> Layout | None:
-        """Of a whole prompt, some of whose tokens see later ones of their block, but not most of them."""
-        settings, window, q_len, k_len = self.settings, self.rule.window, self.q_len, self.k_len
-        least = min(settings.dense_below, sys.maxsize if settings.kernel_from is None else settings.kernel_from)
-        wanted = k_len >= least or (window is not None and settings.dense_kernels)
-        whole = not self.start and not self.gone and q_len == k_len and q_len >= MIN_QUERIES
-        ranges = self._ranges(0, q_len) if wanted and whole and settings.dense in ("sdpa", "eager") else None
-        spans = None if ranges is None else self.rule.spans(ranges)
-        if ranges is None or spans is None:
-            return None
-        tokens, within = (sum(end - begin for row in rows for begin, end in row) for rows in ((ranges,), spans))
-        if 2 * within > tokens:
-            return None
-        return Layout(0, q_len, k_len, ranges, window=window, spans=spans if within else None)
 
     def _fresh(self) -> Layout | None:
         """For a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""

@@ -7,7 +7,7 @@ Shapes: B batch, Q query length, K key length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,64 +77,44 @@ class Rule(NamedTuple):
 
 def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
     """The rule that a mask function is, None where it is causal in another way, or not at all."""
-    parts = _parts(mask_function)
-    if parts is None or not any(callable(part) for part in parts):
+    said: dict[str, list[Any]] = {"causal": [], "window": [], "packed": [], "blocks": [], "other": []}
+    for kind, value in _said(mask_function):
+        said[kind].append(value)
+    packed, blocks = said["packed"], said["blocks"]
+    if said["other"] or not said["causal"] or len(packed) + len(blocks) > 1:
         return None
-    windows = [part for part in parts if isinstance(part, int)]
-    packed = [part for part in parts if isinstance(part, Tensor)]
-    blocks = [part.blocks for part in parts if isinstance(part, _Blocks)]
-    if len(packed) + len(blocks) > 1:
-        return None
-    return Rule(min(windows, default=None), next(iter(packed), None), next(iter(blocks), None))
+    return Rule(min(said["window"], default=None), next(iter(packed), None), next(iter(blocks), None))
 
 
-class _Blocks(NamedTuple):
-    """What lets tokens see others of their block, (B, K), whether before them or after."""
-
-    blocks: Tensor
-
-
-def _parts(function: Any) -> list[Any] | None:
-    """What transformers joined to this function: causal functions, windows, for each packing the number of each token's
-    sequence, (B, Q), and what lets tokens see more than that; None where there is anything else in it.
-    """
-    from transformers import masking_utils
-
-    causal = masking_utils.causal_mask_function
-    if function is causal:
-        return [causal]
+def _said(function: Any) -> Iterator[tuple[str, Any]]:
+    """What transformers joined to this function, each by its kind: see Rule. What is "other" no rule is made of."""
     maker, held = _made_by(function)
     match maker:
+        case "causal_mask_function":
+            yield "causal", function
         case "and_masks":
-            return _joined(held["mask_functions"])
+            for each in held["mask_functions"]:
+                yield from _said(each)
         case "or_masks":
             # Outside of blocks such a mask is what the first part is.
             first, *others = held["mask_functions"]
-            base, blocks = _parts(first), [_blocks(other) for other in others]
-            return None if base is None or None in blocks else [*base, *blocks]
+            yield from _said(first)
+            for each in others:
+                maker, held = _made_by(each)
+                yield ("blocks", held["block_sequence_ids"]) if maker == "blockwise_overlay" else ("other", each)
         case "sliding_window_overlay":
-            return [int(held["sliding_window"])]
+            yield "window", int(held["sliding_window"])
         case "packed_sequence_mask_function":
-            return [held["packed_sequence_mask"]]
+            yield "packed", held["packed_sequence_mask"]
         case "remap_positions_for_packed_sequence":
             # Positions count within a sequence: before in one is before in the other, and as far.
-            return _parts(held["mask_function"])
+            yield from _said(held["mask_function"])
         case _:
-            return None
-
-
-def _joined(functions: Sequence[Any]) -> list[Any] | None:
-    parts = [_parts(function) for function in functions]
-    return None if None in parts else [part for some in parts if some is not None for part in some]
-
-
-def _blocks(function: Any) -> _Blocks | None:
-    maker, held = _made_by(function)
-    return _Blocks(held["block_sequence_ids"]) if maker == "blockwise_overlay" else None
+            yield "other", function
 
 
 def _made_by(function: Any) -> tuple[str | None, dict[str, Any]]:
-    """Which of transformers' functions made a mask function, and what that holds; None where another did."""
+    """Which of transformers' functions a mask function is or was made by, and what it holds; None for any other."""
     from transformers import masking_utils
 
     code = getattr(function, "__code__", None)
