@@ -50,10 +50,10 @@ class Call:
         """The same call with other tensors."""
         return replace(self, query=query, key=key, value=value, mask=mask)
 
-    def part(self, part: Part) -> Self:
-        """The call of one of its sequences alone, without a mask."""
+    def part(self, part: Part, mask: Tensor | None = None) -> Self:
+        """The call of one of its sequences alone."""
         row, queries, keys = part.places
-        return self.on(self.query[row, :, queries], self.key[row, :, keys], self.value[row, :, keys], None)
+        return self.on(self.query[row, :, queries], self.key[row, :, keys], self.value[row, :, keys], mask)
 
     @property
     def causal(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.copies import on_device
@@ -49,11 +50,11 @@ def attend_densely_to(
     """
     everything = (slice(None), slice(None), slice(None))
     parts = [everything] if ragged is None else [Part(*sequence).places for sequence in ragged.sequences]
-    for mine, its in _groups(heads, q.shape[1] // k.shape[1]):
+    for readers, kv_heads in _groups(heads, q.shape[1] // k.shape[1]):
+        mine, its = _heads(readers, q.device), _heads(kv_heads, q.device)
         for rows, queries, keys in parts:
-            asked = _take(q[rows, :, queries], mine)
-            read, values = (_take(x[rows, :, keys], its) for x in (k, v))
-            _put(out[rows, :, queries], mine, sdpa(asked, read, values, scale))
+            asked, read, values = q[rows, :, queries][:, mine], k[rows, :, keys][:, its], v[rows, :, keys][:, its]
+            out[rows, :, queries][:, mine] = sdpa(asked, read, values, scale)
 
 
 def _groups(heads: Sequence[int], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -69,21 +70,7 @@ def _groups(heads: Sequence[int], group: int) -> Iterator[tuple[tuple[int, ...],
         yield tuple(head for kv_head in its for head in readers[kv_head]), its
 
 
-def _run(heads: tuple[int, ...]) -> slice | None:
-    """Heads as a slice, None where they are no neighbours."""
+def _heads(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
+    """Heads of (B, heads, length, dim) to index with: what is read of neighbours is a view."""
     run = slice(heads[0], heads[-1] + 1)
-    return run if heads == tuple(range(run.start, run.stop)) else None
-
-
-def _take(x: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Some heads of (B, heads, length, dim): a view where they are neighbours."""
-    run = _run(heads)
-    return x.index_select(1, on_device(heads, x.device)) if run is None else x[:, run]
-
-
-def _put(out: Tensor, heads: tuple[int, ...], done: Tensor) -> None:
-    run = _run(heads)
-    if run is None:
-        out.index_copy_(1, on_device(heads, out.device), done)
-    else:
-        out[:, run] = done
+    return run if heads == tuple(range(run.start, run.stop)) else on_device(heads, device)

@@ -38,7 +38,7 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
     scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
     how: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
 
-    def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None) -> Tensor:
+    def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
         """Of whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns where they are long enough."""
         if plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES:
             verdict = kernel_for(backend, q, k, v)

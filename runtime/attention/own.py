@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
 from runtime.attention.kernel import attend
-from runtime.attention.layout import Launch, Layout
+from runtime.attention.layout import Launch, Layout, Part
 from runtime.attention.masks import PrefillMask
 from runtime.attention.reasons import Verdict, attempt, verdict_of
 from runtime.attention.state import MIN_QUERIES
@@ -78,12 +79,12 @@ def with_spans(call: Call, out: Tensor) -> Tensor:
     layout = call.mask.tokens
     for row, spans in enumerate(layout.spans or ()):
         for begin, end in spans:
-            least = layout.sequences[row][1] if layout.sequences else 0
-            keys = slice(max(least, 0 if layout.window is None else begin - layout.window + 1), end)
-            one, rows = slice(row, row + 1), slice(begin - layout.q_start, end - layout.q_start)
-            mask = call.mask.of_queries(rows.start, end - begin)[one, ..., keys]
-            alone = call.on(call.query[one, :, rows], call.key[one, :, keys], call.value[one, :, keys], mask)
-            out[one, rows] = attend_as_before(alone)[0]
+            least = layout.ranges[row][0] if layout.ranges else 0
+            first = max(least, 0 if layout.window is None else begin - layout.window + 1)
+            part = Part(row, begin - layout.q_start, end - begin, first, end - first)
+            rows, queries, keys = part.places
+            mask = call.mask.of_queries(part.q_start, part.q_len)[rows, ..., keys]
+            out[rows, queries] = attend_as_before(call.part(part, mask))[0]
     return out
 
 
@@ -138,15 +139,17 @@ def attend_as_before(call: Call, *, by: str | None = None) -> tuple[Tensor, Tens
 
 
 def attend_alone_as_before(call: Call) -> Tensor:
-    """(1, Q, H, E) of one sequence whose queries are the last of its keys, as the model would have had it served."""
-    q, k, v = call.query, call.key, call.value
+    """(1, Q, H, E) of one sequence whose queries are the last of its keys, as the model would have had it served.
+
+    The call is without a mask, as Call.part gives it.
+    """
     name = call.layer.settings.dense
     if "flash" in name:
         # No mask says to flash what is meant here.
-        return attend_as_before(call.on(q, k, v, None))[0]
-    mask = _causal_mask(q, k, call.window)
+        return attend_as_before(call)[0]
+    masked = replace(call, mask=_causal_mask(call.query, call.key, call.window))
     # What masks of others, flex's among them, look like nobody knows here.
-    return attend_as_before(call.on(q, k, v, mask), by=name if name == "eager" else "sdpa")[0]
+    return attend_as_before(masked, by=name if name == "eager" else "sdpa")[0]
 
 
 def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:

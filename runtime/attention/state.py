@@ -78,21 +78,16 @@ class Settings:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # Asked at every call.
+        # Whether our kernels may serve what stays dense: decode over every key, layers that slide, other prefills.
+        self.dense_kernels = self.dense_by != "model"
+        # Keys from which on our kernel may serve a dense prefill that sees all of them; None where it never does.
+        self.kernel_from = {"auto": LEAST, "kernel": 0}.get(self.dense_by)
+        # Whether our kernel may serve a step of decode on the CPU.
         self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
-        # Who names a backend, or what serves densely, gets that; copies of heads are no saving of memory.
+        # Whether sdpa may serve single heads. Who names a backend, or what serves densely, gets that; copies of heads
+        # are no saving of memory.
         free = self.backend, self.dense_by, self.dense, self.low_memory
         self.heads_by_torch = free == ("auto", "auto", "sdpa", False)
-
-    @property
-    def dense_kernels(self) -> bool:
-        """Whether our kernels may serve what stays dense: decode over every key, layers that slide, other prefills."""
-        return self.dense_by != "model"
-
-    @property
-    def kernel_from(self) -> int | None:
-        """Keys from which on our kernel may serve a dense prefill that sees all of them; None where it never does."""
-        return {"auto": LEAST, "kernel": 0}.get(self.dense_by)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
