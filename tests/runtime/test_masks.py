@@ -71,6 +71,16 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
     assert torch.equal(mask.for_dense(), expected)
 
 
+def test_a_hole_among_tokens_that_are_gone_is_none(call):
+    real = padding([(0, 178)], 178).index_fill(1, torch.tensor([9]), False)
+    rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
+    mask, expected = call(
+        batch_size=1, q_length=113, kv_length=128, q_offset=65, kv_offset=50, attention_mask=real, **rule
+    )
+    assert isinstance(mask, PrefillMask) and mask.tokens.ranges == ((0, 128),)
+    assert torch.equal(mask.for_dense(), expected)
+
+
 def test_without_padding_dense_gets_what_it_got_before(call):
     mask, expected = call(batch_size=2, q_length=128, kv_length=128)
     found = mask.for_dense()
