@@ -66,12 +66,12 @@ class Call:
         if wanted is None and torch.compiler.is_compiling():
             wanted = getattr(self.module.config, "output_attentions", False)
         elif wanted is None:
-            config = self.module.config
             try:
                 # Past what transformers' configurations do at each look, which takes as long as all else in here.
-                wanted = object.__getattribute__(config, "_output_attentions")
+                wanted = object.__getattribute__(self.module.config, "_output_attentions")
             except AttributeError:
-                wanted = getattr(config, "output_attentions", False)
+                # One of another kind, or none.
+                wanted = getattr(getattr(self.module, "config", None), "output_attentions", False)
         return bool(wanted)
 
     @property
