@@ -6,14 +6,12 @@ Neither is defined before vLLM asks for it: which class is the parent depends on
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 from runtime.vllm.builder import SparseBuilder
+from runtime.vllm.counters import log
 from runtime.vllm.forward import SparseImpl, is_ours
 from runtime.vllm.options import options_of
-
-_log = logging.getLogger("vllm.headwise")
 
 
 def __getattr__(name: str) -> Any:
@@ -98,5 +96,5 @@ def _chosen() -> Any:
     parent = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
     if is_ours(parent) is not None:
         return parent
-    _log.info("Headwise takes FLASH_ATTN for a parent, not %s, whose cache it cannot read", parent.get_name())
+    log.info("Headwise takes FLASH_ATTN for a parent, not %s, whose cache it cannot read", parent.get_name())
     return FlashAttentionBackend

@@ -120,7 +120,7 @@ class SparseBuilder(_Parent):
                 chooser.begin()
             if not self._captured:
                 # Of the steps before this one: what falls back in it is not known yet.
-                self._served.tell()
+                self._served.counters.tell()
                 why = DENSE if self._served.dense else "short"
                 short = set(prefills) - set(long) - set(steps)
                 pieces = [(SPARSE, piece.q_len) for piece in long] + [(why, piece.q_len) for piece in short]

@@ -101,7 +101,7 @@ class SparseImpl(_Parent):
         if batch is None or not (at.owns or (at.turns and batch.pieces) or (at.role and batch.chosen)):
             return super().forward(layer, *arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
-            at_work.refuse("the output is to be quantised")
+            at_work.counters.fell_back("the output is to be quantised")
             return super().forward(layer, *arguments, **more)
         cache = kv_cache if at.eight_bits is None else kv_cache.view(at.eight_bits)
         pages, plain = pages_of(layer, cache, self.ours), _plain(layer, query, output)
@@ -142,7 +142,7 @@ class SparseImpl(_Parent):
             why = str(error) if ours else name_of(error)
             if why is None or (chosen and at_work.agrees):
                 raise
-            at_work.refuse(why, "" if ours else message(error))
+            at_work.counters.fell_back(why, "" if ours else message(error))
             return []
         for index in indices:
             at_work.counters.index(at.number, index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import Role
 from runtime.plans import kernel_patterns, layer_plan
 from runtime.vllm.batch import Piece, is_long
-from runtime.vllm.counters import DENSE, SPARSE, Counters
+from runtime.vllm.counters import DENSE, SPARSE, Counters, log
 from runtime.vllm.decode import Chooser
 from runtime.vllm.dense import Stream
 from runtime.vllm.fit import engine_misfits, keeps_of
@@ -29,8 +28,6 @@ from runtime.vllm.snapkv import Snap, Windows
 
 # By vLLM's names; scales for each token or head are other caches.
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-# Below vLLM's own logger, whose level and format it has.
-_log = logging.getLogger("vllm.headwise")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,14 +89,13 @@ class Served:
         # By name: what is served of each layer, and those that drop tokens.
         self._known: dict[str, ServedLayer] = {}
         self._keeps: dict[str, Stream | Snap] = {}
-        self._said: set[str] = set()
         self.windows = Windows(int(config.scheduler_config.max_num_seqs))
         # Which layers are sparse here, and which are dense by which reason, once that was said.
         self._layers: dict[str, str] | None = None
         # Ranks are counted anew in each replica.
         process = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
-        atexit.register(self.counters.close)
+        atexit.register(self.counters.write)
         self.chooser = self._chooser(config)
         if self.chooser is not None:
             self.counters.read = self.chooser.tokens_read
@@ -151,14 +147,6 @@ class Served:
         """Whether a prefill may be served by patterns."""
         return not self.dense and is_long(piece, self.dense_below, self.artifact.prefill.dense_tail)
 
-    def refuse(self, reason: str, detail: str = "") -> None:
-        """What should have been sparse in a step is served by the parent: count it, and say so once."""
-        self.counters.fell_back(reason)
-        said = f"{reason}: {detail}" if detail else reason
-        if said not in self._said:
-            self._said.add(said)
-            _log.warning("a prefill is served densely: %s", said)
-
     @property
     def agrees(self) -> bool:
         """Whether processes choose together: one that gives up would leave the others waiting."""
@@ -188,16 +176,10 @@ class Served:
             numbers = [number_of(name) for name, each in self._keeps.items() if each == keeps]
             dense += f"; layers {ranges([number for number in numbers if number is not None])} keep {keeps}"
         heads = "" if self._size == 1 else f", heads of rank {self._rank()} of {self._size}"
-        _log.info(
+        log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): layers %s sparse%s",
             *(self.dense_below, self._path, str(self.artifact.content_sha256)[:12], heads, sparse, dense),
         )
-
-    def tell(self) -> None:
-        """Now and then: what was served so far, to the log and to the file."""
-        if (line := self.counters.line()) is not None:
-            _log.info("Headwise: %s", line)
-        self.counters.keep()
 
     def report(self) -> dict[str, Any]:
         """Which artifact, layers and counts; see Counters.report."""

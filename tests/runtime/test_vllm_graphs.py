@@ -168,7 +168,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     omni = OmniKV(roles=roles_of(section, range(4), slice(0, G)), **how)
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
-    engine.layer["turns"], served.tell = None, lambda: None
+    engine.layer["turns"], served.counters.tell = None, lambda: None
     return section
 
 

@@ -243,7 +243,6 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         counters=Counters(),
         dense=False,
         _size=1,
-        _said=set(),
     )
     # What is served of every layer, as tests change it; the chooser says what it does in decode.
     layer: dict[str, Any] = {"turns": Turns(LayerPlan(patterns * 2, G)), "owns": ours, "eight_bits": stored}
@@ -605,7 +604,7 @@ def test_counters_keep_a_file(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == {"prefills": {}, "tokens": {}, "density": None}
     counters.step([("sparse", 100)])
     counters.step([("sparse", 50), ("short", 7)])
-    counters.close()
+    counters.write()
     found = json.loads(file.read_text())
     assert found == {"prefills": {"sparse": 2, "short": 1}, "tokens": {"sparse": 150, "short": 7}, "density": None}
     assert [path.name for path in file.parent.iterdir()] == ["headwise-0.json"]
