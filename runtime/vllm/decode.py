@@ -10,6 +10,7 @@ U choices that a filter layer makes, C tokens that are chosen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.reads import taken
 from runtime.omnikv.roles import Role
 from runtime.vllm.batch import Few
-from runtime.vllm.options import ranges
+from runtime.vllm.fit import ranges
 from runtime.vllm.pages import Pages
 
 # Bytes of scores that a filter layer may have at a time: of more requests they are made in parts.
@@ -42,9 +43,7 @@ class Chooser:
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
     def __str__(self) -> str:
-        filters = [layer for layer, role in self._omni.roles.items() if role.filters]
-        served = [layer for layer, role in self._omni.roles.items() if role.filter is not None]
-        return f"layers {ranges(served)} read what layers {ranges(filters)} choose"
+        return reading(self._omni.roles)
 
     @property
     def captures(self) -> bool:
@@ -154,3 +153,10 @@ class Chooser:
         The kernel has one for each query head and sums for each KV head, and a choice has copies of those.
         """
         return max(1, _SCORES // (4 * k_len * (heads + 4 * kv_heads)))
+
+
+def reading(roles: Mapping[int, Role]) -> str:
+    """Which layers read what which ones choose."""
+    filters = ranges(layer for layer, role in roles.items() if role.filters)
+    served = ranges(layer for layer, role in roles.items() if role.filter is not None)
+    return f"layers {served} read what layers {filters} choose"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from runtime.fingerprint import compare, config_info
 from runtime.vllm.dense import Stream
 from runtime.vllm.snapkv import Snap
 
+T = TypeVar("T")
 # Ways to make drafts: without a model, or with one whose layers are the parent's.
 _DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
 
@@ -96,6 +97,42 @@ def keeps_of(artifact: Artifact) -> dict[int, Stream | Snap]:
         elif policies and isinstance(policies[0], Streaming):
             found[number] = Stream(policies[0].sinks, policies[0].window)
     return found
+
+
+def why_dense(artifact: Artifact, layer: int) -> str | None:
+    """Why by the artifact's patterns no prefill of a layer is sparse, None where it is."""
+    row = artifact.prefill.layers[layer]
+    if row is None:
+        return "left alone by the artifact"
+    if all(artifact.patterns[name].kind == "dense" for name in row):
+        return "every head is dense in the artifact"
+    return None
+
+
+def full_layers(config: Any, count: int) -> list[int]:
+    """Those of a model's layers that do not slide, by the configuration of its language part."""
+    kinds = getattr(config, "layer_types", None)
+    slides = getattr(config, "sliding_window", None) is not None
+    return [layer for layer in range(count) if not ("sliding" in kinds[layer] if kinds else slides)]
+
+
+def grouped(layers: Iterable[tuple[int, T]]) -> dict[T, str]:
+    """Layers by what there is to say of them."""
+    found: dict[T, list[int]] = {}
+    for layer, what in layers:
+        found.setdefault(what, []).append(layer)
+    return {what: ranges(numbers) for what, numbers in found.items()}
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """0-3, 5 for 0, 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
 def _unkept(artifact: Artifact) -> Iterator[str]:

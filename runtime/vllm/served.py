@@ -22,8 +22,8 @@ from runtime.vllm.batch import Piece, is_long
 from runtime.vllm.counters import DENSE, SPARSE, Counters, log
 from runtime.vllm.decode import Chooser
 from runtime.vllm.dense import Stream
-from runtime.vllm.fit import engine_misfits, keeps_of
-from runtime.vllm.options import HASH_KEY, Options, options_of, ranges
+from runtime.vllm.fit import engine_misfits, full_layers, grouped, keeps_of, why_dense
+from runtime.vllm.options import HASH_KEY, Options, options_of
 from runtime.vllm.snapkv import Snap, Windows
 
 # By vLLM's names; scales for each token or head are other caches.
@@ -163,18 +163,14 @@ class Served:
         """One line, once: which of these layers are sparse here, and why others are not."""
         if self._layers is not None:
             return
-        by_reason: dict[str | None, list[int]] = {}
-        for layer in layers:
-            if (at := self.of(layer)).number is not None:
-                by_reason.setdefault(at.why_dense, []).append(at.number)
-        self._layers = {reason or SPARSE: ranges(numbers) for reason, numbers in by_reason.items()}
-        sparse = ranges(by_reason.pop(None, []))
-        dense = "".join(f"; {ranges(numbers)} dense: {reason}" for reason, numbers in by_reason.items())
+        served = [self.of(layer) for layer in layers]
+        self._layers = grouped((at.number, at.why_dense or SPARSE) for at in served if at.number is not None)
+        sparse = self._layers.get(SPARSE, "none")
+        dense = "".join(f"; {numbers} dense: {why}" for why, numbers in self._layers.items() if why != SPARSE)
         if self.chooser is not None:
             dense += f"; decode: {self.chooser}"
-        for keeps in dict.fromkeys(each for each in self._keeps.values() if isinstance(each, Snap)):
-            numbers = [number_of(name) for name, each in self._keeps.items() if each == keeps]
-            dense += f"; layers {ranges([number for number in numbers if number is not None])} keep {keeps}"
+        snaps = ((at.number, at.keeps) for at in served if at.number is not None and isinstance(at.keeps, Snap))
+        dense += "".join(f"; layers {numbers} keep {keeps}" for keeps, numbers in grouped(snaps).items())
         heads = "" if self._size == 1 else f", heads of rank {self._rank()} of {self._size}"
         log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): layers %s sparse%s",
@@ -194,8 +190,7 @@ class Served:
             from vllm.distributed import get_tp_group
 
             group = get_tp_group().device_group
-        kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
-        free = [i for i in range(self.artifact.model.num_layers) if not kinds or "sliding" not in kinds[i]]
+        free = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
         return Chooser(
             OmniKV.of(section, free, self._kv_heads(), backend="auto", group=group),
             requests=int(config.scheduler_config.max_num_seqs),
@@ -230,12 +225,7 @@ class Served:
             return DENSE
         if isinstance(keeps, Stream):
             return "it keeps its first and last tokens, by kv_cache"
-        row = self.artifact.prefill.layers[number]
-        if row is None:
-            return "left alone by the artifact"
-        if all(self.artifact.patterns[name].kind == "dense" for name in row):
-            return "every head is dense in the artifact"
-        return None
+        return why_dense(self.artifact, number)
 
     def _unserved(self, layer: Any) -> str | None:
         """Why nothing of an attention layer is served here, whatever the artifact says of it."""

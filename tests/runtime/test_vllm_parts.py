@@ -19,17 +19,22 @@ import artifacts
 from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
+from runtime import load
 from runtime.attention.turns import Turns
-from runtime.vllm.__main__ import main
+from runtime.vllm.__main__ import _layers, main
 from runtime.vllm.batch import Piece, is_long, prefills_of, requests_of, rest_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.dense import Stream
+from runtime.vllm.fit import full_layers, ranges
 from runtime.vllm.forward import SparseImpl
-from runtime.vllm.options import Options, options_of, ranges
+from runtime.vllm.options import Options, options_of
 from runtime.vllm.pages import parted, quantised, store
 from runtime.vllm.served import Served, ServedLayer, number_of
 from tests.runtime.omnikv import DECODE
+from tests.runtime.test_front import saved as front
+
+__all__ = ["front"]
 
 H, G, D, PAGE = 4, 2, 32, 16
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -647,6 +652,30 @@ def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str])
     assert command.startswith(f"vllm serve {model} --additional-config '") and last.endswith("CUSTOM")
     given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
     assert given is not None and given.load().artifact == artifacts.load(cfg)
+
+
+@pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-speedup", "0.0"), ("--target-kl", "0.2")])
+def test_check_says_how_to_serve_a_point_of_the_front(
+    front: tuple[Any, Path], target: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, cfg = front
+    model.save_pretrained(cfg.parent / "model")
+    assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
+    command = capsys.readouterr().out.splitlines()[-2]
+    given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
+    assert given is not None and given.point == {target[0][2:].replace("-", "_"): float(target[1])}
+    assert given.load().artifact == load(cfg, **given.point).artifact
+
+
+def test_check_says_which_layers_read_what_others_choose(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
+    config = json.loads((Path(model) / "config.json").read_text())
+    config |= {"layer_types": ["full_attention"] * 5 + ["sliding_attention"], "sliding_window": 64}
+    assert full_layers(SimpleNamespace(**config), 6) == [0, 1, 2, 3, 4]
+    assert full_layers(SimpleNamespace(**config | {"layer_types": None}), 6) == []
+    assert full_layers(SimpleNamespace(**config | {"layer_types": None, "sliding_window": None}), 2) == [0, 1]
+    found = list(_layers(artifacts.load(cfg), full_layers(SimpleNamespace(**config), 6)))
+    assert "decode: layers 3 read what layers 2, 4 choose" in found and "layers 5: dense: it slides" in found
 
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
