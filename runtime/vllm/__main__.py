@@ -10,14 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, arguments
+from artifacts import Artifact, HeadwiseError, Streaming, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
 from artifacts.options import add_arguments, config_of
 from runtime.omnikv.roles import roles_of
 from runtime.vllm.decode import reading
-from runtime.vllm.dense import Stream
 from runtime.vllm.fit import full_layers, grouped, keeps_of, misfits, why_dense
 from runtime.vllm.options import KEY, Options, count
 
@@ -84,12 +83,13 @@ def _layers(artifact: Artifact, full: list[int]) -> Iterator[str]:
     found = grouped(
         (number, why_dense(artifact, number) or ("sparse" if number in full else "dense: it slides"))
         for number in range(artifact.model.num_layers)
-        if not isinstance(keeps.get(number), Stream)
+        if not isinstance(keeps.get(number), Streaming)
     )
     for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
         yield f"layers {numbers}: {how}"
     for what, numbers in grouped(keeps.items()).items():
-        yield f"layers {numbers}: keep {what}"
+        stream = isinstance(what, Streaming) and f"{what.sinks} first and {what.window} last tokens"
+        yield f"layers {numbers}: keep {stream or what}"
     if artifact.decode is not None:
         yield f"decode: {reading(roles_of(artifact.decode.omnikv, full, slice(0, artifact.model.num_kv_heads)))}"
 

@@ -12,6 +12,7 @@ from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import log
 from runtime.vllm.forward import SparseImpl, is_ours
 from runtime.vllm.options import options_of
+from runtime.vllm.pages import PAGE
 
 
 def __getattr__(name: str) -> Any:
@@ -45,16 +46,12 @@ def over(parent: Any, name: str, known_as: str) -> Any:
     return type(parent)(name, (parent,), members)
 
 
-# Tokens of a tile of our kernels: a page that holds one is read in one piece.
-_PAGE = 64
-
-
 def _block_size(backend: Any, default: int) -> int:
     """What the parent prefers, but no less than a tile of our kernels where an engine has an artifact."""
     preferred = int(super(backend, backend).get_preferred_block_size(default))
-    if not _asked() or preferred >= _PAGE or not backend.supports_block_size(_PAGE):
+    if not _asked() or preferred >= PAGE or not backend.supports_block_size(PAGE):
         return preferred
-    return _PAGE
+    return PAGE
 
 
 @functools.cache

@@ -5,7 +5,7 @@ Shapes: R requests of the step, T tokens of all of them, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,19 +41,12 @@ class Piece(NamedTuple):
         return slice(self.q_start, self.q_start + self.q_len)
 
 
-class Rest(NamedTuple):
-    """The parent's metadata of some requests of a step, and which of the T rows are theirs."""
-
-    metadata: Any
-    rows: slice | Tensor
-
-
 class Few(NamedTuple):
     """Requests with the same few new tokens, which are served together.
 
     rows: which of the T are theirs. table (n, N) and ends (n,) int32: their pages, and how many keys they have. k_len:
     at most so many keys; None where it may be any number, since the step is captured to be replayed with others.
-    kept: what layers that drop tokens have of them, worked out by the first such layer of the step.
+    kept: see kept_by.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,16 +61,22 @@ class Few(NamedTuple):
         """Of the block table, with pages of `size` tokens, what is in use."""
         return self.table if self.k_len is None else self.table[:, : -(-self.k_len // size)]
 
-    def rows_of(self, some: slice) -> slice | Tensor:
-        """The rows of some of the n requests."""
-        begin, end = some.start * self.q_len, some.stop * self.q_len
-        if isinstance(self.rows, slice):
-            return slice(self.rows.start + begin, self.rows.start + end)
-        return self.rows[begin:end]
+    def parts(self, most: int) -> Iterator[tuple[slice, Few]]:
+        """At most so many of the n requests at a time, and which ones they are."""
+        for begin in range(0, len(self.ends), most):
+            some = slice(begin, min(begin + most, len(self.ends)))
+            at = slice(some.start * self.q_len, some.stop * self.q_len)
+            if isinstance(self.rows, slice):
+                rows: slice | Tensor = slice(self.rows.start + at.start, self.rows.start + at.stop)
+            else:
+                rows = self.rows[at]
+            yield some, self._replace(rows=rows, table=self.table[some], ends=self.ends[some], kept={})
 
-    def queries(self, query: Tensor, some: slice) -> Tensor:
-        """Those of some of the n requests, (n, H, Q, D), out of (T, H, D)."""
-        return query[self.rows_of(some)].unflatten(0, (-1, self.q_len)).transpose(1, 2)
+    def kept_by(self, policy: Any, find: Callable[[], Tensor]) -> Tensor:
+        """The tokens that a layer with this policy has of them, found by the first such layer of the step."""
+        if policy not in self.kept:
+            self.kept[policy] = find()
+        return self.kept[policy]
 
 
 def few_of(
@@ -110,19 +109,19 @@ class Batch:
     """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
 
     every: all requests of the step. pieces: prompts, or chunks of some, by patterns. chosen: decode by chosen tokens.
-    part: see Rest; called once for what a layer serves.
+    part: the parent's metadata of what is left beside the requests that are served, and its rows; None for nothing.
     """
 
-    every: tuple[Piece, ...]
-    pieces: tuple[Piece, ...]
-    chosen: tuple[Few, ...]
+    every: tuple[Piece, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    chosen: tuple[Few, ...] = ()
     block_table: Tensor
-    part: Callable[[Sequence[Piece]], Rest | None]
-    _rests: dict[tuple[int, ...], Rest | None] = field(default_factory=dict)
+    part: Callable[[Sequence[Piece]], tuple[Any, slice | Tensor] | None] = lambda _: None
+    _rests: dict[tuple[int, ...], tuple[Any, slice | Tensor] | None] = field(default_factory=dict)
     _few: dict[tuple[Piece, ...], tuple[Few, ...]] = field(default_factory=dict)
 
-    def rest(self, served: Sequence[Piece]) -> Rest | None:
-        """What is left of the step beside what is served; None where nothing is."""
+    def rest(self, served: Sequence[Piece]) -> tuple[Any, slice | Tensor] | None:
+        """See part: made once for all layers that serve the same."""
         key = tuple(piece.request for piece in served)
         if key not in self._rests:
             self._rests[key] = self.part(served)

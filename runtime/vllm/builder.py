@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +13,7 @@ from artifacts import HeadwiseError
 from runtime.vllm.batch import (
     KEY,
     Batch,
-    Few,
     Piece,
-    Rest,
-    few_of,
     parted_at_prompts,
     prefills_of,
     requests_of,
@@ -104,30 +102,20 @@ class SparseBuilder(_Parent):
         chooser, every = self._served.chooser, self._requests(common, prompts)
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
-        steps: list[Piece] = []
-        chosen: tuple[Few, ...] = ()
-        gaining = 0
-        if chooser is not None:
-            steps = [piece for piece in every if chooser.takes(piece.q_len) and chooser.gains(piece.k_len)]
-            ones = [piece for piece in every if piece.q_len == 1]
-            gaining = sum(chooser.gains(piece.k_len) for piece in ones)
-            chosen = few_of(steps, common.block_table_tensor)
-            if gaining or self._captured:
-                # All of them, since a launch takes them together: who is within the budget gets every token.
-                chosen += few_of(ones, common.block_table_tensor, common.seq_lens, captured=self._captured)
+        chosen, gaining = ((), set()) if chooser is None else chooser.groups(every, common, captured=self._captured)
         if self._served.counting is self:
             if chooser is not None:
                 chooser.begin()
             if not self._captured:
                 # Of the steps before this one: what falls back in it is not known yet.
                 self._served.counters.tell()
-                why = DENSE if self._served.dense else "short"
-                short = set(prefills) - set(long) - set(steps)
-                pieces = [(SPARSE, piece.q_len) for piece in long] + [(why, piece.q_len) for piece in short]
-                self._served.counters.step(pieces, len(steps) + gaining)
+                short = set(prefills) - set(long) - gaining
+                pieces = [(SPARSE, piece.q_len) for piece in long]
+                pieces += [(DENSE if self._served.dense else "short", piece.q_len) for piece in short]
+                self._served.counters.step(pieces, len(gaining))
         if long or chosen or self._owned:
-            parts = {"every": every, "pieces": long, "chosen": chosen, "block_table": common.block_table_tensor}
-            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), **parts))
+            table, part = common.block_table_tensor, partial(self._part, common)
+            setattr(metadata, KEY, Batch(every=every, pieces=long, chosen=chosen, block_table=table, part=part))
         return metadata
 
     def _requests(self, common: Any, prompts: Tensor | None) -> tuple[Piece, ...]:
@@ -146,9 +134,8 @@ class SparseBuilder(_Parent):
             every = parted_at_prompts(every, prompts.tolist())
         return every
 
-    def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:
-        left = rest_of(common, served)
-        if left is None:
+    def _part(self, common: Any, served: Sequence[Piece]) -> tuple[Any, slice | Tensor] | None:
+        if (left := rest_of(common, served)) is None:
             return None
         # A fast build keeps nothing in buffers that the metadata of the whole step is still to be read from.
-        return Rest(super().build(0, left[0], fast_build=True), left[1])
+        return super().build(0, left[0], fast_build=True), left[1]

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from artifacts import Artifact, HeadwiseError
-from artifacts.kv_cache import SnapKV, Streaming
+from artifacts.kv_cache import Policy, SnapKV, Streaming
 from runtime.attention.calls import no_kernel
 from runtime.fingerprint import compare, config_info
-from runtime.vllm.dense import Stream
 from runtime.vllm.snapkv import Snap
 
 T = TypeVar("T")
@@ -84,18 +83,15 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield f"no prefill can be sparse here: {missing}"
 
 
-def keeps_of(artifact: Artifact) -> dict[int, Stream | Snap]:
+def keeps_of(artifact: Artifact) -> dict[int, Streaming | Snap]:
     """By layer, what is kept in layers that drop tokens, by all KV heads of the model; of an artifact that fits."""
-    section = artifact.kv_cache
-    found: dict[int, Stream | Snap] = {}
-    for number in range(0 if section is None else len(section.layers)):
-        assert section is not None
-        policies = [section.policies[name] for name in section.heads(number, artifact.model.num_kv_heads) or ()]
+    found: dict[int, Streaming | Snap] = {}
+    for number, policies in _policies(artifact):
         snaps = tuple(policy for policy in policies if isinstance(policy, SnapKV))
         if snaps:
             found[number] = Snap(snaps)
         elif policies and isinstance(policies[0], Streaming):
-            found[number] = Stream(policies[0].sinks, policies[0].window)
+            found[number] = policies[0]
     return found
 
 
@@ -150,12 +146,18 @@ def _unkept(artifact: Artifact) -> Iterator[str]:
                 f"kv_cache.policies.{name}.positions is {policy.positions!r}: vLLM rotates keys before they are kept, "
                 "'original' is served"
             )
-    for number in range(0 if section is None else len(section.layers)):
-        assert section is not None
-        names = section.heads(number, artifact.model.num_kv_heads) or ()
-        policies = {section.policies[name] for name in names}
-        if len(policies) > 1 and any(policy.kind != "snapkv" for policy in policies):
+    for number, policies in _policies(artifact):
+        if len(set(policies)) > 1 and any(policy.kind != "snapkv" for policy in policies):
             yield (
                 f"kv_cache.layers[{number}] differs by head, and vLLM's pages hold all heads of a layer; several "
                 f"snapkv policies are served: {out}"
             )
+
+
+def _policies(artifact: Artifact) -> Iterator[tuple[int, tuple[Policy, ...]]]:
+    """The layers of a kv_cache section, and the policy of each of their KV heads."""
+    section = artifact.kv_cache
+    for number in range(0 if section is None else len(section.layers)):
+        assert section is not None
+        names = section.heads(number, artifact.model.num_kv_heads) or ()
+        yield number, tuple(section.policies[name] for name in names)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kernels.attention.checks import EIGHT_BITS
 
+# Tokens of a tile of our kernels: a page that holds one is read in one piece.
+PAGE = 64
 # From so many tokens on rows are found first and then written: fewer are put in one by one.
 _MANY = 16
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from artifacts import Artifact, HeadwiseError
+from artifacts import Artifact, HeadwiseError, Streaming
 from artifacts.errors import shorten
 from runtime.allocator import keep_freed_memory
 from runtime.attention.calls import no_kernel
@@ -21,7 +21,6 @@ from runtime.plans import kernel_patterns, layer_plan
 from runtime.vllm.batch import Piece, is_long
 from runtime.vllm.counters import DENSE, SPARSE, Counters, log
 from runtime.vllm.decode import Chooser
-from runtime.vllm.dense import Stream
 from runtime.vllm.fit import engine_misfits, full_layers, grouped, keeps_of, why_dense
 from runtime.vllm.options import HASH_KEY, Options, options_of
 from runtime.vllm.snapkv import Snap, Windows
@@ -44,7 +43,7 @@ class ServedLayer:
     why_dense: str | None = None
     turns: Turns | None = None
     role: Role | None = None
-    keeps: Stream | Snap | None = None
+    keeps: Streaming | Snap | None = None
     owns: bool = False
     eight_bits: torch.dtype | None = None
 
@@ -88,7 +87,7 @@ class Served:
         self._patterns = kernel_patterns(self.artifact, headwise.arrays)
         # By name: what is served of each layer, and those that drop tokens.
         self._known: dict[str, ServedLayer] = {}
-        self._keeps: dict[str, Stream | Snap] = {}
+        self._keeps: dict[str, Streaming | Snap] = {}
         self.windows = Windows(int(config.scheduler_config.max_num_seqs))
         # Which layers are sparse here, and which are dense by which reason, once that was said.
         self._layers: dict[str, str] | None = None
@@ -146,11 +145,6 @@ class Served:
     def is_long(self, piece: Piece) -> bool:
         """Whether a prefill may be served by patterns."""
         return not self.dense and is_long(piece, self.dense_below, self.artifact.prefill.dense_tail)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether processes choose together: one that gives up would leave the others waiting."""
-        return self.chooser is not None and self._size > 1
 
     @property
     def captures(self) -> bool:
@@ -220,10 +214,10 @@ class Served:
             eight_bits=eight_bits(layer),
         )
 
-    def _why_dense(self, number: int, keeps: Stream | Snap | None) -> str | None:
+    def _why_dense(self, number: int, keeps: Streaming | Snap | None) -> str | None:
         if self.dense:
             return DENSE
-        if isinstance(keeps, Stream):
+        if isinstance(keeps, Streaming):
             return "it keeps its first and last tokens, by kv_cache"
         return why_dense(self.artifact, number)
 

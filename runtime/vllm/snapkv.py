@@ -9,7 +9,8 @@ Shapes: H query heads, G KV heads of this process, L tokens of a prompt, W queri
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ import artifacts
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
 from runtime.caches.snapkv import elect, left_of, votes_of
-from runtime.vllm.batch import Batch, Few, Piece
-from runtime.vllm.dense import attend_few
-from runtime.vllm.pages import Pages
+from runtime.vllm.batch import Few, Piece
+from runtime.vllm.step import LayerStep
 
 
 class Snap(NamedTuple):
@@ -70,66 +70,37 @@ class Windows:
         return None
 
 
-def keep(
-    snap: Snap,
-    windows: Windows,
-    layer: str,
-    query: Tensor,
-    held: Pages,
-    output: Tensor,
-    batch: Batch,
-    **how: Any,
-) -> None:
-    """Keep a part of each prompt that ends in a step, and write the rows of output (T, H, D) of what is generated.
+def keep(step: LayerStep, snap: Snap, windows: Windows, layer: str) -> None:
+    """Keep a part of each prompt that ends in a step, and write the attention of what is generated.
 
-    A generated token sees what is kept of its prompt and what was generated up to it.
-
-    Args:
-        snap, windows: what the layer keeps, and the queries of earlier steps.
-        layer: its name.
-        query: (T, H, D) of the step's T tokens.
-        held: keys and values in pages, with those of the step.
-        output: see above; prompts' rows are written already.
-        batch: the step, with the lengths of prompts.
-        how: scale and softcap, and sinks, of which there are none.
+    A generated token sees what is kept of its prompt and what was generated up to it. Prompts' attention is written
+    already. layer: its name.
     """
     generated: list[Piece] = []
-    for piece in batch.every:
+    for piece in step.batch.every:
         if piece.generated:
             generated += _cut(piece)
             continue
-        pages = batch.pages(piece, held.size)
-        q = query[piece.rows].transpose(0, 1)[None]
-        voting = windows.of(layer, int(pages[0]), piece, q, snap.window)
-        if voting is not None:
-            _move(snap, voting, held, pages, piece.prompt, scale=how["scale"], softcap=how["softcap"])
-    for some in batch.few(tuple(generated)):
-        if snap not in some.kept:
-            some.kept[snap] = _rows(snap, some).to(query.device, non_blocking=True)
-        attend_few(query, held, output, some, some.kept[snap], **how)
+        q, _, pages = step.of(piece)
+        if (voting := windows.of(layer, int(pages[0, 0]), piece, q, snap.window)) is not None:
+            move(step, snap, voting, piece)
+    for few in step.batch.few(tuple(generated)):
+        step.decode(few, few.kept_by(snap, partial(_rows, snap, few)))
 
 
-def rehearse(snap: Snap, query: Tensor, held: Pages, prompt: int, **how: Any) -> None:
-    """Take what it takes to keep a part of a prompt of so many tokens.
-
-    query: (T, H, D) of any tokens. held: one page that stands for all and is written to.
-    """
-    pages = torch.zeros(-(-prompt // held.size), dtype=torch.int32, device=query.device)
-    q = query.new_zeros(1, query.shape[1], min(snap.window, prompt), query.shape[2])
-    _move(snap, q, held, pages, prompt, scale=how["scale"], softcap=how["softcap"])
-
-
-def _move(snap: Snap, q: Tensor, held: Pages, pages: Tensor, prompt: int, **how: Any) -> None:
-    """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages (N,), head by head."""
+def move(step: LayerStep, snap: Snap, q: Tensor, piece: Piece) -> None:
+    """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages, head by head."""
+    prompt = piece.prompt
     heads_of: dict[artifacts.SnapKV, list[int]] = {}
     for head, policy in enumerate(snap.policies):
         heads_of.setdefault(policy, []).append(head)
     left = {policy: left_of(policy, prompt, prompt) for policy in heads_of}
     if all(count == prompt for count in left.values()):
         return
+    held, pages = step.pages, step.batch.pages(piece, step.pages.size)
     size, table = held.size, pages.long()
     k, v = (gathered(cache, pages, prompt) for cache in (held.k, held.v))
-    queries = q.unflatten(1, (len(snap.policies), -1))
+    queries, how = q.unflatten(1, (len(snap.policies), -1)), {name: step.how[name] for name in ("scale", "softcap")}
     for policy, numbers in heads_of.items():
         if (count := left[policy]) == prompt:
             continue
@@ -166,4 +137,4 @@ def _rows(snap: Snap, some: Few) -> Tensor:
     at = torch.arange(int((left + ends - prompts).max()))
     rows = torch.where(at < left, at, prompts - left + at)
     rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
-    return rows if len(policies) > 1 else rows[:, 0].contiguous()
+    return (rows if len(policies) > 1 else rows[:, 0].contiguous()).to(some.table.device, non_blocking=True)

@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 import artifacts
 from artifacts import HeadwiseError
 from runtime.caches.snapkv import left_of
-from runtime.vllm.dense import Stream
 from runtime.vllm.snapkv import Snap
 
 
@@ -114,12 +113,12 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         """Nothing: pages are written anew when a prompt is computed."""
 
 
-def spec_of(layer: Any, config: Any, keeps: Stream | Snap) -> StreamingSpec | PromptSpec:
+def spec_of(layer: Any, config: Any, keeps: artifacts.Streaming | Snap) -> StreamingSpec | PromptSpec:
     """The cache of a layer of vLLM that keeps this, in the KV heads of all processes."""
     full = type(layer).get_kv_cache_spec(layer, config)
     names = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
     same = {name: getattr(full, name) for name in names}
-    if isinstance(keeps, Stream):
+    if isinstance(keeps, artifacts.Streaming):
         return StreamingSpec(sliding_window=keeps.window, sinks=keeps.sinks, **same)
     return PromptSpec(policies=tuple(sorted(set(keeps.policies), key=repr)), **same)
 

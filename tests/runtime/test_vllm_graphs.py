@@ -208,10 +208,10 @@ def test_a_captured_step_is_replayed_for_any_requests(
 def test_steps_have_the_same_memory_whoever_is_served(
     engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import runtime.vllm.decode as decode
+    import runtime.vllm.step as step
 
     seen: list[Any] = []
-    attend = decode.decode_attention
+    attend = step.decode_attention
 
     def noted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
         # Choices by head are put together anew for each layer.
@@ -220,7 +220,7 @@ def test_steps_have_the_same_memory_whoever_is_served(
         seen.append(([(x.data_ptr(), x.shape, x.stride()) for x in held if x is not None], shapes))
         return attend(q, k, v, **how)
 
-    monkeypatch.setattr(decode, "decode_attention", noted)
+    monkeypatch.setattr(step, "decode_attention", noted)
     buffers = Buffers(engine)
     for lengths in STEPS:
         buffers.fill(lengths)
@@ -251,10 +251,10 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: 
 def test_the_profiling_run_takes_what_a_step_will_take(
     engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import runtime.vllm.decode as decode
+    import runtime.vllm.step as step
 
     scored: list[Any] = []
-    attend, rest = decode.decode_attention, Parent.forward
+    attend, rest = step.decode_attention, Parent.forward
 
     def noted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
         done = attend(q, k, v, **how)
@@ -262,7 +262,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
             scored.append((q.shape, done.scores.shape))
         return done
 
-    monkeypatch.setattr(decode, "decode_attention", noted)
+    monkeypatch.setattr(step, "decode_attention", noted)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
     buffers = Buffers(engine)
     buffers.forward(None)

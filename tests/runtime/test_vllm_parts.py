@@ -25,7 +25,6 @@ from runtime.vllm.__main__ import _layers, main
 from runtime.vllm.batch import Piece, is_long, prefills_of, requests_of, rest_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
-from runtime.vllm.dense import Stream
 from runtime.vllm.fit import full_layers, ranges
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import Options, options_of
@@ -287,7 +286,7 @@ def put(engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -
 
 
 def serve(
-    engine: Any, common: Common, gone: Stream | None = None
+    engine: Any, common: Common, gone: artifacts.Streaming | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
     """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K, G, D).
 
@@ -371,8 +370,14 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
 
 
 @pytest.mark.parametrize("stored", [None, *EIGHT])
-@pytest.mark.parametrize("stream", [Stream(4, 50), Stream(20, 64), Stream(0, 30), Stream(3, 1000)])
-def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: Stream) -> None:
+@pytest.mark.parametrize(
+    "stream",
+    [
+        artifacts.Streaming(sinks=sinks, window=window, positions="original")
+        for sinks, window in ((4, 50), (20, 64), (0, 30), (3, 1000))
+    ],
+)
+def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artifacts.Streaming) -> None:
     engine.layer.update(owns=True, keeps=stream, turns=None)
     engine.builder._owned = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
