@@ -14,10 +14,10 @@ from runtime.vllm.batch import (
     KEY,
     Batch,
     Piece,
+    part_of,
     parted_at_prompts,
     prefills_of,
     requests_of,
-    rest_of,
     special,
 )
 from runtime.vllm.counters import DENSE, SPARSE
@@ -79,8 +79,12 @@ class SparseBuilder(_Parent):
         parents, at_work = super().get_cudagraph_support(vllm_config, kv_cache_spec), served(vllm_config)
         if at_work is None:
             return parents
-        ours = Support.UNIFORM_BATCH if at_work.chooser is None else Support.UNIFORM_SINGLE_TOKEN_DECODE
-        return min(parents, ours if at_work.captures else Support.NEVER, key=lambda support: support.value)
+        chooser, ours = at_work.chooser, Support.UNIFORM_BATCH
+        if at_work.dense or at_work.artifact.kv_cache is not None or not (chooser is None or chooser.captures):
+            ours = Support.NEVER
+        elif chooser is not None:
+            ours = Support.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(parents, ours, key=lambda support: support.value)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """The parent's; a decode section is captured for contexts of any length."""
@@ -134,8 +138,6 @@ class SparseBuilder(_Parent):
             every = parted_at_prompts(every, prompts.tolist())
         return every
 
-    def _part(self, common: Any, served: Sequence[Piece]) -> tuple[Any, slice | Tensor] | None:
-        if (left := rest_of(common, served)) is None:
-            return None
+    def _part(self, common: Any, pieces: Sequence[Piece]) -> Any:
         # A fast build keeps nothing in buffers that the metadata of the whole step is still to be read from.
-        return super().build(0, left[0], fast_build=True), left[1]
+        return super().build(0, part_of(common, pieces), fast_build=True)

@@ -18,8 +18,9 @@ from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
 from runtime.attention.reasons import message, name_of
 from runtime.vllm.batch import KEY, Batch, Piece
+from runtime.vllm.layers import ServedLayer
 from runtime.vllm.pages import PAGE, Pages, pages_of, parted, quantised, store
-from runtime.vllm.served import Served, ServedLayer, served
+from runtime.vllm.served import Served, served
 from runtime.vllm.snapkv import Snap, keep, move
 from runtime.vllm.step import LayerStep
 
@@ -86,9 +87,6 @@ class SparseImpl(_Parent):
         pages = pages_of(layer, kv_cache if at.eight_bits is None else kv_cache.view(at.eight_bits), self.ours)
         step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), arguments[:5])
         done = self._sparsely(at_work, at, step)
-        if not at.owns:
-            self._leave(step, batch.rest(done))
-            return output
         self._densely(at, step, tuple(piece for piece in batch.others(done) if not piece.generated))
         if isinstance(at.keeps, Snap):
             keep(step, at.keeps, at_work.windows, layer.layer_name)
@@ -149,36 +147,26 @@ class SparseImpl(_Parent):
             sparse(out)
         else:
             # Both ways are tried: the output is the last one's, so patterns write beside it.
-            ways = partial(sparse, torch.empty_like(out)), partial(self._alone, at, step, piece)
-            if (found := turns.measure(*known, lengths, *ways)) is None:
+            beside = torch.empty_like(out)
+            dense = partial(self._densely, at, step, (piece,))
+            if (found := turns.measure(*known, lengths, partial(sparse, beside), dense)) is None:
                 return None
             out.copy_(found)
         return built[-1]
 
-    def _alone(self, at: ServedLayer, step: LayerStep, piece: Piece) -> Tensor:
-        """Write one request's dense attention: what it would be left to."""
+    def _densely(self, at: ServedLayer, step: LayerStep, pieces: tuple[Piece, ...]) -> Tensor:
+        """Write the dense attention of these requests, here or by the parent; the step's output."""
         if at.owns:
-            self._densely(at, step, (piece,))
-        else:
-            self._leave(step, step.batch.rest(step.batch.others((piece,))))
-        return step.output[piece.rows]
-
-    def _densely(self, at: ServedLayer, step: LayerStep, pieces: tuple[Piece, ...]) -> None:
-        step.attend(pieces, at.keeps if isinstance(at.keeps, Streaming) else None)
-
-    def _leave(self, step: LayerStep, rest: tuple[Any, slice | Tensor] | None) -> None:
-        """Have the parent serve the requests that are left, where any are."""
-        if rest is None:
-            return
-        metadata, rows = rest
-        layer, *given, cache = step.given
-        q, k, v = (None if x is None else x[rows] for x in given)
-        if isinstance(rows, slice):
-            super().forward(layer, q, k, v, cache, metadata, step.output[rows])
-            return
-        apart = step.output.new_empty(rows.numel(), *step.output.shape[1:])
-        super().forward(layer, q, k, v, cache, metadata, apart)
-        step.output[rows] = apart
+            step.attend(pieces, at.keeps if isinstance(at.keeps, Streaming) else None)
+        elif pieces:
+            metadata, rows = step.batch.parted(pieces)
+            layer, *given, cache = step.given
+            q, k, v = (None if x is None else x[rows] for x in given)
+            out = step.output[rows]
+            super().forward(layer, q, k, v, cache, metadata, out)
+            if isinstance(rows, Tensor):
+                step.output[rows] = out
+        return step.output
 
     def _rehearse(self, at_work: Served, at: ServedLayer, query: Tensor) -> None:
         """In vLLM's profiling run, take what a step of this layer takes beside its output: vLLM leaves room for it.

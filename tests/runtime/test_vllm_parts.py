@@ -22,14 +22,15 @@ from kernels.patterns.dense import dense_index
 from runtime import load
 from runtime.attention.turns import Turns
 from runtime.vllm.__main__ import _layers, main
-from runtime.vllm.batch import Piece, is_long, prefills_of, requests_of, rest_of
+from runtime.vllm.batch import Piece, is_long, part_of, prefills_of, requests_of, rows_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.fit import full_layers, ranges
 from runtime.vllm.forward import SparseImpl
+from runtime.vllm.layers import ServedLayer, number_of
 from runtime.vllm.options import Options, options_of
 from runtime.vllm.pages import parted, quantised, store
-from runtime.vllm.served import Served, ServedLayer, number_of
+from runtime.vllm.served import Served
 from tests.runtime.omnikv import DECODE
 from tests.runtime.test_front import saved as front
 
@@ -139,10 +140,9 @@ def test_pieces_and_the_rest() -> None:
     assert [piece.request for piece in long] == [1, 3]
     # Shorter ones would be all tail.
     assert [piece.request for piece in pieces if is_long(piece, 128, 100)] == [3]
-    found = rest_of(common, long)
-    assert found is not None
-    rest, rows = found
-    assert rows.tolist() == [0, *range(101, 111), *range(311, 375)]
+    left = [piece for piece in requests_of(common, exact=False) if piece not in long]
+    rest, rows = part_of(common, left), rows_of(left)
+    assert isinstance(rows, Tensor) and rows.tolist() == [0, *range(101, 111), *range(311, 375)]
     assert rest.query_start_loc_cpu.tolist() == [0, 1, 11, 75] and rest.seq_lens.tolist() == [40, 10, 100]
     assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (3, 75, 64)
     assert torch.equal(rest.block_table_tensor, common.block_table_tensor[[0, 2, 4]])
@@ -155,12 +155,11 @@ def test_drafts_that_are_verified_are_no_prefills() -> None:
     assert [piece.request for piece in pieces_of(common)] == [1, 2]
 
 
-def test_a_rest_that_lies_together_is_a_slice() -> None:
-    common = step((1, 40), (1, 50), (200, 200))
-    found = rest_of(common, pieces_of(common))
-    assert found is not None and found[1] == slice(0, 2)
-    alone = step((200, 200), padded=1)
-    assert rest_of(alone, pieces_of(alone)) is None
+def test_rows_that_lie_together_are_a_slice() -> None:
+    common = step((1, 40), (1, 50), (200, 200), (1, 9))
+    first, second, third, fourth = requests_of(common, exact=False)
+    assert rows_of([first, second]) == slice(0, 2) and rows_of([third]) == slice(2, 202)
+    assert not isinstance(rows_of([second, fourth]), slice)
 
 
 @pytest.mark.parametrize("change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}])
