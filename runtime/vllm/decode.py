@@ -35,7 +35,7 @@ class Chooser:
 
     def __init__(self, omni: OmniKV, *, requests: int, longest: int) -> None:
         """requests: the most in a step. longest: tokens of the longest sequence."""
-        self._omni, self._longest = omni, longest
+        self.omni, self._longest = omni, longest
         self._requests, self._most = requests, min(omni.count(longest), longest)
         # (requests, U, slots) int32 of each filter layer.
         self._slots: dict[int, Tensor] = {}
@@ -43,35 +43,23 @@ class Chooser:
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
     def __str__(self) -> str:
-        return reading(self._omni.roles)
-
-    @property
-    def agrees(self) -> bool:
-        """Whether processes choose together."""
-        return self._omni.group is not None
+        return reading(self.omni.roles)
 
     @property
     def captures(self) -> bool:
         """Whether a step of single tokens can be replayed for others."""
-        return self._omni.coverage is None and self._omni.group is None
-
-    def tokens_read(self) -> float | None:
-        """Tokens that a KV head of a layer that is served read for a request in a step, on average; None before any.
-
-        Waits for a GPU.
-        """
-        return self._omni.tokens_read
+        return self.omni.coverage is None and self.omni.group is None
 
     def takes(self, q_len: int) -> bool:
         """Whether requests with so many new tokens, which are several, are served.
 
         They are the parent's where choices differ in length: they would not know their places.
         """
-        return 1 < q_len <= MAX_QUERIES and self._omni.coverage is None
+        return 1 < q_len <= MAX_QUERIES and self.omni.coverage is None
 
     def gains(self, k_len: int) -> bool:
         """Whether a context has more keys than are chosen."""
-        return k_len > self._omni.count(k_len)
+        return k_len > self.omni.count(k_len)
 
     def groups(self, every: Sequence[Piece], common: Any, *, captured: bool) -> tuple[tuple[Few, ...], set[Piece]]:
         """What of a step is served, requests alike together, and those of them that have more keys than are chosen.
@@ -89,7 +77,7 @@ class Chooser:
 
     def role(self, layer: int) -> Role | None:
         """What a layer does, None where that is to attend to everything and no more."""
-        role = self._omni.roles.get(layer)
+        role = self.omni.roles.get(layer)
         return role if role is not None and (role.filters or role.filter is not None) else None
 
     def begin(self) -> None:
@@ -115,9 +103,9 @@ class Chooser:
         # The kernel has a score for each query head and sums for each KV head, and a choice has copies of those.
         heads = step.query.shape[1] * few.q_len + 4 * step.pages.k.shape[2]
         for some, part in few.parts(max(1, _SCORES // (4 * keys * heads))):
-            scores = step.decode(part, scores=self._omni.scores)
+            scores = step.decode(part, scores=self.omni.scores)
             assert scores is not None
-            found = self._omni.choose_each(layer, role, scores, part.ends, most, q_len=few.q_len)
+            found = self.omni.choose_each(layer, role, scores, part.ends, most, q_len=few.q_len)
             chosen = self._room(layer, few, found) if chosen is None else chosen
             chosen[some] = found
         assert chosen is not None

@@ -19,7 +19,7 @@ from kernels.index import SparseIndex
 from runtime.attention.reasons import message, name_of
 from runtime.vllm.batch import KEY, Batch, Piece
 from runtime.vllm.layers import ServedLayer
-from runtime.vllm.pages import PAGE, Pages, pages_of, parted, quantised, store
+from runtime.vllm.pages import PAGE, Pages, parted, quantised, store
 from runtime.vllm.served import Served, served
 from runtime.vllm.snapkv import Snap, keep, move
 from runtime.vllm.step import LayerStep
@@ -38,18 +38,19 @@ class SparseImpl(_Parent):
         from vllm.config import get_current_vllm_config
 
         super().__init__(*args, **kwargs)
-        self._served: Served | None = served(get_current_vllm_config())
-        self.is_served = self._served is not None
+        at_work = served(get_current_vllm_config())
+        assert at_work is not None
+        self._served: Served = at_work
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """The parent's; and where this layer drops tokens, vLLM is told so before it asks what each layer caches."""
         super().process_weights_after_loading(act_dtype)
-        if self._served is not None:
-            self._served.tell_cache(self)
+        self._served.tell_cache(self)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
-        if not self.ours or self._served is None or not (at := self._served.of(layer)).owns:
+        at = self._served.of(layer)
+        if not (self.ours and at.owns):
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
             return
         if (stored := at.eight_bits) is not None:
@@ -70,21 +71,18 @@ class SparseImpl(_Parent):
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        at_work = self._served
-        if at_work is None:
-            return super().forward(*arguments, **more)
-        at = at_work.of(layer)
-        # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
-        plain = query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
+        at_work, at = self._served, self._served.of(layer)
         if attn_metadata is None:
-            self._rehearse(at_work, at, plain)
+            self._rehearse(at_work, at, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None or not (at.owns or (at.turns and batch.pieces) or (at.role and batch.chosen)):
             return super().forward(*arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
             at_work.counters.fell_back("the output is to be quantised")
             return super().forward(*arguments, **more)
-        pages = pages_of(layer, kv_cache if at.eight_bits is None else kv_cache.view(at.eight_bits), self.ours)
+        pages = Pages.of(layer, kv_cache, self.ours, at.eight_bits)
+        # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
+        plain = query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
         step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), arguments[:5])
         done = self._sparsely(at_work, at, step)
         self._densely(at, step, tuple(piece for piece in batch.others(done) if not piece.generated))
@@ -114,7 +112,7 @@ class SparseImpl(_Parent):
             ours = isinstance(error, HeadwiseError)
             why = str(error) if ours else name_of(error)
             # A process that gives up where processes choose together would leave the others waiting.
-            if why is None or (chosen and at_work.chooser is not None and at_work.chooser.agrees):
+            if why is None or (chosen and at_work.chooser is not None and at_work.chooser.omni.group is not None):
                 raise
             at_work.counters.fell_back(why, "" if ours else message(error))
             return []
@@ -195,8 +193,3 @@ class SparseImpl(_Parent):
     def _how(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap, sinks = self.logits_soft_cap or None, getattr(self, "sinks", None)
         return {"scale": self.scale * k_scale, "softcap": softcap, "sinks": sinks}
-
-
-def is_ours(parent: type) -> bool | None:
-    """Whether layers over a backend are ours alone; None for a backend whose cache is not known."""
-    return {"CPU_ATTN": True, "FLASH_ATTN": False, "TRITON_ATTN": False}.get(str(parent.get_name()))  # type: ignore[attr-defined]

@@ -64,7 +64,8 @@ def why_unserved(layer: Any, every: Iterable[Any], *, num_layers: int, both_ways
         both_ways: some of the model's tokens see each other both ways.
     """
     impl, number = layer.impl, number_of(layer.layer_name)
-    if not getattr(impl, "is_served", False):
+    ours: bool | None = getattr(impl, "ours", None)
+    if ours is None:
         return "a draft model's, or another backend's"
     if str(getattr(layer.attn_type, "value", layer.attn_type)) != "decoder":
         return "no causal self-attention"
@@ -78,10 +79,10 @@ def why_unserved(layer: Any, every: Iterable[Any], *, num_layers: int, both_ways
         return reason
     if layer.head_size_v != layer.head_size:
         return "its keys and values differ in size"
-    if impl.ours and both_ways:
+    if ours and both_ways:
         return "some of its tokens see each other both ways"
     shares = {getattr(getattr(each, "impl", None), "kv_sharing_target_layer_name", None) for each in every}
-    if impl.ours and (impl.kv_sharing_target_layer_name is not None or layer.layer_name in shares):
+    if ours and (impl.kv_sharing_target_layer_name is not None or layer.layer_name in shares):
         return "it shares its cache with another layer"
     return None
 

@@ -63,8 +63,6 @@ class Served:
         self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
         atexit.register(self.counters.write)
         self.chooser = self._chooser(config)
-        if self.chooser is not None:
-            self.counters.read = self.chooser.tokens_read
         # One of the builders counts the pieces that they all see.
         self.counting: Any = None
 
@@ -134,6 +132,7 @@ class Served:
             group = get_tp_group().device_group
         full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
         omni = OmniKV.of(self.artifact.decode.omnikv, full, self._kv_heads(), backend="auto", group=group)
+        self.counters.read = lambda: omni.tokens_read
         return Chooser(omni, requests=int(config.scheduler_config.max_num_seqs), longest=self.longest)
 
     def _work_out(self, layer: Any) -> ServedLayer:
@@ -181,13 +180,19 @@ _latest: tuple[weakref.ref[Any], Served | None] | None = None
 def served(config: Any) -> Served | None:
     """What a VllmConfig asks for, loaded at the first question; None where that is nothing, and for a draft model's."""
     global _latest
+    if makes_drafts(config):
+        return None
     if _latest is None or _latest[0]() is not config:
-        # vLLM builds what makes drafts with a configuration that it derives from the engine's.
-        if config.speculative_config is not None and HASH_KEY in (config.additional_config or {}):
-            return None
         options = options_of(config.additional_config)
         _latest = weakref.ref(config), None if options is None else Served(options, config)
     return _latest[1]
+
+
+def makes_drafts(config: Any) -> bool:
+    """Whether a VllmConfig is of what makes drafts: vLLM derives it from the engine's."""
+    if HASH_KEY not in (config.additional_config or {}) or config.speculative_config is None:
+        return False
+    return _latest is None or _latest[0]() is not config
 
 
 def latest() -> Served | None:

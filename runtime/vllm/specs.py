@@ -19,8 +19,15 @@ from runtime.caches.snapkv import left_of
 from runtime.vllm.snapkv import Snap
 
 
+class _OneManager:
+    """Layers whose caches are alike are held by one manager."""
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        return all(spec == self for spec in kv_cache_specs.values())
+
+
 @dataclass(frozen=True, kw_only=True)
-class StreamingSpec(SlidingWindowSpec):
+class StreamingSpec(_OneManager, SlidingWindowSpec):
     """A window that slides, behind the first `sinks` tokens, which stay (StreamingLLM, section 3.2)."""
 
     sinks: int
@@ -34,16 +41,9 @@ class StreamingSpec(SlidingWindowSpec):
         """The window's pages and those of the first tokens."""
         return int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)) + self.first_pages
 
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether one manager can hold all of these layers."""
-        return all(
-            isinstance(spec, StreamingSpec) and (spec.sinks, spec.sliding_window) == (self.sinks, self.sliding_window)
-            for spec in kv_cache_specs.values()
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSpec(AttentionSpec):
+class PromptSpec(_OneManager, AttentionSpec):
     """Everything until a prompt is computed; then what `policies` (SnapKV) keep of it, and what follows."""
 
     policies: tuple[artifacts.SnapKV, ...]
@@ -55,10 +55,6 @@ class PromptSpec(AttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """A prompt as long as the longest sequence is kept whole until it is computed."""
         return -(-vllm_config.model_config.max_model_len // self.block_size) * self.page_size_bytes
-
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether one manager can hold all of these layers."""
-        return all(spec == self for spec in kv_cache_specs.values())
 
 
 class _NoPrefixes:

@@ -202,7 +202,7 @@ def test_a_captured_step_is_replayed_for_any_requests(
         read += buffers.check(section, lengths)
         rows += sum(engine.served.chooser.gains(length) for length in lengths)
     # What was read is counted on the device: of two layers with G heads.
-    assert engine.served.chooser.tokens_read() == pytest.approx(read / (rows * 2 * G))
+    assert engine.served.chooser.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
 
 
 def test_steps_have_the_same_memory_whoever_is_served(
@@ -271,7 +271,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, 1 if section.head_map is None else 3, 40 if section.head_map is None else 103)
     # Nothing is chosen by that.
-    assert chooser.tokens_read() is None and not chooser._chosen
+    assert chooser.omni.tokens_read is None and not chooser._chosen
     monkeypatch.setattr(Parent, "forward", rest)
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))

@@ -258,7 +258,7 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
 
     served.of = of
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
-    impl.__dict__.update(_served=served, is_served=True, stored=stored)
+    impl.__dict__.update(_served=served, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
     builder.__dict__.update(_served=served, _owned=ours, _snaps=False, _told_prompts=False)
     served.counting = builder
