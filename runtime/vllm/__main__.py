@@ -19,6 +19,7 @@ from runtime.omnikv.roles import roles_of
 from runtime.vllm.decode import reading
 from runtime.vllm.fit import full_layers, grouped, keeps_of, misfits, why_dense
 from runtime.vllm.options import KEY, Options, count
+from runtime.vllm.snapkv import Snap
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0", "0.33.0")
@@ -87,11 +88,14 @@ def _layers(artifact: Artifact, full: list[int]) -> Iterator[str]:
     )
     for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
         yield f"layers {numbers}: {how}"
-    for what, numbers in grouped(keeps.items()).items():
-        stream = isinstance(what, Streaming) and f"{what.sinks} first and {what.window} last tokens"
-        yield f"layers {numbers}: keep {stream or what}"
+    for what, numbers in grouped((number, _kept(each)) for number, each in keeps.items()).items():
+        yield f"layers {numbers}: keep {what}"
     if artifact.decode is not None:
         yield f"decode: {reading(roles_of(artifact.decode.omnikv, full, slice(0, artifact.model.num_kv_heads)))}"
+
+
+def _kept(keeps: Streaming | Snap) -> str:
+    return str(keeps) if isinstance(keeps, Snap) else f"{keeps.sinks} first and {keeps.window} last tokens"
 
 
 def _notes() -> Iterator[str]:

@@ -62,10 +62,11 @@ class Chooser:
         return k_len > self.omni.count(k_len)
 
     def groups(self, every: Sequence[Piece], common: Any, *, captured: bool) -> tuple[tuple[Few, ...], set[Piece]]:
-        """What of a step is served, requests alike together, and those of them that have more keys than are chosen.
+        """What of a new step is served, requests alike together, and those of them that have more keys than are chosen.
 
         common: vLLM's metadata of the step. captured: it is to be replayed for others.
         """
+        self._chosen.clear()
         gaining = {piece for piece in every if self.gains(piece.k_len)}
         steps = [piece for piece in every if self.takes(piece.q_len) and piece in gaining]
         ones = [piece for piece in every if piece.q_len == 1]
@@ -79,10 +80,6 @@ class Chooser:
         """What a layer does, None where that is to attend to everything and no more."""
         role = self.omni.roles.get(layer)
         return role if role is not None and (role.filters or role.filter is not None) else None
-
-    def begin(self) -> None:
-        """A new step: nothing is chosen."""
-        self._chosen.clear()
 
     def attend(self, layer: int, role: Role, few: Few, step: LayerStep) -> None:
         """Write attention of these requests in a layer that has this role.
@@ -121,7 +118,7 @@ class Chooser:
         q = step.query.new_zeros(n, *step.query.shape[1:])
         ones = Few((), 1, slice(0, n), table, torch.ones(n, dtype=torch.int32, device=device), None, {})
         self.attend(layer, role, ones, step._replace(query=q, output=q.clone()))
-        self.begin()
+        self._chosen.clear()
 
     def _room(self, layer: int, few: Few, found: Tensor) -> Tensor:
         """Where what is chosen for these requests is put, (n, U, C): in slots for one new token."""

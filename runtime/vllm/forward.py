@@ -21,7 +21,7 @@ from runtime.vllm.batch import KEY, Batch, Piece
 from runtime.vllm.layers import ServedLayer
 from runtime.vllm.pages import PAGE, Pages, parted, quantised, store
 from runtime.vllm.served import Served, served
-from runtime.vllm.snapkv import Snap, keep, move
+from runtime.vllm.snapkv import Snap
 from runtime.vllm.step import LayerStep
 
 # Whatever the parent is.
@@ -87,7 +87,7 @@ class SparseImpl(_Parent):
         done = self._sparsely(at_work, at, step)
         self._densely(at, step, tuple(piece for piece in batch.others(done) if not piece.generated))
         if isinstance(at.keeps, Snap):
-            keep(step, at.keeps, at_work.windows, layer.layer_name)
+            at.keeps.keep(step)
         return output
 
     def _sparsely(self, at_work: Served, at: ServedLayer, step: LayerStep) -> list[Piece]:
@@ -188,7 +188,7 @@ class SparseImpl(_Parent):
             at_work.chooser.rehearse(at.number, at.role, step)
         if isinstance(at.keeps, Snap):
             voting = query.new_zeros(1, query.shape[1], min(at.keeps.window, k_len), query.shape[2])
-            move(step, at.keeps, voting, piece)
+            at.keeps.move(step, voting, piece)
 
     def _how(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap, sinks = self.logits_soft_cap or None, getattr(self, "sinks", None)

@@ -18,7 +18,7 @@ from runtime.vllm.decode import Chooser
 from runtime.vllm.fit import engine_misfits, full_layers, grouped, keeps_of, why_dense
 from runtime.vllm.layers import ServedLayer, eight_bits, number_of, why_unserved
 from runtime.vllm.options import HASH_KEY, Options, options_of
-from runtime.vllm.snapkv import Snap, Windows
+from runtime.vllm.snapkv import Snap
 
 
 class Served:
@@ -57,7 +57,7 @@ class Served:
         self._known: dict[str, ServedLayer] = {}
         # Which layers are sparse here, and which are dense by which reason, once that was said.
         self._layers: dict[str, str] | None = None
-        self.windows = Windows(int(config.scheduler_config.max_num_seqs))
+        self._requests = int(config.scheduler_config.max_num_seqs)
         # Ranks are counted anew in each replica.
         process = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
@@ -111,7 +111,7 @@ class Served:
         parts = [f"layers {self._layers.get(SPARSE, 'none')} sparse"]
         parts += [f"{numbers} dense: {why}" for why, numbers in self._layers.items() if why != SPARSE]
         parts += [f"decode: {self.chooser}"] if self.chooser is not None else []
-        snaps = grouped((number, at.keeps) for number, at in served if isinstance(at.keeps, Snap))
+        snaps = grouped((number, str(at.keeps)) for number, at in served if isinstance(at.keeps, Snap))
         parts += [f"layers {numbers} keep {keeps}" for keeps, numbers in snaps.items()]
         heads = "" if self._size == 1 else f", heads of rank {_rank()} of {self._size}"
         about = (self.artifact.prefill.dense_below, self._path, str(self.artifact.content_sha256)[:12], heads)
@@ -133,7 +133,7 @@ class Served:
         full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
         omni = OmniKV.of(self.artifact.decode.omnikv, full, self._kv_heads(), backend="auto", group=group)
         self.counters.read = lambda: omni.tokens_read
-        return Chooser(omni, requests=int(config.scheduler_config.max_num_seqs), longest=self.longest)
+        return Chooser(omni, requests=self._requests, longest=self.longest)
 
     def _work_out(self, layer: Any) -> ServedLayer:
         number, num_layers = number_of(layer.layer_name), self.artifact.model.num_layers
@@ -142,7 +142,7 @@ class Served:
             return ServedLayer(number=number, why_dense=why)
         keeps, turns = self._keeps.get(number), None
         if isinstance(keeps, Snap):
-            keeps = Snap(keeps.policies[self._kv_heads()])
+            keeps = Snap(keeps.policies[self._kv_heads()], self._requests)
         if self.dense:
             why = DENSE
         elif isinstance(keeps, Streaming):
