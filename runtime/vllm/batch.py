@@ -141,19 +141,19 @@ class Batch:
         return self.block_table[piece.request, : -(-piece.k_len // size)]
 
 
-def requests_of(common: Any, *, exact: bool) -> tuple[Piece, ...]:
+def requests_of(common: Any, exact: Callable[[int], bool] = lambda _: False) -> tuple[Piece, ...]:
     """The requests of a step, by vLLM's CommonAttentionMetadata; none where it is not plainly causal.
 
     Lengths come from the host, but where it has none, or only bounds and they have to be exact: then from the device.
+    exact: whether that is so where a request has this many new tokens.
     """
     if special(common):
         return ()
-    upper = common.seq_lens_cpu_upper_bound
-    k_lens = (common.seq_lens if exact or upper is None else upper).tolist()
-    spans = pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
-    return tuple(
-        Piece(request, start, end - start, k_lens[request]) for request, (start, end) in enumerate(spans) if end > start
-    )
+    spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
+    host = common.seq_lens_cpu_upper_bound
+    k_lens = common.seq_lens if host is None or any(exact(end - start) for start, end in spans) else host
+    found = zip(spans, k_lens.tolist(), strict=False)
+    return tuple(Piece(i, start, end - start, k_len) for i, ((start, end), k_len) in enumerate(found) if end > start)
 
 
 def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:

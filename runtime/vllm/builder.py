@@ -127,9 +127,7 @@ class SparseBuilder(_Parent):
             raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
         if not self._owned and chooser is None and common.max_query_len < 2:
             return ()
-        every = requests_of(common, exact=self._owned)
-        if not self._owned and chooser is not None and any(chooser.takes(piece.q_len) for piece in every):
-            every = requests_of(common, exact=True)
+        every = requests_of(common, lambda q_len: self._owned or (chooser is not None and chooser.takes(q_len)))
         if self._snaps:
             assert prompts is not None
             every = parted_at_prompts(every, prompts.tolist())

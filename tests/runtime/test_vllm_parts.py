@@ -129,7 +129,7 @@ def step(*requests: tuple[int, int], padded: int = 0) -> Common:
 
 
 def pieces_of(common: Common) -> list[Piece]:
-    return prefills_of(common, requests_of(common, exact=False))
+    return prefills_of(common, requests_of(common))
 
 
 def test_pieces_and_the_rest() -> None:
@@ -140,7 +140,7 @@ def test_pieces_and_the_rest() -> None:
     assert [piece.request for piece in long] == [1, 3]
     # Shorter ones would be all tail.
     assert [piece.request for piece in pieces if is_long(piece, 128, 100)] == [3]
-    left = [piece for piece in requests_of(common, exact=False) if piece not in long]
+    left = [piece for piece in requests_of(common) if piece not in long]
     rest, rows = part_of(common, left), rows_of(left)
     assert isinstance(rows, Tensor) and rows.tolist() == [0, *range(101, 111), *range(311, 375)]
     assert rest.query_start_loc_cpu.tolist() == [0, 1, 11, 75] and rest.seq_lens.tolist() == [40, 10, 100]
@@ -157,7 +157,7 @@ def test_drafts_that_are_verified_are_no_prefills() -> None:
 
 def test_rows_that_lie_together_are_a_slice() -> None:
     common = step((1, 40), (1, 50), (200, 200), (1, 9))
-    first, second, third, fourth = requests_of(common, exact=False)
+    first, second, third, fourth = requests_of(common)
     assert rows_of([first, second]) == slice(0, 2) and rows_of([third]) == slice(2, 202)
     assert not isinstance(rows_of([second, fourth]), slice)
 
