@@ -39,7 +39,7 @@ class SparseImpl(_Parent):
 
         super().__init__(*args, **kwargs)
         at_work = served(get_current_vllm_config())
-        assert at_work is not None
+        assert at_work is not None, "the parent's own implementation serves without an artifact"
         self._served: Served = at_work
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -71,28 +71,29 @@ class SparseImpl(_Parent):
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
         arguments = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        at_work, at = self._served, self._served.of(layer)
+        at = self._served.of(layer)
         if attn_metadata is None:
-            self._rehearse(at_work, at, query.to(output.dtype))
+            self._rehearse(at, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None or not (at.owns or (at.turns and batch.pieces) or (at.role and batch.chosen)):
             return super().forward(*arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
-            at_work.counters.fell_back("the output is to be quantised")
+            self._served.counters.fell_back("the output is to be quantised")
             return super().forward(*arguments, **more)
         pages = Pages.of(layer, kv_cache, self.ours, at.eight_bits)
         # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
         plain = query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
         step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), arguments[:5])
-        done = self._sparsely(at_work, at, step)
+        done = self._sparsely(at, step)
         self._densely(at, step, tuple(piece for piece in batch.others(done) if not piece.generated))
         if isinstance(at.keeps, Snap):
             at.keeps.keep(step)
         return output
 
-    def _sparsely(self, at_work: Served, at: ServedLayer, step: LayerStep) -> list[Piece]:
+    def _sparsely(self, at: ServedLayer, step: LayerStep) -> list[Piece]:
         """Write what patterns and chosen tokens serve of a step; which requests that is, none where a kernel fails."""
         assert at.number is not None
+        chooser, counters = self._served.chooser, self._served.counters
         pieces = () if at.turns is None else step.batch.pieces
         chosen = () if at.role is None else step.batch.chosen
         done: list[Piece] = []
@@ -103,21 +104,21 @@ class SparseImpl(_Parent):
                     indices.append(index)
                     done.append(piece)
                 else:
-                    at_work.counters.slower()
+                    counters.slower()
             for few in chosen:
-                assert at.role is not None and at_work.chooser is not None
-                at_work.chooser.attend(at.number, at.role, few, step)
+                assert at.role is not None and chooser is not None
+                chooser.attend(at.number, at.role, few, step)
                 done += few.pieces
         except Exception as error:
             ours = isinstance(error, HeadwiseError)
             why = str(error) if ours else name_of(error)
             # A process that gives up where processes choose together would leave the others waiting.
-            if why is None or (chosen and at_work.chooser is not None and at_work.chooser.omni.group is not None):
+            if why is None or (chosen and chooser is not None and chooser.omni.group is not None):
                 raise
-            at_work.counters.fell_back(why, "" if ours else message(error))
+            counters.fell_back(why, "" if ours else message(error))
             return []
         for index in indices:
-            at_work.counters.index(at.number, index)
+            counters.index(at.number, index)
         return done
 
     def _by_patterns(self, at: ServedLayer, step: LayerStep, piece: Piece) -> SparseIndex | None:
@@ -166,26 +167,26 @@ class SparseImpl(_Parent):
                 step.output[rows] = out
         return step.output
 
-    def _rehearse(self, at_work: Served, at: ServedLayer, query: Tensor) -> None:
+    def _rehearse(self, at: ServedLayer, query: Tensor) -> None:
         """In vLLM's profiling run, take what a step of this layer takes beside its output: vLLM leaves room for it.
 
         That is the index of the last chunk of the longest prompt, the scores and slots of decode by chosen tokens at
         the longest context, and the copies of the longest prompt of which a part is kept. Query is (T, H, D) with the
         most tokens that a step has.
         """
-        k_len = at_work.longest
+        k_len = self._served.longest
         query = query[-k_len:]
         # One page that stands for all of a context's.
         cache = query.new_zeros(1, self.num_kv_heads, PAGE, 2 * query.shape[-1], dtype=at.eight_bits or query.dtype)
         table = torch.zeros(1, -(-k_len // PAGE), dtype=torch.int32, device=query.device)
         step = LayerStep(Batch(block_table=table), query, Pages(*parted(cache, self.ours)), query, self._how())
         piece = Piece(0, 0, len(query), k_len, prompt=k_len)
-        if at.turns is not None and at_work.is_long(piece):
+        if at.turns is not None and self._served.is_long(piece):
             q = query.transpose(0, 1)[None]
             at.turns.plan.build(q, step.pages.k, scale=self.scale, block_table=table, k_len=k_len)
         if at.role is not None and at.role.filters:
-            assert at.number is not None and at_work.chooser is not None
-            at_work.chooser.rehearse(at.number, at.role, step)
+            assert at.number is not None and self._served.chooser is not None
+            self._served.chooser.rehearse(at.number, at.role, step)
         if isinstance(at.keeps, Snap):
             voting = query.new_zeros(1, query.shape[1], min(at.keeps.window, k_len), query.shape[2])
             at.keeps.move(step, voting, piece)
