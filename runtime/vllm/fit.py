@@ -28,13 +28,9 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         tensor_parallel: over how many processes heads are sharded.
     """
     expected = artifact.model
-    found = config_info(
-        config,
-        architecture,
-        name=expected.name,
-        revision=expected.revision,
-        weights_sha256=expected.weights_sha256,
-    )
+    alike = {name: getattr(expected, name) for name in ("name", "revision", "weights_sha256")}
+    found = config_info(config, architecture, **alike)
+    heads, kv_heads, size = found.num_heads, found.num_kv_heads, tensor_parallel
     try:
         compare(expected, found)
     except HeadwiseError as error:
@@ -43,12 +39,10 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
     section = None if artifact.decode is None else artifact.decode.omnikv
     if section is not None and section.selector != "last":
         yield f"decode.omnikv.selector is {section.selector!r}: vLLM keeps no earlier queries' scores, 'last' is served"
-    if section is not None and tensor_parallel > found.num_kv_heads:
-        most = found.num_kv_heads
-        yield f"--tensor-parallel-size must be at most {most} (KV heads) with a decode section, got {tensor_parallel}"
+    if section is not None and size > kv_heads:
+        yield f"--tensor-parallel-size must be at most {kv_heads} (KV heads) with a decode section, got {size}"
     if section is not None and section.prefill_ratio is not None:
         yield f"decode.omnikv.prefill_ratio is {section.prefill_ratio}: in vLLM a chunk sees all of the past, use null"
-    heads, kv_heads, size = found.num_heads, found.num_kv_heads, tensor_parallel
     if heads % size or (kv_heads % size and size % kv_heads):
         yield f"{heads} query and {kv_heads} KV heads do not divide among {size} processes (--tensor-parallel-size)"
     if getattr(config, "attention_chunk_size", None):
