@@ -116,6 +116,7 @@ class Batch:
     chosen: tuple[Few, ...] = ()
     block_table: Tensor
     part: Callable[[Sequence[Piece]], Any] = lambda _: None
+    _left: dict[tuple[int, ...], tuple[Piece, ...]] = field(default_factory=dict)
     _parts: dict[tuple[Piece, ...], tuple[Any, slice | Tensor]] = field(default_factory=dict)
     _few: dict[tuple[Piece, ...], tuple[Few, ...]] = field(default_factory=dict)
 
@@ -125,10 +126,13 @@ class Batch:
             self._parts[pieces] = self.part(pieces), moved(rows_of(pieces), self.block_table)
         return self._parts[pieces]
 
-    def others(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The requests beside those that are served."""
-        done = set(served)
-        return tuple(piece for piece in self.every if piece not in done)
+    def left(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The requests beside those that are served and those known to be generated, once for all layers alike."""
+        key = tuple(piece.q_start for piece in served)
+        if key not in self._left:
+            done = set(served)
+            self._left[key] = tuple(piece for piece in self.every if piece not in done and not piece.generated)
+        return self._left[key]
 
     def few(self, pieces: tuple[Piece, ...]) -> tuple[Few, ...]:
         """These requests, made once for all layers."""

@@ -106,13 +106,13 @@ class SparseBuilder(_Parent):
         chooser, every = self._served.chooser, self._requests(common, prompts)
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
-        chosen, gaining = ((), set()) if chooser is None else chooser.groups(every, common, captured=self._captured)
+        chosen, gaining = ((), []) if chooser is None else chooser.groups(every, common, captured=self._captured)
         if self._served.counting is self and not self._captured:
             # Of the steps before this one: what falls back in it is not known yet.
             self._served.counters.tell()
             pieces = [(SPARSE, piece.q_len) for piece in long]
             why = DENSE if self._served.dense else "short"
-            pieces += [(why, piece.q_len) for piece in set(prefills) - set(long) - gaining]
+            pieces += [(why, piece.q_len) for piece in set(prefills).difference(long, gaining)]
             self._served.counters.step(pieces, len(gaining))
         if long or chosen or self._owned:
             table, part = common.block_table_tensor, partial(self._part, common)

@@ -61,20 +61,20 @@ class Chooser:
         """Whether a context has more keys than are chosen."""
         return k_len > self.omni.count(k_len)
 
-    def groups(self, every: Sequence[Piece], common: Any, *, captured: bool) -> tuple[tuple[Few, ...], set[Piece]]:
+    def groups(self, every: Sequence[Piece], common: Any, *, captured: bool) -> tuple[tuple[Few, ...], list[Piece]]:
         """What of a new step is served, requests alike together, and those of them that have more keys than are chosen.
 
         common: vLLM's metadata of the step. captured: it is to be replayed for others.
         """
         self._chosen.clear()
-        gaining = {piece for piece in every if self.gains(piece.k_len)}
-        steps = [piece for piece in every if self.takes(piece.q_len) and piece in gaining]
+        steps = [piece for piece in every if self.takes(piece.q_len) and self.gains(piece.k_len)]
         ones = [piece for piece in every if piece.q_len == 1]
+        gaining = [piece for piece in ones if self.gains(piece.k_len)]
         chosen = few_of(steps, common.block_table_tensor)
-        if captured or not gaining.isdisjoint(ones):
+        if captured or gaining:
             # All of them, since a launch takes them together: who is within the budget gets every token.
             chosen += few_of(ones, common.block_table_tensor, common.seq_lens, captured=captured)
-        return chosen, gaining.intersection(steps + ones)
+        return chosen, steps + gaining
 
     def role(self, layer: int) -> Role | None:
         """What a layer does, None where that is to attend to everything and no more."""

@@ -85,7 +85,7 @@ class SparseImpl(_Parent):
         plain = query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
         step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), arguments[:5])
         done = self._sparsely(at, step)
-        self._densely(at, step, tuple(piece for piece in batch.others(done) if not piece.generated))
+        self._densely(at, step, batch.left(done))
         if isinstance(at.keeps, Snap):
             at.keeps.keep(step)
         return output
