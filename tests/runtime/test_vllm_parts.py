@@ -22,7 +22,7 @@ from kernels.patterns.dense import dense_index
 from runtime import load
 from runtime.attention.turns import Turns
 from runtime.vllm.__main__ import _layers, main
-from runtime.vllm.batch import Piece, is_long, part_of, prefills_of, requests_of, rows_of
+from runtime.vllm.batch import Batch, Piece, is_long, part_of, prefills_of, requests_of, rows_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.fit import full_layers, ranges
@@ -160,6 +160,9 @@ def test_rows_that_lie_together_are_a_slice() -> None:
     first, second, third, fourth = requests_of(common)
     assert rows_of([first, second]) == slice(0, 2) and rows_of([third]) == slice(2, 202)
     assert not isinstance(rows_of([second, fourth]), slice)
+    # Padding is nobody's.
+    alone = step((200, 200), padded=1)
+    assert Batch(every=requests_of(alone), block_table=alone.block_table_tensor).left(pieces_of(alone)) == ()
 
 
 @pytest.mark.parametrize("change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}])
