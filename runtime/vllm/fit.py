@@ -27,16 +27,9 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         architecture: the name of the model's class.
         tensor_parallel: over how many processes heads are sharded.
     """
-    expected = artifact.model
-    found = config_info(
-        config,
-        architecture,
-        name=expected.name,
-        revision=expected.revision,
-        weights_sha256=expected.weights_sha256,
-    )
+    found = config_info(config, architecture, artifact.model.name)
     try:
-        compare(expected, found)
+        compare(artifact.model, found)
     except HeadwiseError as error:
         yield str(error)
     yield from _unkept(artifact)
