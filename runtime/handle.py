@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 from torch import nn
 
 from artifacts import Artifact, HeadwiseError
-from runtime import metrics, warm
+from runtime import metrics
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
 from runtime.attention.paged import Batching
@@ -17,6 +17,7 @@ from runtime.layers import text_config
 from runtime.low_memory.model import LowMemory
 from runtime.memory import CacheBytes, cache_bytes
 from runtime.new_cache import make_cache
+from runtime.warm import warm_up
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -122,7 +123,7 @@ class Handle:
 
     def warm_up(self, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
         """See runtime.warm_up; with the caches that new_cache() makes."""
-        return warm.warm_up(self._applied_to, lengths, self.new_cache, batch=batch)
+        return warm_up(self._applied_to, lengths, batch=batch, new_cache=self.new_cache)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
