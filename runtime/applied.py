@@ -15,11 +15,10 @@ from runtime.attention.own import Before
 from runtime.attention.state import Layer, Settings, layer_of, settings_of
 from runtime.fingerprint import check
 from runtime.handle import Handle
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import attention_layers, check_sections, sliding_layers, text_config
 from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
 from runtime.plans import kernel_patterns, layer_plan
-from runtime.refusals import check_sections
 from runtime.sharding import Shard, shard_of
 
 if TYPE_CHECKING:

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, assert_never
 import artifacts
 from artifacts import Artifact, HeadwiseError, KVCache
 from runtime.caches.policy import Full, Policy
-from runtime.layers import attention_layers, sliding_layers, text_config, window_of
+from runtime.layers import (
+    attention_layers,
+    caches_latents,
+    check_sections,
+    sliding_layers,
+    text_config,
+    window_of,
+)
 from runtime.omnikv.groups import Group
 from runtime.omnikv.roles import roles_of
-from runtime.refusals import caches_latents, check_sections
 from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
