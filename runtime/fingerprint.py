@@ -9,12 +9,14 @@ does not grow with the size of the weights. Elements are rounded to bfloat16 and
 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash however it is loaded.
 A float32 checkpoint gives one for float32 and bfloat16, and may give another as float16, which rounds twice.
 Tied weights count once. Adapters that stand beside the weights do not count; a quantised model is told by the numbers
-that it stores, so it is another model than the one that it was made of.
+that it stores, so it is another model than the one that it was made of. Where an artifact is for the latter, that is
+said, and what else can be compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 SAMPLES = 64
 # Where PEFT's modules keep the one that they stand around.
 _INSIDE = ("base_layer", "original_module")
+# Several numbers a byte, or fewer bits than it has: torch takes no element of these.
+_PACKED = {getattr(torch, name) for name in dir(torch) if re.fullmatch(r"u?int[1-7]|float4_\w+", name)}
 # Positions of a model whose configuration sets no limit.
 UNLIMITED = 2**31 - 1
 _CONFIG_FIELDS = (
@@ -82,8 +86,16 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
 def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
     """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked for."""
     compare(expected, config_info(text_config(model), type(model).__name__, expected.name))
-    if weights and expected.weights_sha256 is not None:
-        compare(expected, fingerprint(model, name=expected.name))
+    if not weights or expected.weights_sha256 is None:
+        return
+    found = fingerprint(model, name=expected.name)
+    if found.weights_sha256 != expected.weights_sha256 and (how := _quantised(model)) is not None:
+        raise HeadwiseError(
+            f"this artifact ({expected.name}) is for other weights, and this model's are quantised ({how}): those they "
+            "were made of are gone. The configuration is the same: apply with check_weights=False to go by that alone, "
+            "or search this model"
+        )
+    compare(expected, found)
 
 
 def compare(expected: ModelInfo, actual: ModelInfo) -> None:
@@ -147,7 +159,10 @@ def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     outside: set[int] = set()
     for name, module in model.named_modules():
         if getattr(module, "merged", False) is True and isinstance(getattr(module, "base_layer", None), nn.Module):
-            raise HeadwiseError(f"the weights cannot be fingerprinted: an adapter is merged into {name}: unmerge it")
+            raise HeadwiseError(
+                f"the weights cannot be fingerprinted: an adapter is merged into {name}: unmerge it, or apply with "
+                "check_weights=False"
+            )
         for inner in _INSIDE:
             if isinstance(base := getattr(module, inner, None), nn.Module):
                 outside |= {id(weight) for weight in module.parameters()} - {id(weight) for weight in base.parameters()}
@@ -167,6 +182,18 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part}", getattr(inside, part))
 
 
+def _quantised(model: PreTrainedModel) -> str | None:
+    """What quantised a model, or the first weight that is stored in few bits; None for one that is not quantised."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+        return str(getattr(method, "value", method))
+    for name, weight in _base_weights(model):
+        if weight.dtype.itemsize == 1 or not weight.dtype.is_floating_point:
+            return f"{name} is {weight.dtype}"
+    return None
+
+
 def _sample(weight: Tensor) -> Tensor:
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
@@ -176,6 +203,8 @@ def _sample(weight: Tensor) -> Tensor:
         values = torch.zeros(count, dtype=own.dtype, device=own.device)
         values[which] = own
     else:
+        if weight.dtype in _PACKED:
+            weight = weight.view(torch.uint8)
         values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
     rounded = values.to(torch.bfloat16)
     return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(torch.int16)
