@@ -18,7 +18,7 @@ from runtime.handle import Handle
 from runtime.layers import attention_layers, check_sections, sliding_layers, text_config
 from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans, part_of
 from runtime.sharding import Shard, shard_of
 
 if TYPE_CHECKING:
@@ -138,18 +138,16 @@ def _plan(
     shards: dict[int, Shard],
     settings: Settings,
 ) -> dict[nn.Module, Layer]:
-    patterns = kernel_patterns(artifact, arrays)
+    plans = layer_plans(artifact, arrays)
+    if missing := plans.keys() - modules.keys():
+        raise HeadwiseError(f"the artifact has patterns for layer {min(missing)}, which has no attention here")
+    roles = {} if settings.decode is None else settings.decode.roles
     layers = {}
-    for number, row in enumerate(artifact.prefill.layers):
-        if row is not None and number not in modules:
-            raise HeadwiseError(f"the artifact has patterns for layer {number}, which has no attention here")
-        if number in modules:
-            shard = shards[number]
-            plan = layer_plan(artifact, patterns, number, shard.heads, shard.num_kv_heads)
-            role = None if settings.decode is None else settings.decode.roles.get(number)
-            layers[modules[number]] = Layer(
-                settings, number, plan, role, shard.heads.start, _before(modules[number], settings.dense)
-            )
+    for number, module in modules.items():
+        shard = shards[number]
+        plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
+        before = _before(module, settings.dense)
+        layers[module] = Layer(settings, number, plan, roles.get(number), shard.heads.start, before)
     return layers
 
 

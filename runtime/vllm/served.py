@@ -18,7 +18,7 @@ from runtime.attention.calls import no_kernel
 from runtime.attention.turns import Turns
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import Role
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans, part_of
 from runtime.vllm.batch import Piece, is_long
 from runtime.vllm.counters import DENSE, SPARSE, Counters
 from runtime.vllm.decode import Chooser
@@ -88,7 +88,7 @@ class Served:
             raise HeadwiseError(reason)
         # Not into the dict itself: that may be the caller's.
         config.additional_config = {**config.additional_config, HASH_KEY: self.artifact.content_sha256}
-        self._patterns = kernel_patterns(self.artifact, headwise.arrays)
+        self._plans = layer_plans(self.artifact, headwise.arrays)
         # By name: what is served of each layer, and those that drop tokens.
         self._known: dict[str, ServedLayer] = {}
         self._keeps: dict[str, Stream | Snap] = {}
@@ -229,7 +229,7 @@ class Served:
         if why_dense is None:
             heads, rank = layer.impl.num_heads, self._rank()
             mine = slice(rank * heads, (rank + 1) * heads)
-            plan = layer_plan(self.artifact, self._patterns, number, mine, layer.impl.num_kv_heads)
+            plan = part_of(self._plans.get(number), mine, layer.impl.num_kv_heads)
             turns = None if plan is None else Turns(plan)
         role = None if self.chooser is None else self.chooser.role(number)
         ours = layer.impl.ours and (turns is not None or role is not None)
