@@ -71,7 +71,17 @@ def attach(
         low_memory=low_memory,
         watch=seeing,
     )
-    layers = _plan(artifact, arrays, modules, shards, settings)
+    plans = layer_plans(artifact, arrays)
+    if missing := plans.keys() - modules.keys():
+        raise HeadwiseError(f"the artifact has patterns for layer {min(missing)}, which has no attention here")
+    roles = {} if settings.decode is None else settings.decode.roles
+    layers = {}
+    for number, module in modules.items():
+        shard = shards[number]
+        plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
+        layers[module] = Layer(
+            settings, number, plan, roles.get(number), shard.heads.start, before=_before(module, dense)
+        )
     return Handle(artifact, model, layers, settings)
 
 
@@ -101,6 +111,7 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
 
 
 def _before(module: nn.Module, dense: str) -> Before | None:
+    """What flash and flex read the attention's name from."""
     return None if dense in ("sdpa", "eager") else Before.of(module, dense)
 
 
@@ -129,26 +140,6 @@ def _servable(model: Any) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
             f"this {name} shares its configuration object with a model that has an artifact applied: give it a copy"
         )
     return model, modules
-
-
-def _plan(
-    artifact: Artifact,
-    arrays: Mapping[str, Array] | None,
-    modules: dict[int, nn.Module],
-    shards: dict[int, Shard],
-    settings: Settings,
-) -> dict[nn.Module, Layer]:
-    plans = layer_plans(artifact, arrays)
-    if missing := plans.keys() - modules.keys():
-        raise HeadwiseError(f"the artifact has patterns for layer {min(missing)}, which has no attention here")
-    roles = {} if settings.decode is None else settings.decode.roles
-    layers = {}
-    for number, module in modules.items():
-        shard = shards[number]
-        plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
-        before = _before(module, settings.dense)
-        layers[module] = Layer(settings, number, plan, roles.get(number), shard.heads.start, before)
-    return layers
 
 
 def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: dict[int, Shard], backend: str) -> OmniKV:
