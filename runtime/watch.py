@@ -47,24 +47,21 @@ class Watch:
         k: Tensor,
         v: Tensor,
         *,
-        scale: float | None,
-        softcap: float | None,
         sinks: Tensor | None,
         ragged: Ragged | None,
-        backend: str,
+        **how: Any,
     ) -> Tensor:
-        """See runtime.attention.kernel.attend_layer."""
+        """See runtime.attention.kernel.attend_layer; how: scale, softcap and backend."""
         plan = layer.plan
         assert plan is not None
         some, heads = (plan, range(q.shape[1])) if kv_heads is None else (plan.of(kv_heads), plan.query_heads(kv_heads))
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
         with self._lock:
             if layer.number not in self._layers:
                 self._layers[layer.number] = _Layer(len(plan.patterns), q.device)
-        seen = self._layers[layer.number]
+            seen = self._layers[layer.number]
         clock = seen.clock
         with clock.timing("build", q.device):
-            index = some.build(q, k, scale=scale, ragged=ragged)
+            index = some.build(q, k, scale=how["scale"], ragged=ragged)
         with clock.timing("estimate", q.device):
             recall = estimate_recall(q, k, v, index, **how)
             low = torch.zeros_like(recall, dtype=torch.bool)
