@@ -11,7 +11,7 @@ from artifacts import Artifact, HeadwiseError, Streaming
 from runtime.allocator import keep_freed_memory
 from runtime.attention.turns import Turns
 from runtime.omnikv.decode import OmniKV
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans, part_of
 from runtime.vllm.batch import Piece, is_long
 from runtime.vllm.counters import DENSE, SPARSE, Counters, log
 from runtime.vllm.decode import Chooser
@@ -50,7 +50,7 @@ class Served:
         self._both_ways = bool(getattr(model, "is_mm_prefix_lm", False))
         # Tokens of the longest sequence that the engine takes.
         self.longest = int(model.max_model_len)
-        self._patterns = kernel_patterns(self.artifact, headwise.arrays)
+        self._plans = layer_plans(self.artifact, headwise.arrays)
         self._keeps = keeps_of(self.artifact)
         # Every layer of the engine, by name, once there are any; and what is served of those that were asked for.
         self._every: dict[str, Any] = config.compilation_config.static_forward_context
@@ -151,9 +151,7 @@ class Served:
             why = why_dense(self.artifact, number)
         if why is None:
             first, heads = _rank() * layer.impl.num_heads, layer.impl.num_heads
-            plan = layer_plan(
-                self.artifact, self._patterns, number, slice(first, first + heads), layer.impl.num_kv_heads
-            )
+            plan = part_of(self._plans.get(number), slice(first, first + heads), layer.impl.num_kv_heads)
             turns = None if plan is None else Turns(plan)
         role = None if self.chooser is None else self.chooser.role(number)
         ours = layer.impl.ours and (turns is not None or role is not None)
