@@ -8,19 +8,29 @@
 Importing this package and loading an artifact import neither torch nor transformers.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.headwise import Headwise, apply_dense, load, memory_report, warm_up
+from runtime.headwise import Headwise, load
 
 if TYPE_CHECKING:
+    from runtime.applied import apply_dense
     from runtime.handle import Handle
+    from runtime.memory import memory_report
+    from runtime.warm import warm_up
 
 __all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "warm_up"]
 
+# These import torch.
+_LATER = {
+    "Handle": "runtime.handle",
+    "apply_dense": "runtime.applied",
+    "memory_report": "runtime.memory",
+    "warm_up": "runtime.warm",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Handle":
-        from runtime.handle import Handle
-
-        return Handle
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -15,11 +15,10 @@ from runtime.attention.own import Before
 from runtime.attention.state import Layer, Settings, layer_of, settings_of
 from runtime.fingerprint import check
 from runtime.handle import Handle
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import attention_layers, check_sections, sliding_layers, text_config
 from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
-from runtime.plans import kernel_patterns, layer_plan
-from runtime.refusals import check_sections
+from runtime.plans import layer_plans, part_of
 from runtime.sharding import Shard, shard_of
 
 if TYPE_CHECKING:
@@ -36,22 +35,20 @@ def attach(
     strict: bool,
     check_weights: bool,
     backend: str,
-    low_memory: bool = False,
-    watch: bool = False,
-    min_recall: float | None = None,
-    dense_kernels: bool = True,
+    low_memory: bool,
+    watch: bool,
+    min_recall: float | None,
+    dense_kernels: bool,
 ) -> Handle:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
     if min_recall is not None and not (isinstance(min_recall, int | float) and 0 < min_recall <= 1):
         raise HeadwiseError(f"min_recall must be above 0 and at most 1, got {min_recall!r}")
     if backend not in ("auto", *BACKENDS):
         raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
-    modules = attention_layers(model)
-    model = _servable(model, modules)
+    model, modules = _servable(model)
     check_sections(artifact, modules)
     check(artifact.model, model, weights=check_weights)
-    size = artifact.model.num_heads, artifact.model.num_kv_heads
-    shards = {number: shard_of(model, module, *size) for number, module in modules.items()}
+    shards = {number: shard_of(model, module) for number, module in modules.items()}
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
     dense = _dense_of(model)
@@ -74,16 +71,37 @@ def attach(
         low_memory=low_memory,
         watch=seeing,
     )
-    layers = _plan(artifact, arrays, modules, shards, settings)
+    plans = layer_plans(artifact, arrays)
+    if missing := plans.keys() - modules.keys():
+        raise HeadwiseError(f"the artifact has patterns for layer {min(missing)}, which has no attention here")
+    roles = {} if settings.decode is None else settings.decode.roles
+    layers = {}
+    for number, module in modules.items():
+        shard = shards[number]
+        plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
+        layers[module] = Layer(
+            settings, number, plan, roles.get(number), shard.heads.start, before=_before(module, dense)
+        )
     return Handle(artifact, model, layers, settings)
 
 
-def attach_dense(model: nn.Module, *, by: str) -> Handle:
-    """Serve every layer densely. See runtime.apply_dense."""
+def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
+    """Serve every attention layer of a transformers model densely, without an artifact: the baseline of a sparse one.
+
+    Args:
+        model: a transformers model.
+        by: "kernel": Headwise's kernel over every key, wherever it can serve; "auto": the faster of it and what the
+            model had; "model": what it had.
+
+    Returns:
+        The handle: leaving it as a context manager, or its undo(), restores the model.
+
+    Raises:
+        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is unknown.
+    """
     if by not in (known := ("auto", "kernel", "model")):
         raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
-    modules = attention_layers(model)
-    model = _servable(model, modules)
+    model, modules = _servable(model)
     dense = _dense_of(model)
     settings = Settings(dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by)
     layers = {
@@ -93,6 +111,7 @@ def attach_dense(model: nn.Module, *, by: str) -> Handle:
 
 
 def _before(module: nn.Module, dense: str) -> Before | None:
+    """What flash and flex read the attention's name from."""
     return None if dense in ("sdpa", "eager") else Before.of(module, dense)
 
 
@@ -110,7 +129,9 @@ def _may_be_ours(model: PreTrainedModel, dense: str) -> bool:
     return dense == "sdpa" or (dense == "eager" and not model._supports_sdpa)
 
 
-def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
+def _servable(model: Any) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
+    """A model to which nothing is applied, and its attention layers."""
+    modules = attention_layers(model)
     name = type(model).__name__
     if any(layer_of(module) is not None for module in modules.values()):
         raise HeadwiseError(f"this {name} has an artifact applied already: undo that first")
@@ -118,30 +139,7 @@ def _servable(model: Any, modules: dict[int, nn.Module]) -> PreTrainedModel:
         raise HeadwiseError(
             f"this {name} shares its configuration object with a model that has an artifact applied: give it a copy"
         )
-    result: PreTrainedModel = model
-    return result
-
-
-def _plan(
-    artifact: Artifact,
-    arrays: Mapping[str, Array] | None,
-    modules: dict[int, nn.Module],
-    shards: dict[int, Shard],
-    settings: Settings,
-) -> dict[nn.Module, Layer]:
-    patterns = kernel_patterns(artifact, arrays)
-    layers = {}
-    for number, row in enumerate(artifact.prefill.layers):
-        if row is not None and number not in modules:
-            raise HeadwiseError(f"the artifact has patterns for layer {number}, which has no attention here")
-        if number in modules:
-            shard = shards[number]
-            plan = layer_plan(artifact, patterns, number, shard.heads, shard.num_kv_heads)
-            role = None if settings.decode is None else settings.decode.roles.get(number)
-            layers[modules[number]] = Layer(
-                settings, number, plan, role, shard.heads.start, _before(modules[number], settings.dense)
-            )
-    return layers
+    return model, modules
 
 
 def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: dict[int, Shard], backend: str) -> OmniKV:

@@ -28,6 +28,8 @@ _TAIL = {LEAST: (64, 2048), 4096: (64, 8192)}
 # The kernel is taken where it is faster by more than a measurement is off.
 _MARGIN = 0.95
 _REPEATS = 3
+# Of a layer on a GPU: those of one group leave most of it idle.
+_GPU_HEADS = 32
 _log = logging.getLogger("headwise")
 
 
@@ -131,7 +133,8 @@ def _look_up(
     file = measured.file_of(device, dtype, group, dim, v_dim, q_len, k_len)
     if (kept := _read(file)) is not None:
         return kept
-    heads = group * max(1, -(-torch.get_num_threads() // group))
+    # As many heads as keep the device busy.
+    heads = group * max(1, -(-(_GPU_HEADS if device.type == "cuda" else torch.get_num_threads()) // group))
     made = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(1, count, length, width, generator=made).to(device, dtype)

@@ -9,12 +9,14 @@ does not grow with the size of the weights. Elements are rounded to bfloat16 and
 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash however it is loaded.
 A float32 checkpoint gives one for float32 and bfloat16, and may give another as float16, which rounds twice.
 Tied weights count once. Adapters that stand beside the weights do not count; a quantised model is told by the numbers
-that it stores, so it is another model than the one that it was made of.
+that it stores, so it is another model than the one that it was made of. Where an artifact is for the latter, that is
+said, and what else can be compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 SAMPLES = 64
 # Where PEFT's modules keep the one that they stand around.
 _INSIDE = ("base_layer", "original_module")
+# Several numbers a byte, or fewer bits than it has: torch takes no element of these.
+_PACKED = {getattr(torch, name) for name in dir(torch) if re.fullmatch(r"u?int[1-7]|float4_\w+", name)}
 # Positions of a model whose configuration sets no limit.
 UNLIMITED = 2**31 - 1
 _CONFIG_FIELDS = (
@@ -75,25 +79,33 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
     Raises:
         HeadwiseError: a weight is nowhere to be read.
     """
-    return _info(model, name=name, revision=revision, weights_sha256=weights_sha256(model))
+    found = config_info(text_config(model), type(model).__name__, name, revision)
+    return found.model_copy(update={"weights_sha256": weights_sha256(model)})
 
 
 def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
     """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked for."""
-    named: dict[str, Any] = {"name": expected.name, "revision": expected.revision}
-    compare(expected, _info(model, **named, weights_sha256=expected.weights_sha256))
-    if weights and expected.weights_sha256 is not None:
-        compare(expected, fingerprint(model, **named))
+    compare(expected, config_info(text_config(model), type(model).__name__, expected.name))
+    if not weights or expected.weights_sha256 is None:
+        return
+    found = fingerprint(model, name=expected.name)
+    if found.weights_sha256 != expected.weights_sha256 and (how := _quantised(model)) is not None:
+        raise HeadwiseError(
+            f"this artifact ({expected.name}) is for other weights, and this model's are quantised ({how}): those they "
+            "were made of are gone. The configuration is the same: apply with check_weights=False to go by that alone, "
+            "or search this model"
+        )
+    compare(expected, found)
 
 
 def compare(expected: ModelInfo, actual: ModelInfo) -> None:
     """Raise HeadwiseError naming the first field in which the models differ, with both values.
 
-    What an imported artifact does not know of its model is None and differs from nothing.
+    None differs from nothing: an imported artifact does not know it of its model, or it was not read of this one.
     """
     for field in _COMPARED:
         wanted, found = getattr(expected, field), getattr(actual, field)
-        if wanted is not None and wanted != found:
+        if None not in (wanted, found) and wanted != found:
             raise HeadwiseError(
                 f"this artifact is for another model: {field} is {wanted} in the artifact ({expected.name}), "
                 f"{found} in this model"
@@ -104,7 +116,7 @@ def weights_sha256(model: PreTrainedModel) -> str:
     """Hash of every parameter's name, shape and a sample of its elements, see the top of this file."""
     digest = hashlib.sha256()
     samples: list[Tensor] = []
-    groups: list[Any] = []
+    meshes: list[Any] = []
     homes = {
         id(weight): (module, key) for module in model.modules() for key, weight in module.named_parameters("", False)
     }
@@ -121,8 +133,8 @@ def weights_sha256(model: PreTrainedModel) -> str:
                     "load the whole model, or apply with check_weights=False"
                 )
             samples.append(_sample(there.detach()))
-            groups.append(getattr(weight, "device_mesh", None) if is_sharded(weight) else None)
-    for sample in _gathered(_to_cpu(samples), groups):
+            meshes.append(getattr(weight, "device_mesh", None) if is_sharded(weight) else None)
+    for sample in _gathered(samples, meshes):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
 
@@ -147,7 +159,10 @@ def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     outside: set[int] = set()
     for name, module in model.named_modules():
         if getattr(module, "merged", False) is True and isinstance(getattr(module, "base_layer", None), nn.Module):
-            raise HeadwiseError(f"the weights cannot be fingerprinted: an adapter is merged into {name}: unmerge it")
+            raise HeadwiseError(
+                f"the weights cannot be fingerprinted: an adapter is merged into {name}: unmerge it, or apply with "
+                "check_weights=False"
+            )
         for inner in _INSIDE:
             if isinstance(base := getattr(module, inner, None), nn.Module):
                 outside |= {id(weight) for weight in module.parameters()} - {id(weight) for weight in base.parameters()}
@@ -167,6 +182,18 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part}", getattr(inside, part))
 
 
+def _quantised(model: PreTrainedModel) -> str | None:
+    """What quantised a model, or the first weight that is stored in few bits; None for one that is not quantised."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+        return str(getattr(method, "value", method))
+    for name, weight in _base_weights(model):
+        if weight.dtype.itemsize == 1 or not weight.dtype.is_floating_point:
+            return f"{name} is {weight.dtype}"
+    return None
+
+
 def _sample(weight: Tensor) -> Tensor:
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
@@ -176,47 +203,35 @@ def _sample(weight: Tensor) -> Tensor:
         values = torch.zeros(count, dtype=own.dtype, device=own.device)
         values[which] = own
     else:
+        if weight.dtype in _PACKED:
+            weight = weight.view(torch.uint8)
         values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
     rounded = values.to(torch.bfloat16)
     return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(torch.int16)
 
 
 def _gathered(samples: list[Tensor], meshes: list[Any]) -> list[Tensor]:
-    """Samples of sharded parameters put together from all processes, with one exchange a mesh."""
+    """The samples on the CPU, in order, those of sharded parameters put together from all processes.
+
+    One copy for each device, one exchange for each mesh.
+    """
     result = list(samples)
-    for mesh in dict.fromkeys(mesh for mesh in meshes if mesh is not None):
-        members = [i for i, other in enumerate(meshes) if other == mesh]
-        joined = torch.cat([samples[i] for i in members]).to(torch.int32).to(mesh.device_type)
-        for axis in range(mesh.ndim):
-            torch.distributed.all_reduce(joined, group=mesh.get_group(axis))
-        parts = torch.split(joined.cpu().to(torch.int16), [samples[i].numel() for i in members])
+    homes = [(sample.device, mesh) for sample, mesh in zip(samples, meshes, strict=True)]
+    for device, mesh in dict.fromkeys(homes):
+        members = [i for i, home in enumerate(homes) if home == (device, mesh)]
+        joined = torch.cat([samples[i] for i in members])
+        if mesh is not None:
+            joined = joined.to(torch.int32)
+            for axis in range(mesh.ndim):
+                torch.distributed.all_reduce(joined, group=mesh.get_group(axis))
+        parts = torch.split(joined.to("cpu", torch.int16), [samples[i].numel() for i in members])
         for i, part in zip(members, parts, strict=True):
             result[i] = part
     return result
 
 
-def _to_cpu(samples: list[Tensor]) -> list[Tensor]:
-    """The samples on the CPU, in order, with one copy a device rather than one a parameter."""
-    order: dict[torch.device, list[int]] = {}
-    for i, sample in enumerate(samples):
-        order.setdefault(sample.device, []).append(i)
-    result = list(samples)
-    for members in order.values():
-        joined = torch.cat([samples[i] for i in members]).cpu()
-        for i, part in zip(members, torch.split(joined, [samples[i].numel() for i in members]), strict=True):
-            result[i] = part
-    return result
-
-
-def _info(model: PreTrainedModel, *, name: str, revision: str | None, weights_sha256: str | None) -> ModelInfo:
-    config, architecture = text_config(model), type(model).__name__
-    return config_info(config, architecture, name=name, revision=revision, weights_sha256=weights_sha256)
-
-
-def config_info(
-    config: Any, architecture: str, *, name: str, revision: str | None, weights_sha256: str | None
-) -> ModelInfo:
-    """What the artifact records of a model, by the configuration of its language part and the name of its class."""
+def config_info(config: Any, architecture: str, name: str, revision: str | None = None) -> ModelInfo:
+    """All but the weights, by the configuration of a model's language part and the name of its class."""
     num_heads, num_kv_heads = heads_in(config)
     shape: dict[str, Any] = {
         "architecture": architecture,
@@ -236,7 +251,7 @@ def config_info(
         revision=revision,
         **shape,
         config_sha256=hashlib.sha256(canonical_json(set_fields)).hexdigest(),
-        weights_sha256=weights_sha256,
+        weights_sha256=None,
         max_positions=int(getattr(config, "max_position_embeddings", None) or UNLIMITED),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch import nn
 
 from artifacts import Artifact, HeadwiseError
-from runtime import metrics, warm
+from runtime import metrics
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
 from runtime.attention.paged import Batching
@@ -17,6 +18,7 @@ from runtime.layers import text_config
 from runtime.low_memory.model import LowMemory
 from runtime.memory import CacheBytes, cache_bytes
 from runtime.new_cache import make_cache
+from runtime.warm import warm_up
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -52,20 +54,24 @@ class Handle:
     ) -> None:
         self._artifact = artifact
         self._model: PreTrainedModel | None = model
-        self._former = _implementations(model.config)
-        self._modules = list(layers)
-        self.settings = settings
         self._first_heads = {layer.number: layer.first_head for layer in layers.values()}
+        self._lossless: Lossless | None = None
+        self.settings = settings
         config = text_config(model)
         register()
-        remember(config, layers, settings)
-        former = _implementations(config)
-        config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
-        self._low_memory = LowMemory(model, layers, headwise_attention, settings.say) if settings.low_memory else None
-        # A model without a head, or of an older transformers, has none.
-        batches = hasattr(model, "init_continuous_batching")
-        self._lossless: Lossless | None = None
-        self._batching = Batching(model, config, _no_batching(model, settings)) if batches else None
+        with ExitStack() as undo:
+            undo.callback(setattr, model.config, "_attn_implementation", _implementations(model.config))
+            undo.callback(forget, config, list(layers))
+            remember(config, layers, settings)
+            former = _implementations(config)
+            config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
+            if settings.low_memory:
+                undo.callback(LowMemory(model, layers, headwise_attention, settings.say).remove)
+            # A model without a head, or of an older transformers, has none.
+            if hasattr(model, "init_continuous_batching"):
+                undo.callback(Batching(model, config, _no_batching(model, settings)).remove)
+            # Where one of these fails the model is as it was.
+            self._undo = undo.pop_all()
         if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
 
@@ -77,16 +83,8 @@ class Handle:
 
     def undo(self) -> None:
         """Give the model its former attention back, nested configurations too; later calls do nothing."""
-        if self._model is None:
-            return
-        model, self._model = self._model, None
-        model.config._attn_implementation = self._former
-        forget(text_config(model), self._modules)
-        self._modules = []
-        for part in (self._batching, self._low_memory):
-            if part is not None:
-                part.remove()
-        self._batching = self._low_memory = None
+        self._model = None
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +120,7 @@ class Handle:
 
     def warm_up(self, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
         """See runtime.warm_up; with the caches that new_cache() makes."""
-        return warm.warm_up(self._applied_to, lengths, self.new_cache, batch=batch)
+        return warm_up(self._applied_to, lengths, batch=batch, new_cache=self.new_cache)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""

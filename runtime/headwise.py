@@ -1,9 +1,9 @@
-"""The public face: an artifact that can be applied to a model. It imports neither torch nor transformers."""
+"""An artifact that can be applied to a model. Loading one imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from artifacts.sidecar import Array
     from runtime.handle import Handle
-    from runtime.memory import MemoryReport
 
 _log = logging.getLogger("headwise")
 
@@ -52,56 +51,6 @@ def load(
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
     return Headwise(artifact, arrays)
-
-
-def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
-    """Serve every attention layer of a transformers model densely, without an artifact: the baseline of a sparse one.
-
-    Args:
-        model: a transformers model.
-        by: "kernel": Headwise's kernel over every key, wherever it can serve; "auto": the faster of it and what the
-            model had; "model": what it had.
-
-    Returns:
-        The handle: leaving it as a context manager, or its undo(), restores the model.
-
-    Raises:
-        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is unknown.
-    """
-    from runtime.applied import attach_dense
-
-    return attach_dense(model, by=by)
-
-
-def warm_up(model: nn.Module, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
-    """Serve a prompt of each length, two tokens and a turn after it: kernels are compiled, dense attention is measured.
-
-    Args:
-        model: a model that an artifact is applied to (`apply`, `apply_dense`); nobody else may be using it yet.
-        lengths: tokens of the prompts that are to be expected: one below dense_below and the longest, as a rule.
-        batch: with 2 or more a padded batch of so many prompts is served after each, too: padding has builds of its
-            own. It takes the memory that such a batch takes.
-
-    Returns:
-        Seconds that each took, compiling and measuring included. stats() counts none of it.
-
-    Raises:
-        HeadwiseError: nothing is applied to the model; a length is no number of tokens that it can take; a batch of
-            none.
-    """
-    from runtime import warm
-
-    return warm.warm_up(model, lengths, batch=batch)
-
-
-def memory_report(cache: Cache) -> MemoryReport:
-    """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and bytes in all.
-
-    Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
-    """
-    from runtime import memory
-
-    return memory.memory_report(cache)
 
 
 class Headwise:

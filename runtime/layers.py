@@ -1,17 +1,25 @@
-"""Finds the layers that go through transformers' attention interface, without a table of model names."""
+"""Finds the layers that go through transformers' attention interface, without a table of model names.
+
+Where a model, or a section of an artifact on it, cannot be served, the cause is named, read off the model's code.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from artifacts import HeadwiseError
-from runtime.refusals import asks_interface, check_layers, without_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from artifacts import Artifact
+
+_INTERFACE = "transformers' attention interface"
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -47,24 +55,30 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
     Raises:
         HeadwiseError: not a transformers model; no layer of it goes through the attention interface, or one that does
-            cannot be given a pattern (see runtime.refusals); two modules claim the same layer.
+            chooses keys itself, so that no pattern can; two modules claim the same layer.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise HeadwiseError(f"{type(model).__name__} is not a transformers PreTrainedModel: pass the model itself")
     config = text_config(model)
+    kind = type(model).__name__
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_layer(module, config):
             continue
         layer = int(module.layer_idx)
         if layer in found:
-            raise HeadwiseError(f"{type(model).__name__} has two attentions in layer {layer}, one is {name}")
+            raise HeadwiseError(f"{kind} has two attentions in layer {layer}, one is {name}")
+        if isinstance(indexer := getattr(module, "indexer", None), nn.Module):
+            # What it chose comes as an argument that sdpa ignores: not even the dense way would be right.
+            raise HeadwiseError(
+                f"{kind} chooses the keys of each query itself ({type(indexer).__name__}): "
+                "no other choice can be put in its place"
+            )
         found[layer] = module
     if not found:
-        raise without_layers(model, config)
-    check_layers(model, found)
+        raise HeadwiseError(f"{kind} {_why_none(model, config)}")
     return dict(sorted(found.items()))
 
 
@@ -100,11 +114,62 @@ def eager_attention(module: nn.Module) -> Any | None:
     return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
 
 
+def check_sections(artifact: Artifact, modules: Mapping[int, nn.Module]) -> None:
+    """Raise HeadwiseError for a layer on which a section of the artifact cannot be served."""
+    for number, module in modules.items():
+        where = f"layer {number} ({type(module).__name__})"
+        # Learned logits that take part in the softmax and have no value (GPT-OSS).
+        sinks = getattr(module, "sinks", None) is not None
+        for section, given in (("kv_cache", artifact.kv_cache), ("decode", artifact.decode)):
+            if sinks and given is not None:
+                raise HeadwiseError(f"{where} has attention sinks of its own: the {section} section cannot serve it")
+        if artifact.kv_cache is not None and caches_latents(module):
+            raise HeadwiseError(
+                f"{where} caches what it makes keys and values of (multi-head latent attention), for all heads "
+                "together: the kv_cache section cannot serve it"
+            )
+
+
+def caches_latents(module: nn.Module) -> bool:
+    """Whether a layer's cache holds latents in place of keys and values (DeepSeek-V2, section 2.1)."""
+    return hasattr(module, "expand_kv")
+
+
 def _is_layer(module: nn.Module, config: Any) -> bool:
     return (
         isinstance(getattr(module, "layer_idx", None), int)
         and getattr(module, "config", None) is config
         and getattr(module, "is_causal", True) is not False
         and not getattr(module, "is_cross_attention", False)
-        and asks_interface(type(module))
+        and _asks_interface(type(module))
     )
+
+
+def _asks_interface(cls: type[nn.Module]) -> bool:
+    """Whether a class's own code looks its attention function up in transformers' attention interface."""
+    for base in cls.__mro__:
+        for member in vars(base).values():
+            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+                return True
+    return False
+
+
+def _why_none(model: Any, config: Any) -> str:
+    """Why none of a model's layers is causal attention that goes through the interface."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "is an encoder with a decoder: only causal models with nothing but a decoder are served"
+    attentions = {type(module) for module in model.modules() if "attention" in type(module).__name__.lower()}
+    if not attentions:
+        return "has no attention that could be sparse"
+    if asking := [cls.__name__ for cls in attentions if _asks_interface(cls)]:
+        return f"is not causal: no query of {min(asking)} is kept from later keys"
+    own = min(attentions, key=lambda cls: (len(cls.__name__), cls.__name__))
+    if _has_alibi(own, config):
+        return f"adds ALiBi inside its own attention ({own.__name__}) and never asks {_INTERFACE}"
+    return f"computes attention by itself ({own.__name__}) and never asks {_INTERFACE}"
+
+
+def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
+    names = vars(sys.modules[cls.__module__])
+    return any("alibi" in name.lower() for name in names) and getattr(config, "alibi", True) is not False

@@ -48,7 +48,10 @@ def cache_bytes(cache: Cache) -> CacheBytes:
 
 
 def memory_report(cache: Cache) -> MemoryReport:
-    """What a cache holds, layer by layer, and in all. See LayerMemory."""
+    """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and bytes in all.
+
+    Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
+    """
     layers = []
     for number, layer in enumerate(cache.layers):
         seen = int(layer.get_seq_length())

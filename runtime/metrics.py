@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from artifacts import Artifact
 from runtime.attention.state import Settings
@@ -14,6 +13,15 @@ if TYPE_CHECKING:
 
 # How a call was served, by the name that it is counted under; all other names are reasons for dense attention.
 _SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
+# Each metric's name, type and meaning.
+_METRICS = (
+    ("headwise_calls_total", "counter", "Calls of attention layers by what served them."),
+    ("headwise_seconds_total", "counter", "Time of sparse prefills by stage."),
+    ("headwise_density", "summary", "Share of the causal area computed, by sequence."),
+    ("headwise_recall", "summary", "Attention kept, estimated from the last queries, by sequence."),
+    ("headwise_recall_lowest", "gauge", "The lowest estimated recall of a sequence so far."),
+    ("headwise_fallbacks_total", "counter", "Sequences served densely for want of recall."),
+)
 
 
 def stats(artifact: Artifact | None, settings: Settings, first_heads: Mapping[int, int]) -> dict[str, Any]:
@@ -40,31 +48,20 @@ def _calls(counts: Mapping[str, int], shown: Iterable[str]) -> dict[str, Any]:
 
 
 def _report(seen: Seen) -> dict[str, Any]:
+    heads = seen.heads
     return {
-        "sequences": int(max(seen.sequences, default=0)),
+        "sequences": int(max(head.sequences for head in heads)),
         "seconds": seen.seconds,
-        "density": _means(seen.density, seen.sequences),
-        "skipped": _means(seen.skipped, seen.sequences),
-        "recall": _means(seen.recall, seen.known),
-        "lowest_recall": [low if low < inf else None for low in seen.lowest],
-        "fallbacks": [int(count) for count in seen.fallbacks],
+        "density": [_mean(head.density, head.sequences) for head in heads],
+        "skipped": [_mean(head.skipped, head.sequences) for head in heads],
+        "recall": [_mean(head.recall, head.known) for head in heads],
+        "lowest_recall": [head.lowest if head.known else None for head in heads],
+        "fallbacks": [int(head.fallbacks) for head in heads],
     }
 
 
-def _means(sums: list[float], counts: list[float]) -> list[float | None]:
-    return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-
-
-class _Metric(NamedTuple):
-    """A family of samples: its name, type and meaning, and each sample's suffix, labels and value."""
-
-    name: str
-    kind: str
-    help: str
-    samples: list[tuple[str, dict[str, object], float]]
-
-    def add(self, value: float, labels: dict[str, object], suffix: str = "") -> None:
-        self.samples.append((suffix, labels, value))
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def prometheus(model: str, settings: Settings, first_heads: Mapping[int, int]) -> str:
@@ -72,45 +69,31 @@ def prometheus(model: str, settings: Settings, first_heads: Mapping[int, int]) -
 
     Raises nothing and leaves out what was never seen; `model` is the first label of every sample.
     """
-    calls = _Metric("headwise_calls_total", "counter", "Calls of attention layers by what served them.", [])
+    lines = {metric: [f"# HELP {metric} {what}", f"# TYPE {metric} {kind}"] for metric, kind, what in _METRICS}
+
+    def add(metric: str, value: float, suffix: str = "", **labels: object) -> None:
+        pairs = ",".join(f'{name}="{_escaped(str(label))}"' for name, label in {"model": model, **labels}.items())
+        lines[metric].append(f"{metric}{suffix}{{{pairs}}} {value!r}")
+
     for layer, counts in settings.calls.by_layer().items():
         for how, count in counts.items():
-            served = _SERVED.get(how, "dense")
-            reason = "" if how in _SERVED else how
-            calls.add(count, {"model": model, "layer": layer, "served": served, "reason": reason})
-    metrics = [calls]
-    if settings.watch is not None:
-        metrics += _seen(model, settings.watch.read(), first_heads)
-    return "".join(_lines(metric) for metric in metrics)
-
-
-def _seen(model: str, seen: Mapping[int, Seen], first_heads: Mapping[int, int]) -> list[_Metric]:
-    stages = _Metric("headwise_seconds_total", "counter", "Time of sparse prefills by stage.", [])
-    density = _Metric("headwise_density", "summary", "Share of the causal area computed, by sequence.", [])
-    recall = _Metric("headwise_recall", "summary", "Attention kept, estimated from the last queries, by sequence.", [])
-    lowest = _Metric("headwise_recall_lowest", "gauge", "The lowest estimated recall of a sequence so far.", [])
-    fallbacks = _Metric("headwise_fallbacks_total", "counter", "Sequences served densely for want of recall.", [])
-    for layer, found in seen.items():
-        for stage, seconds in found.seconds.items():
-            stages.add(seconds, {"model": model, "layer": layer, "stage": stage})
-        for at in range(len(found.sequences)):
-            labels: dict[str, object] = {"model": model, "layer": layer, "head": first_heads[layer] + at}
-            density.add(found.density[at], labels, "_sum")
-            density.add(found.sequences[at], labels, "_count")
-            recall.add(found.recall[at], labels, "_sum")
-            recall.add(found.known[at], labels, "_count")
-            if found.known[at]:
-                lowest.add(found.lowest[at], labels)
-            fallbacks.add(found.fallbacks[at], labels)
-    return [stages, density, recall, lowest, fallbacks]
-
-
-def _lines(metric: _Metric) -> str:
-    lines = [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-    for suffix, labels, value in metric.samples:
-        pairs = ",".join(f'{name}="{_escaped(str(label))}"' for name, label in labels.items())
-        lines.append(f"{metric.name}{suffix}{{{pairs}}} {value!r}")
-    return "\n".join(lines) + "\n"
+            served, reason = (_SERVED[how], "") if how in _SERVED else ("dense", how)
+            add("headwise_calls_total", count, layer=layer, served=served, reason=reason)
+    if settings.watch is None:
+        return "\n".join(lines["headwise_calls_total"]) + "\n"
+    for layer, seen in settings.watch.read().items():
+        for stage, seconds in seen.seconds.items():
+            add("headwise_seconds_total", seconds, layer=layer, stage=stage)
+        for number, head in enumerate(seen.heads, first_heads[layer]):
+            at = {"layer": layer, "head": number}
+            add("headwise_density", head.density, "_sum", **at)
+            add("headwise_density", head.sequences, "_count", **at)
+            add("headwise_recall", head.recall, "_sum", **at)
+            add("headwise_recall", head.known, "_count", **at)
+            if head.known:
+                add("headwise_recall_lowest", head.lowest, **at)
+            add("headwise_fallbacks_total", head.fallbacks, **at)
+    return "\n".join(line for family in lines.values() for line in family) + "\n"
 
 
 def _escaped(label: str) -> str:

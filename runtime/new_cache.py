@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, assert_never
 import artifacts
 from artifacts import Artifact, HeadwiseError, KVCache
 from runtime.caches.policy import Full, Policy
-from runtime.layers import attention_layers, heads_of, sliding_layers, text_config, window_of
+from runtime.layers import (
+    attention_layers,
+    caches_latents,
+    check_sections,
+    sliding_layers,
+    text_config,
+    window_of,
+)
 from runtime.omnikv.groups import Group
 from runtime.omnikv.roles import roles_of
-from runtime.refusals import caches_latents, check_sections
 from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
@@ -49,7 +55,7 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     }
     kv_heads = slice(0, 0)
     if plain and section is not None and section.head_map is not None:
-        kv_heads = shard_of(model, modules[next(iter(plain))], *heads_of(model)).kv_heads
+        kv_heads = shard_of(model, modules[next(iter(plain))]).kv_heads
     made = _layers(section, plain, kv_heads, offload)
     if kept is not None:
         made |= policy_layers(kept, model, modules, choosing=section is not None)
@@ -147,7 +153,7 @@ def policy_layers(
         row = section.layers[number]
         names = (row,) if isinstance(row, str) else row or ()
         if len(names) > 1:
-            names = names[shard_of(model, module, *heads_of(model)).kv_heads]
+            names = names[shard_of(model, module).kv_heads]
         if choosing and all(section.policies[name].kind == "full" for name in names):
             continue
         groups = []

@@ -1,4 +1,4 @@
-"""From an artifact's patterns, which are data, to the plans of layers, each for the heads that a process has."""
+"""From an artifact's patterns, which are data, to the plans of layers."""
 
 from __future__ import annotations
 
@@ -41,15 +41,19 @@ def kernel_growth(artifact: Artifact) -> Growth | None:
     return None if growth is None else Growth(length=growth.length, powers=growth.powers)
 
 
-def layer_plan(
-    artifact: Artifact, patterns: Mapping[str, Pattern], layer: int, heads: slice, num_kv_heads: int
-) -> LayerPlan | None:
-    """The plan of a layer's query heads `heads`, which read `num_kv_heads` KV heads; None for a layer left alone.
+def layer_plans(artifact: Artifact, arrays: Mapping[str, Array] | None = None) -> dict[int, LayerPlan]:
+    """The plans of layers by number, each for all of its heads; layers left alone have none. See kernel_patterns."""
+    patterns, growth = kernel_patterns(artifact, arrays), kernel_growth(artifact)
+    tail, kv_heads = artifact.prefill.dense_tail, artifact.model.num_kv_heads
+    return {
+        layer: LayerPlan([patterns[name] for name in row], kv_heads, dense_tail=tail, growth=growth)
+        for layer, row in enumerate(artifact.prefill.layers)
+        if row is not None
+    }
 
-    patterns: the artifact's by name, from kernel_patterns.
-    """
-    row = artifact.prefill.layers[layer]
-    if row is None:
+
+def part_of(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPlan | None:
+    """The plan of the query heads that a process has, which read `num_kv_heads` KV heads there."""
+    if plan is None:
         return None
-    mine, tail = [patterns[name] for name in row[heads]], artifact.prefill.dense_tail
-    return LayerPlan(mine, num_kv_heads, dense_tail=tail, growth=kernel_growth(artifact))
+    return LayerPlan(plan.patterns[heads], num_kv_heads, dense_tail=plan.dense_tail, growth=plan.growth)

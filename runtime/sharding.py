@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError
+from runtime.layers import heads_of
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ def size_of(model: Any) -> int:
     return int(size or 1)
 
 
-def shard_of(model: Any, module: nn.Module, num_heads: int, num_kv_heads: int) -> Shard:
+def shard_of(model: Any, module: nn.Module) -> Shard:
     """The heads of an attention layer in this process.
 
     Raises:
         HeadwiseError: heads do not divide among the processes, or the layer is sharded in another way.
     """
-    size = size_of(model)
+    size, (num_heads, num_kv_heads) = size_of(model), heads_of(model)
     if size == 1:
         return Shard(slice(0, num_heads), slice(0, num_kv_heads))
     if num_heads % size or num_kv_heads % size:
@@ -52,7 +53,7 @@ def shard_of(model: Any, module: nn.Module, num_heads: int, num_kv_heads: int) -
             "use a number that divides both"
         )
     q, k = (getattr(getattr(module, name, None), "weight", None) for name in ("q_proj", "k_proj"))
-    if q is None or k is None or not (_is_sharded(q) and _is_sharded(k)):
+    if q is None or k is None or not all(is_sharded(w) and any(p.is_shard(0) for p in w.placements) for w in (q, k)):
         raise HeadwiseError(
             f"{type(module).__name__} is not sharded by q_proj and k_proj over its heads: "
             "tensor parallelism is served where transformers' plan does that"
@@ -68,7 +69,7 @@ def agreed(scores: Tensor, group: Any, how: Literal["max", "sum"] = "max") -> Te
     return scores
 
 
-def is_sharded(weight: Tensor) -> bool:
+def is_sharded(weight: Any) -> bool:
     """Whether a parameter is a DTensor, parts of which may be elsewhere."""
     return hasattr(weight, "device_mesh") and hasattr(weight, "to_local")
 
@@ -78,32 +79,28 @@ def local_elements(weight: Any, at: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]
 
     An element that several processes hold is answered for by one of them.
     """
-    from torch.distributed.tensor import Shard as Split
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    local = weight.to_local()
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    inside = torch.ones_like(at[0], dtype=torch.bool)
-    for dim, index in enumerate(at):
-        inside &= (index >= offset[dim]) & (index < offset[dim] + local.shape[dim])
+    shape, offset = _here(weight)
     first = all(
-        isinstance(placement, Split) or weight.device_mesh.get_local_rank(axis) == 0
+        placement.is_shard() or weight.device_mesh.get_local_rank(axis) == 0
         for axis, placement in enumerate(weight.placements)
     )
-    inside &= first
+    inside = torch.full_like(at[0], first, dtype=torch.bool)
+    for dim, index in enumerate(at):
+        inside &= (index >= offset[dim]) & (index < offset[dim] + shape[dim])
     places = tuple(index[inside] - offset[dim] for dim, index in enumerate(at))
-    return local[places], inside
+    return weight.to_local()[places], inside
 
 
-def _is_sharded(weight: Any) -> bool:
-    return is_sharded(weight) and any(placement.is_shard(0) for placement in weight.placements)
+def _here(weight: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a DTensor the part in this process: its shape, and where it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
 
 
 def _rows(weight: Any, heads: int, size: int) -> slice:
     """Heads whose rows of the projection are here."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    shape, offset = _here(weight)
     dim = weight.shape[0] // heads
     if shape[0] * size != weight.shape[0] or offset[0] % dim:
         raise HeadwiseError(f"a projection of {tuple(weight.shape)} is not sharded by whole heads")

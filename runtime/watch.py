@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from runtime.attention.state import Layer
 
 # Rows of tiles that density is counted in: all of them up to 32K tokens.
 _MOST_ROWS = 512
-STAGES = ("build", "attention", "estimate")
+_STAGES = ("build", "attention", "estimate")
 
 
 class Watch:
@@ -48,20 +47,21 @@ class Watch:
         k: Tensor,
         v: Tensor,
         *,
-        scale: float | None,
-        softcap: float | None,
         sinks: Tensor | None,
         ragged: Ragged | None,
-        backend: str,
+        **how: Any,
     ) -> Tensor:
-        """See runtime.attention.kernel.attend_layer."""
+        """See runtime.attention.kernel.attend_layer; how: scale, softcap and backend."""
         plan = layer.plan
         assert plan is not None
         some, heads = (plan, range(q.shape[1])) if kv_heads is None else (plan.of(kv_heads), plan.query_heads(kv_heads))
-        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
-        clock = self._layer(layer.number).clock
+        with self._lock:
+            if layer.number not in self._layers:
+                self._layers[layer.number] = _Layer(len(plan.patterns), q.device)
+            seen = self._layers[layer.number]
+        clock = seen.clock
         with clock.timing("build", q.device):
-            index = some.build(q, k, scale=scale, ragged=ragged)
+            index = some.build(q, k, scale=how["scale"], ragged=ragged)
         with clock.timing("estimate", q.device):
             recall = estimate_recall(q, k, v, index, **how)
             low = torch.zeros_like(recall, dtype=torch.bool)
@@ -74,8 +74,7 @@ class Watch:
             out = sparse_attention(q, k, v, index, sinks=sinks, skipped=skipped, **how)
         causal = on_device(tuple(index.sequence(s).causal_tiles for s in range(index.batch)), q.device)[:, None]
         with self._lock:
-            seen = (density, skipped / causal, recall, low)
-            self._layer(layer.number).add(on_device(tuple(heads), q.device), len(plan.patterns), *seen)
+            seen.add(on_device(tuple(heads), q.device), density, skipped / causal, recall, low)
         return out
 
     def read(self) -> dict[int, Seen]:
@@ -83,62 +82,59 @@ class Watch:
         with self._lock:
             return {number: self._layers[number].read() for number in sorted(self._layers)}
 
-    def _layer(self, number: int) -> _Layer:
-        return self._layers.setdefault(number, _Layer())
+
+class Head(NamedTuple):
+    """What was seen of a query head, summed over sequences.
+
+    sequences: how many were served. skipped: the share of the causal tiles within the density whose softmax and values
+    skip-softmax left out. known: of how many the recall is a number, which `recall` is summed over; lowest: the lowest
+    of them, inf where there is none. fallbacks: how many went dense for want of recall.
+    """
+
+    sequences: float
+    density: float
+    skipped: float
+    known: float
+    recall: float
+    fallbacks: float
+    lowest: float
 
 
 class Seen(NamedTuple):
-    """What was seen of a layer: seconds by stage, and by query head of this process sums over sequences.
-
-    sequences: how many were served. density: summed; skipped: the share of the causal tiles among it whose softmax and
-    values skip-softmax left out, summed. known: of how many the recall is a number; recall: summed over
-    those; lowest: the lowest of them, inf where there is none. fallbacks: how many went dense for want of recall.
-    """
+    """What was seen of a layer: seconds by stage, and its query heads in this process."""
 
     seconds: dict[str, float]
-    sequences: list[float]
-    density: list[float]
-    skipped: list[float]
-    known: list[float]
-    recall: list[float]
-    fallbacks: list[float]
-    lowest: list[float]
+    heads: list[Head]
 
 
-@dataclass(eq=False)
 class _Layer:
-    """Sums over sequences by head, (6, H) float64, and the lowest recall, (H,)."""
+    """Sums over sequences by head, (H, 6) float64 in the order of Head, and the lowest recall, (H,)."""
 
-    clock: Clock = field(default_factory=lambda: Clock(STAGES))
-    sums: Tensor | None = None
-    lowest: Tensor | None = None
+    def __init__(self, num_heads: int, device: torch.device) -> None:
+        self.clock = _Clock()
+        # In inference mode these would be tensors that cannot be written to outside of it.
+        with torch.inference_mode(False):
+            self._sums = torch.zeros(num_heads, 6, dtype=torch.float64, device=device)
+            self._lowest = torch.full((num_heads,), torch.inf, device=device)
 
-    def add(self, heads: Tensor, num_heads: int, density: Tensor, skipped: Tensor, recall: Tensor, low: Tensor) -> None:
+    def add(self, heads: Tensor, density: Tensor, skipped: Tensor, recall: Tensor, low: Tensor) -> None:
         """Take in density, skipped tiles, recall and fallbacks, (S, h) each, of these of the layer's heads."""
-        if self.sums is None or self.lowest is None:
-            # In inference mode these would be tensors that cannot be written to outside of it.
-            with torch.inference_mode(False):
-                self.sums = torch.zeros(6, num_heads, dtype=torch.float64, device=recall.device)
-                self.lowest = torch.full((num_heads,), torch.inf, device=recall.device)
         known = ~recall.isnan()
-        # In the order of Seen.
-        rows = torch.stack([torch.ones_like(density), density, skipped, known, recall.nan_to_num(), low])
-        self.sums.index_add_(1, heads, rows.sum(1, dtype=torch.float64))
+        rows = torch.stack([torch.ones_like(density), density, skipped, known, recall.nan_to_num(), low], -1)
+        self._sums.index_add_(0, heads, rows.sum(0, dtype=torch.float64))
         lowest = recall.masked_fill(~known, torch.inf).amin(0)
-        self.lowest.index_copy_(0, heads, torch.minimum(self.lowest.index_select(0, heads), lowest))
+        self._lowest.index_copy_(0, heads, torch.minimum(self._lowest.index_select(0, heads), lowest))
 
     def read(self) -> Seen:
-        if self.sums is None or self.lowest is None:
-            return Seen(self.clock.read(), [], [], [], [], [], [], [])
-        sequences, density, skipped, known, recall, fallbacks = self.sums.tolist()
-        return Seen(self.clock.read(), sequences, density, skipped, known, recall, fallbacks, self.lowest.tolist())
+        sums = zip(self._sums.tolist(), self._lowest.tolist(), strict=True)
+        return Seen(self.clock.read(), [Head._make([*row, low]) for row, low in sums])
 
 
-class Clock:
+class _Clock:
     """Seconds of each stage so far, in any number of threads: CUDA events where a GPU computes, else the wall clock."""
 
-    def __init__(self, stages: Sequence[str]) -> None:
-        self._seconds = dict.fromkeys(stages, 0.0)
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(_STAGES, 0.0)
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._lock = threading.Lock()
 
@@ -148,7 +144,9 @@ class Clock:
         if device.type != "cuda":
             start = time.perf_counter()
             yield
-            self._add(stage, time.perf_counter() - start)
+            took = time.perf_counter() - start
+            with self._lock:
+                self._seconds[stage] += took
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(device)
@@ -164,10 +162,6 @@ class Clock:
         self._collect(wait=True)
         with self._lock:
             return dict(self._seconds)
-
-    def _add(self, stage: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[stage] += seconds
 
     def _collect(self, *, wait: bool = False) -> None:
         """Take in the events that have passed: held back, they would pile up."""

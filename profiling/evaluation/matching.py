@@ -22,7 +22,7 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.tile_gaps import tile_gaps
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -91,13 +91,12 @@ class Meter:
         self._own: dict[int, SparseIndex] = {}
         self._gaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tail = artifact.prefill.dense_tail
-        patterns = kernel_patterns(artifact, arrays)
         without = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+        plans = layer_plans(without, arrays)
         prompt = make_prompts(CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED)[0]
 
         def visit(inputs: LayerInputs) -> None:
-            plan = layer_plan(without, patterns, inputs.layer, slice(None), inputs.k.shape[1])
-            if plan is None:
+            if (plan := plans.get(inputs.layer)) is None:
                 return
             index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
             self._own[inputs.layer] = index

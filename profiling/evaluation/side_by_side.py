@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError
-from kernels.patterns import LayerPlan
+from artifacts import HeadwiseError
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.quality.intervals import holm, paired_difference, sign_flip
 from profiling.quality.logits import DenseLogits, Drift
 from profiling.speed.attention_time import attention_seconds, build_of
 from runtime import Headwise
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +59,10 @@ def timed(
     """
     if not repeats:
         return {}
-    plans = {name: _plans(each.artifact, each.arrays) for name, each in some.items()}
+    plans = {name: layer_plans(each.artifact, each.arrays) for name, each in some.items()}
     if len({tuple(by_layer) for by_layer in plans.values()}) > 1:
         raise HeadwiseError("the artifacts have patterns for different layers: their times do not compare")
     return attention_seconds(loaded, prompt, plans, repeats=repeats, dense=True, builds=builds)
-
-
-def _plans(artifact: Artifact, arrays: Mapping[str, Any] | None) -> dict[int, LayerPlan]:
-    patterns, size = kernel_patterns(artifact, arrays), (artifact.model.num_layers, artifact.model.num_kv_heads)
-    made = {layer: layer_plan(artifact, patterns, layer, slice(None), size[1]) for layer in range(size[0])}
-    return {layer: plan for layer, plan in made.items() if plan is not None}
 
 
 def compared(

@@ -24,7 +24,7 @@ from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from runtime.memory import cache_bytes
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 _TASK, _SEED = "passkey", 424_242
 _BUILDS = 3
@@ -92,13 +92,12 @@ def _dense(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 def build_seconds(loaded: LoadedModel, methods: Sequence[Method], ids: torch.Tensor) -> dict[str, float]:
     """Seconds that the indices of all layers take, by method; methods without patterns are missing."""
     with_patterns = {m.name: m.headwise for m in methods if m.headwise is not None and m.headwise.artifact.patterns}
-    patterns = {name: kernel_patterns(h.artifact, h.arrays) for name, h in with_patterns.items()}
+    plans = {name: layer_plans(h.artifact, h.arrays) for name, h in with_patterns.items()}
     total = dict.fromkeys(with_patterns, 0.0)
 
     def visit(inputs: LayerInputs) -> None:
-        for name, headwise in with_patterns.items():
-            plan = layer_plan(headwise.artifact, patterns[name], inputs.layer, slice(None), inputs.k.shape[1])
-            if plan is None:
+        for name, layers in plans.items():
+            if (plan := layers.get(inputs.layer)) is None:
                 continue
             took = []
             for _ in range(_BUILDS):

@@ -20,7 +20,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, capture
 from profiling.prompts.prompt import Prompt
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,12 @@ def fidelity(
     arrays: those of the artifact's sidecar, which static patterns are read from. backend: as for
     kernels.attention.sparse_attention.
     """
-    patterns = kernel_patterns(artifact, arrays)
+    plans = layer_plans(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     found = Fidelity(**{name: np.full(shape, np.nan, dtype=np.float32) for name in ("error", "recall", "density")})
 
     def visit(inputs: LayerInputs) -> None:
-        plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
-        if plan is None:
+        if (plan := plans.get(inputs.layer)) is None:
             return
         one = layer_fidelity(inputs, plan, backend=backend)
         for name in ("error", "recall", "density"):

@@ -28,7 +28,7 @@ from profiling.prompts.filler import sentences
 from profiling.prompts.prompt import Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
 from runtime.layers import attention_layers, text_config
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 # A map has at most so many cells a side, however long the prompt.
 CELLS = 128
@@ -82,7 +82,7 @@ def survey(
     check_heads(loaded, heads)
     cell = TILE * -(-num_tiles(length) // CELLS)
     queries = torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
-    patterns = {} if artifact is None else kernel_patterns(artifact, arrays)
+    plans = {} if artifact is None else layer_plans(artifact, arrays)
     sparsity, totals = dict[int, np.ndarray](), dict[int, np.ndarray]()
     maps = dict[tuple[int, int], HeadMap]()
     layers = attention_layers(model)
@@ -99,7 +99,7 @@ def survey(
         row, built = None, None
         if artifact is not None and wanted:
             row = artifact.prefill.layers[inputs.layer]
-            plan = layer_plan(artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
+            plan = plans.get(inputs.layer)
             built = None if plan is None else _built(inputs, plan)
         for head in wanted:
             attention = pooled_map(inputs, head, cell).cpu().numpy()

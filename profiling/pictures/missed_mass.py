@@ -19,7 +19,7 @@ from profiling.inside.attention_rows import by_cell, cover, rows
 from profiling.inside.capture import LayerInputs, capture
 from profiling.pictures.head_survey import CELLS, HeadMap
 from profiling.prompts.prompt import Prompt
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -54,7 +54,7 @@ def missed_mass(
     """
     row = artifact.prefill.layers[layer]
     assert row is not None, "a layer that is left alone has no pattern"
-    patterns = kernel_patterns(artifact, arrays)
+    plan = layer_plans(artifact, arrays)[layer]
     found: list[Missed] = []
 
     def visit(inputs: LayerInputs) -> None:
@@ -62,8 +62,6 @@ def missed_mass(
             return
         if inputs.sliding_window is not None:
             raise HeadwiseError(f"layer {layer} slides over {inputs.sliding_window} tokens in this model")
-        plan = layer_plan(artifact, patterns, layer, slice(None), inputs.k.shape[1])
-        assert plan is not None, "the layer has a row"
         index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
         found.append(_measure(inputs, index.of_heads(slice(head, head + 1)), head, row[head]))
         raise _SeenError

@@ -22,7 +22,7 @@ from profiling.quality.contexts import scored_places
 from profiling.quality.logits import check_logits
 from profiling.quality.method import Method
 from runtime import apply_dense
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 
 # Raised where the same prompt under the same method would give another record.
 VERSION = 1
@@ -85,15 +85,14 @@ class Likeness:
 
         One dense pass for all; methods without patterns have none.
         """
-        made = {method.name: method.headwise for method in methods if method.headwise is not None}
-        served = {name: (each, kernel_patterns(each.artifact, each.arrays)) for name, each in made.items()}
+        served = {method.name: method.headwise for method in methods if method.headwise is not None}
+        plans = {name: layer_plans(each.artifact, each.arrays) for name, each in served.items()}
         found: dict[str, list[np.ndarray]] = {}
 
         def visit(inputs: LayerInputs) -> Tensor | None:
             dense = None
-            for name, (each, patterns) in served.items():
-                plan = layer_plan(each.artifact, patterns, inputs.layer, slice(None), inputs.k.shape[1])
-                if plan is not None:
+            for name, layers in plans.items():
+                if (plan := layers.get(inputs.layer)) is not None:
                     dense = dense or dense_attention(inputs)
                     found.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
             return None if dense is None else dense[0]

@@ -1,25 +1,34 @@
-"""Attention inside a graph of torch.compile: decode is traced without a break, and a long prefill stays sparse.
+"""Attention inside a graph of torch.compile: decode is traced without a break, and a long prefill is served as ever.
 
 What is traced changes nothing of Python's: a counter that is part of a graph would have it compiled again at each step.
-A prefill is one operator, which at run time does what it does without a compiler.
+A prefill is one operator, which at run time does what is done without a compiler. A graph hands on a mask as a plain
+tensor, so the operator reads off it which sequences it is of.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
+import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from runtime.attention.calls import Call
 from runtime.attention.layout import Layout
 from runtime.attention.masks import PrefillMask
 from runtime.attention.own import attend_as_before
-from runtime.attention.reasons import NOT_OURS, SLIDES
-from runtime.attention.state import MIN_QUERIES, layer_of, module_of
+from runtime.attention.reasons import NOT_OURS
+from runtime.attention.state import MIN_QUERIES, Layer, layer_of, module_of
 from runtime.standin import NewTokens
+
+# Entries of a mask that are compared at once.
+_AT_ONCE = 1 << 24
+# By mask, as long as it is there: the layers of a forward share one.
+_layouts = WeakIdKeyDictionary()
 
 
 def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -27,22 +36,67 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
     layer, query, key = call.layer, call.query, call.key
     if isinstance(key, NewTokens):
         return _uncompiled(call)
-    if layer is None or layer.plan is None:
+    if layer is None:
         return attend_as_before(call)
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         _say(layer.key, NOT_OURS)
     decode = layer.settings.decode
     if decode is not None and layer.role is not None and layer.role.filters and decode.serves(query, key):
         _say(layer.key, "decode is being compiled: it attends to every token, not to chosen ones")
-    if query.shape[2] < MIN_QUERIES or key.shape[2] < layer.settings.dense_below:
+    if query.shape[2] < MIN_QUERIES or key.shape[2] < _least(call, layer):
         return attend_as_before(call)
-    reason = call.special or (None if call.window is None else SLIDES)
-    if reason is None and (call.mask is not None or query.shape[2] != key.shape[2]):
-        reason = "the prefill is being compiled with a mask (padding, or slots of a static cache)"
-    if reason is not None:
-        _refuse(layer.key, reason)
+    # Without a mask queries start at the first key.
+    if call.special is not None or (call.mask is None and query.shape[2] != key.shape[2]):
+        if call.special is not None and layer.plan is not None and key.shape[2] >= layer.settings.dense_below:
+            _refuse(layer.key, call.special)
         return attend_as_before(call)
-    return _prefill(query, key, call.value, call.sinks, layer.key, call.scale, call.softcap), None
+    tensors = query, key, call.value, call.mask, call.sinks
+    return _prefill(*tensors, layer.key, call.scale, call.softcap, call.window), None
+
+
+def _least(call: Call, layer: Layer) -> int:
+    """Keys from which on a kernel of ours may serve the layer."""
+    settings, window = layer.settings, call.window
+    if window is not None:
+        return window + 1 if settings.dense_kernels else sys.maxsize
+    sparse = sys.maxsize if layer.plan is None else settings.dense_below
+    return sparse if settings.kernel_from is None else min(sparse, settings.kernel_from)
+
+
+def layout_of(mask: Tensor, window: int | None) -> Layout | None:
+    """The sequences of a prompt's mask, (B, 1, Q, K) bool: padded on either side or packed, causal, over a window.
+
+    None where it says anything else, and where the first query is not at the first key.
+    """
+    _, _, q_len, k_len = mask.shape
+    if mask.dtype != torch.bool or k_len < q_len:
+        return None
+    rows, place = mask[:, 0], torch.arange(k_len, device=mask.device)
+    queries = place[:q_len]
+    # A query sees itself where it is a token, and nothing else where it is a sequence's first.
+    real, seen = rows.diagonal(dim1=1, dim2=2), rows.sum(-1)
+    begins = real & (seen == 1)
+    least = torch.where(begins, queries, -1).cummax(1).values
+    if window is not None:
+        least = torch.maximum(least, queries - window + 1)
+    tokens = torch.nn.functional.pad(real, (0, k_len - q_len))
+    # Padding's own rows: nobody reads what such a query sees, so that some masks say everything.
+    tells = real | ((seen > 0) & (seen < k_len))
+    step = max(_AT_ONCE // (len(rows) * k_len), 1)
+    for some in (slice(first, first + step) for first in range(0, q_len, step)):
+        expected = (place >= least[:, some, None]) & (place <= queries[some, None]) & tokens[:, None]
+        if bool(((rows[:, some] != expected) & tells[:, some, None]).any()):
+            return None
+    packed = []
+    for is_real, is_first in zip(real.tolist(), begins.tolist(), strict=True):
+        cuts = [at for at in range(q_len) if is_first[at] or is_real[at] != (at > 0 and is_real[at - 1])]
+        runs = [(begin, end) for begin, end in pairwise([*cuts, q_len]) if is_real[begin]]
+        if not all(is_first[begin] for begin, _ in runs):
+            return None
+        packed.append(tuple(runs))
+    if any(len(row) > 1 for row in packed):
+        return Layout(0, q_len, k_len, None, window=window, packed=tuple(packed))
+    return Layout(0, q_len, k_len, tuple(row[0] if row else (0, 0) for row in packed), window=window)
 
 
 def _registered() -> Any:
@@ -77,34 +131,30 @@ def _say(layer: int, what: str) -> None:
 @torch.library.custom_op(
     "headwise::prefill",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float? scale, float? softcap) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, int layer, float? scale, "
+    "float? softcap, int? window) -> Tensor",
+    # What serves a call is decided when it is made: no replay of launches knows that.
+    tags=(torch.Tag.cudagraph_unsafe,),
 )
 def _prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mask: Tensor | None,
     sinks: Tensor | None,
     layer: int,
     scale: float | None,
     softcap: float | None,
+    window: int | None,
 ) -> Tensor:
-    """(B, Q, H, E) of whole sequences without padding: query (B, H, Q, D), key (B, G, Q, D), value (B, G, Q, E).
+    """(B, Q, H, E) of a prompt: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), mask (B or 1, 1, Q, K).
 
     sinks (H,): see kernels.attention.sparse_attention.
     """
-    batch, _, length, _ = query.shape
-    layout = Layout(0, length, length, ((0, length),) * batch)
-
-    def make(may_skip: bool) -> Tensor | None:
-        if may_skip:
-            return None
-        return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().expand(batch, 1, -1, -1)
-
-    mask = PrefillMask(layout, make, dtype=torch.bool, device=query.device)
-    more: dict[str, Any] = {
-        name: given for name, given in (("softcap", softcap), ("s_aux", sinks)) if given is not None
-    }
-    out, _ = _registered()(module_of(layer), query, key, value, mask, scaling=scale, **more)
+    given = {"softcap": softcap, "s_aux": sinks, "sliding_window": window}
+    more = {name: each for name, each in given.items() if each is not None}
+    told = _told(query, mask, window)
+    out, _ = _registered()(module_of(layer), query, key, value, told, scaling=scale, **more)
     return out.contiguous()
 
 
@@ -112,3 +162,31 @@ def _prefill(
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     batch, heads, length, _ = query.shape
     return query.new_empty(batch, length, heads, value.shape[-1])
+
+
+def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
+    """The mask of a call as one that says of which sequences it is, where it is of such."""
+    batch, length = query.shape[0], query.shape[2]
+    layout: Layout | None = Layout(0, length, length, ((0, length),) * batch, window=window)
+    if mask is not None:
+        known = _layouts.setdefault(mask, {})
+        which = window, mask._version
+        if which not in known:
+            known[which] = layout_of(mask.expand(batch, -1, -1, -1), window)
+        layout = known[which]
+    if layout is None:
+        assert mask is not None
+        return mask
+
+    def make(may_skip: bool, first: int = 0, count: int = length) -> Tensor | None:
+        if may_skip and layout.needs_no_mask:
+            return None
+        if mask is not None:
+            return mask.expand(batch, -1, -1, -1)[:, :, first : first + count]
+        place = torch.arange(length, device=query.device)
+        seen = place <= place[first : first + count, None]
+        if window is not None:
+            seen &= place > place[first : first + count, None] - window
+        return seen.expand(batch, 1, -1, -1)
+
+    return PrefillMask(layout, make, dtype=torch.bool, device=query.device)

@@ -6,18 +6,19 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, arguments
+from artifacts import Artifact, HeadwiseError, Streaming, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
-from runtime.vllm.dense import Stream
-from runtime.vllm.fit import keeps_of, misfits
-from runtime.vllm.options import KEY, Options, count, ranges
+from artifacts.options import add_arguments, config_of
+from runtime.omnikv.roles import roles_of
+from runtime.vllm.decode import reading
+from runtime.vllm.fit import full_layers, grouped, keeps_of, misfits, why_dense
+from runtime.vllm.options import KEY, Options, count
 from runtime.vllm.snapkv import Snap
 
 # docs/vllm.md has the same versions.
@@ -36,20 +37,8 @@ examples:
 _WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Which artifact, at which point of its front, for which model, over how many processes."""
-
-    file: Path
-    model: str
-    tensor_parallel_size: int = 1
-    target_speedup: float | None = None
-    target_kl: float | None = None
-    target_recall: float | None = None
-
-
 def parser() -> ArgumentParser:
-    """The command line of python -m runtime.vllm, by the names of Config."""
+    """The command line of python -m runtime.vllm."""
     made = ArgumentParser(
         prog="python -m runtime.vllm", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG
     )
@@ -60,71 +49,53 @@ def parser() -> ArgumentParser:
     check.add_argument(
         "--tensor-parallel-size", type=count, default=1, metavar="N", help="over how many processes heads are sharded"
     )
-    for name, what in (("speedup", "at least so fast"), ("kl", "at most so far off"), ("recall", "at least so whole")):
-        check.add_argument(f"--target-{name}", type=float, metavar="X", help=f"the point of the front: {what}")
+    add_arguments(check, Options)
     return made
 
 
-def run(config: Config) -> Outcome:
-    """What serves and how to start it, or every reason why not, with status 3.
+def run(file: Path, options: Options, model: str, size: int) -> Outcome:
+    """What serves and how to start it, over so many processes, or every reason why not, with status 3.
 
     Raises:
         HeadwiseError: the artifact or the model's configuration cannot be read.
     """
-    options = Options(
-        artifact=str(config.file.absolute()),
-        target_speedup=config.target_speedup,
-        target_kl=config.target_kl,
-        target_recall=config.target_recall,
-    )
     artifact = options.load().artifact
-    whole = _model_config(config.model)
+    whole = _model_config(model)
     text = whole.get_text_config(decoder=True)
     architecture = next(iter(getattr(whole, "architectures", None) or ()), type(whole).__name__)
-    reasons = list(misfits(artifact, text, architecture, tensor_parallel=config.tensor_parallel_size))
+    reasons = list(misfits(artifact, text, architecture, tensor_parallel=size))
     if reasons:
         return Outcome(text="".join(f"no: {one_line(reason)}\n" for reason in reasons), status=FOUND)
-    given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
-    given |= {name: value for name in ("speedup", "kl", "recall") if (value := getattr(options, f"target_{name}"))}
-    flags = "" if config.tensor_parallel_size == 1 else f" --tensor-parallel-size {config.tensor_parallel_size}"
+    given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256, **options.point}
+    flags = "" if size == 1 else f" --tensor-parallel-size {size}"
     lines = [
-        f"ok: vLLM would serve {config.model} by {config.file} from {artifact.prefill.dense_below} tokens on",
-        *_layers(artifact, text),
+        f"ok: vLLM would serve {model} by {file} from {artifact.prefill.dense_below} tokens on",
+        *_layers(artifact, full_layers(text, artifact.model.num_layers)),
         *(f"note: {note}" for note in _notes()),
-        f"vllm serve {shlex.quote(config.model)}{flags} --additional-config {shlex.quote(json.dumps({KEY: given}))}",
+        f"vllm serve {shlex.quote(model)}{flags} --additional-config {shlex.quote(json.dumps({KEY: given}))}",
         "on a GPU add --attention-backend CUSTOM",
     ]
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 
 
-def _layers(artifact: Artifact, config: Any) -> Iterator[str]:
-    kinds = list(getattr(config, "layer_types", None) or ())
-    slides = getattr(config, "sliding_window", None) is not None
-    found: dict[str, list[int]] = {}
+def _layers(artifact: Artifact, full: list[int]) -> Iterator[str]:
+    """What is served of layers, of which these see every token."""
     keeps = keeps_of(artifact)
-    for number, row in enumerate(artifact.prefill.layers):
-        if isinstance(keeps.get(number), Stream):
-            continue
-        if row is None:
-            how = "left alone by the artifact"
-        elif all(artifact.patterns[name].kind == "dense" for name in row):
-            how = "every head is dense in the artifact"
-        elif "sliding" in kinds[number] if kinds else slides:
-            how = "dense: it slides"
-        else:
-            how = "sparse"
-        found.setdefault(how, []).append(number)
+    found = grouped(
+        (number, why_dense(artifact, number) or ("sparse" if number in full else "dense: it slides"))
+        for number in range(artifact.model.num_layers)
+        if not isinstance(keeps.get(number), Streaming)
+    )
     for how, numbers in sorted(found.items(), key=lambda pair: pair[0] != "sparse"):
-        yield f"layers {ranges(numbers)}: {how}"
-    kept: dict[Stream | Snap, list[int]] = {}
-    for number, what in keeps.items():
-        kept.setdefault(what, []).append(number)
-    for what, numbers in kept.items():
-        yield f"layers {ranges(numbers)}: keep {what}"
+        yield f"layers {numbers}: {how}"
+    for what, numbers in grouped((number, _kept(each)) for number, each in keeps.items()).items():
+        yield f"layers {numbers}: keep {what}"
     if artifact.decode is not None:
-        section = artifact.decode.omnikv
-        served = [layer for layer in range(len(artifact.prefill.layers)) if section.filter_of(layer) is not None]
-        yield f"decode: layers {ranges(served)} read what layers {ranges(list(section.filter_layers))} choose"
+        yield f"decode: {reading(roles_of(artifact.decode.omnikv, full, slice(0, artifact.model.num_kv_heads)))}"
+
+
+def _kept(keeps: Streaming | Snap) -> str:
+    return str(keeps) if isinstance(keeps, Snap) else f"{keeps.sinks} first and {keeps.window} last tokens"
 
 
 def _notes() -> Iterator[str]:
@@ -152,8 +123,9 @@ def _model_config(model: str) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, check and print what was found; returns the exit status."""
     given = vars(parser().parse_args(argv))
-    del given["verb"]
-    outcome = run(Config(**given))
+    file: Path = given["file"]
+    options = config_of(Options, given, artifact=str(file.absolute()))
+    outcome = run(file, options, given["model"], given["tensor_parallel_size"])
     sys.stdout.write(outcome.text)
     return int(outcome.status)
 

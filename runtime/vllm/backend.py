@@ -6,14 +6,17 @@ Neither is defined before vLLM asks for it: which class is the parent depends on
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 from runtime.vllm.builder import SparseBuilder
-from runtime.vllm.forward import SparseImpl, is_ours
+from runtime.vllm.counters import log
+from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import options_of
+from runtime.vllm.pages import PAGE
+from runtime.vllm.served import makes_drafts
 
-_log = logging.getLogger("vllm.headwise")
+# The backends whose cache our kernels read, and whether layers over them are ours alone.
+_OURS = {"CPU_ATTN": True, "FLASH_ATTN": False, "TRITON_ATTN": False}
 
 
 def __getattr__(name: str) -> Any:
@@ -35,48 +38,39 @@ def over(parent: Any, name: str, known_as: str) -> Any:
         name: of the class, which this module has to know.
         known_as: what vLLM's registry calls it.
     """
+    impl = _mixed(SparseImpl, parent.get_impl_cls(), ours=_OURS[parent.get_name()])
+    builder = _mixed(SparseBuilder, parent.get_builder_cls(), parent=parent.get_builder_cls())
     members = {
         "__module__": __name__,
         "__qualname__": name,
         "__doc__": f"{parent.__name__} with sparse prefill.",
         "get_name": staticmethod(lambda: known_as),
-        "get_impl_cls": staticmethod(lambda: _impl(parent) if _asked() else parent.get_impl_cls()),
-        "get_builder_cls": staticmethod(lambda: _builder(parent)),
+        "get_impl_cls": staticmethod(lambda: impl if _asked() else parent.get_impl_cls()),
+        # This class is asked for where no configuration is known.
+        "get_builder_cls": staticmethod(lambda: builder),
         "get_preferred_block_size": classmethod(_block_size),
     }
     return type(parent)(name, (parent,), members)
 
 
-# Tokens of a tile of our kernels: a page that holds one is read in one piece.
-_PAGE = 64
+def _mixed(mixin: type, base: Any, **members: Any) -> Any:
+    return type(base)(f"Sparse{base.__name__}", (mixin, base), members)
 
 
 def _block_size(backend: Any, default: int) -> int:
     """What the parent prefers, but no less than a tile of our kernels where an engine has an artifact."""
     preferred = int(super(backend, backend).get_preferred_block_size(default))
-    if not _asked() or preferred >= _PAGE or not backend.supports_block_size(_PAGE):
+    if not _asked() or preferred >= PAGE or not backend.supports_block_size(PAGE):
         return preferred
-    return _PAGE
-
-
-@functools.cache
-def _impl(parent: Any) -> Any:
-    base = parent.get_impl_cls()
-    return type(base)(f"Sparse{base.__name__}", (SparseImpl, base), {"ours": is_ours(parent)})
-
-
-@functools.cache
-def _builder(parent: Any) -> Any:
-    base = parent.get_builder_cls()
-    return type(base)(f"Sparse{base.__name__}", (SparseBuilder, base), {"parent": base})
+    return PAGE
 
 
 def _asked() -> bool:
-    """Whether the engine that is being built has an artifact."""
+    """Whether what is being built is served by an artifact: an engine, and not what makes drafts for it."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    return config is not None and options_of(config.additional_config) is not None
+    return config is not None and options_of(config.additional_config) is not None and not makes_drafts(config)
 
 
 def _chosen() -> Any:
@@ -96,7 +90,7 @@ def _chosen() -> Any:
         block_size=None,
     )
     parent = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(None, attn_selector_config=wanted))
-    if is_ours(parent) is not None:
+    if parent.get_name() in _OURS:
         return parent
-    _log.info("Headwise takes FLASH_ATTN for a parent, not %s, whose cache it cannot read", parent.get_name())
+    log.info("Headwise takes FLASH_ATTN for a parent, not %s, whose cache it cannot read", parent.get_name())
     return FlashAttentionBackend

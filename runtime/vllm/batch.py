@@ -5,7 +5,7 @@ Shapes: R requests of the step, T tokens of all of them, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,19 +41,12 @@ class Piece(NamedTuple):
         return slice(self.q_start, self.q_start + self.q_len)
 
 
-class Rest(NamedTuple):
-    """The parent's metadata of some requests of a step, and which of the T rows are theirs."""
-
-    metadata: Any
-    rows: slice | Tensor
-
-
 class Few(NamedTuple):
     """Requests with the same few new tokens, which are served together.
 
     rows: which of the T are theirs. table (n, N) and ends (n,) int32: their pages, and how many keys they have. k_len:
     at most so many keys; None where it may be any number, since the step is captured to be replayed with others.
-    kept: what layers that drop tokens have of them, worked out by the first such layer of the step.
+    kept: see kept_by.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,16 +61,22 @@ class Few(NamedTuple):
         """Of the block table, with pages of `size` tokens, what is in use."""
         return self.table if self.k_len is None else self.table[:, : -(-self.k_len // size)]
 
-    def rows_of(self, some: slice) -> slice | Tensor:
-        """The rows of some of the n requests."""
-        begin, end = some.start * self.q_len, some.stop * self.q_len
-        if isinstance(self.rows, slice):
-            return slice(self.rows.start + begin, self.rows.start + end)
-        return self.rows[begin:end]
+    def parts(self, most: int) -> Iterator[tuple[slice, Few]]:
+        """At most so many of the n requests at a time, and which ones they are."""
+        for begin in range(0, len(self.ends), most):
+            some = slice(begin, min(begin + most, len(self.ends)))
+            at = slice(some.start * self.q_len, some.stop * self.q_len)
+            if isinstance(self.rows, slice):
+                rows: slice | Tensor = slice(self.rows.start + at.start, self.rows.start + at.stop)
+            else:
+                rows = self.rows[at]
+            yield some, self._replace(rows=rows, table=self.table[some], ends=self.ends[some], kept={})
 
-    def queries(self, query: Tensor, some: slice) -> Tensor:
-        """Those of some of the n requests, (n, H, Q, D), out of (T, H, D)."""
-        return query[self.rows_of(some)].unflatten(0, (-1, self.q_len)).transpose(1, 2)
+    def kept_by(self, policy: Any, find: Callable[[], Tensor]) -> Tensor:
+        """The tokens that a layer with this policy has of them, found by the first such layer of the step."""
+        if policy not in self.kept:
+            self.kept[policy] = find()
+        return self.kept[policy]
 
 
 def few_of(
@@ -96,12 +95,11 @@ def few_of(
         numbers = [piece.request for piece in some]
         requests: slice | Tensor = slice(numbers[0], numbers[-1] + 1)
         if numbers != list(range(numbers[0], numbers[-1] + 1)):
-            requests = _moved(torch.tensor(numbers), table)
-        rows = _rows([(piece.q_start, piece.q_start + q_len) for piece in some])
+            requests = moved(torch.tensor(numbers), table)
         k_lens = [piece.k_len for piece in some]
-        ends = _moved(torch.tensor(k_lens, dtype=torch.int32), table) if lengths is None else lengths[requests]
+        ends = moved(torch.tensor(k_lens, dtype=torch.int32), table) if lengths is None else lengths[requests]
         k_len = None if captured else max(k_lens)
-        found.append(Few(tuple(some), q_len, _moved(rows, table), table[requests], ends, k_len, {}))
+        found.append(Few(tuple(some), q_len, moved(rows_of(some), table), table[requests], ends, k_len, {}))
     return tuple(found)
 
 
@@ -110,28 +108,31 @@ class Batch:
     """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
 
     every: all requests of the step. pieces: prompts, or chunks of some, by patterns. chosen: decode by chosen tokens.
-    part: see Rest; called once for what a layer serves.
+    part: the parent's metadata of some requests.
     """
 
-    every: tuple[Piece, ...]
-    pieces: tuple[Piece, ...]
-    chosen: tuple[Few, ...]
+    every: tuple[Piece, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    chosen: tuple[Few, ...] = ()
     block_table: Tensor
-    part: Callable[[Sequence[Piece]], Rest | None]
-    _rests: dict[tuple[int, ...], Rest | None] = field(default_factory=dict)
+    part: Callable[[Sequence[Piece]], Any] = lambda _: None
+    _left: dict[tuple[int, ...], tuple[Piece, ...]] = field(default_factory=dict)
+    _parts: dict[tuple[Piece, ...], tuple[Any, slice | Tensor]] = field(default_factory=dict)
     _few: dict[tuple[Piece, ...], tuple[Few, ...]] = field(default_factory=dict)
 
-    def rest(self, served: Sequence[Piece]) -> Rest | None:
-        """What is left of the step beside what is served; None where nothing is."""
-        key = tuple(piece.request for piece in served)
-        if key not in self._rests:
-            self._rests[key] = self.part(served)
-        return self._rests[key]
+    def parted(self, pieces: tuple[Piece, ...]) -> tuple[Any, slice | Tensor]:
+        """The parent's metadata of these requests and their rows, made once for all layers that leave them to it."""
+        if pieces not in self._parts:
+            self._parts[pieces] = self.part(pieces), moved(rows_of(pieces), self.block_table)
+        return self._parts[pieces]
 
-    def others(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The requests beside those that are served."""
-        done = set(served)
-        return tuple(piece for piece in self.every if piece not in done)
+    def left(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The requests beside those that are served and those known to be generated, once for all layers alike."""
+        key = tuple(piece.q_start for piece in served)
+        if key not in self._left:
+            done = set(served)
+            self._left[key] = tuple(piece for piece in self.every if piece not in done and not piece.generated)
+        return self._left[key]
 
     def few(self, pieces: tuple[Piece, ...]) -> tuple[Few, ...]:
         """These requests, made once for all layers."""
@@ -144,19 +145,19 @@ class Batch:
         return self.block_table[piece.request, : -(-piece.k_len // size)]
 
 
-def requests_of(common: Any, *, exact: bool) -> tuple[Piece, ...]:
+def requests_of(common: Any, exact: Callable[[int], bool] = lambda _: False) -> tuple[Piece, ...]:
     """The requests of a step, by vLLM's CommonAttentionMetadata; none where it is not plainly causal.
 
     Lengths come from the host, but where it has none, or only bounds and they have to be exact: then from the device.
+    exact: whether that is so where a request has this many new tokens.
     """
     if special(common):
         return ()
-    upper = common.seq_lens_cpu_upper_bound
-    k_lens = (common.seq_lens if exact or upper is None else upper).tolist()
-    spans = pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
-    return tuple(
-        Piece(request, start, end - start, k_lens[request]) for request, (start, end) in enumerate(spans) if end > start
-    )
+    spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
+    host = common.seq_lens_cpu_upper_bound
+    k_lens = common.seq_lens if host is None or any(exact(end - start) for start, end in spans) else host
+    found = zip(spans, k_lens.tolist(), strict=False)
+    return tuple(Piece(i, start, end - start, k_len) for i, ((start, end), k_len) in enumerate(found) if end > start)
 
 
 def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:
@@ -195,48 +196,40 @@ def is_long(piece: Piece, dense_below: int, dense_tail: int) -> bool:
     return piece.q_len >= max(MIN_QUERIES, dense_tail + 1) and piece.k_len >= dense_below
 
 
-def rest_of(common: Any, pieces: Sequence[Piece]) -> tuple[Any, slice | Tensor] | None:
-    """The CommonAttentionMetadata of all requests but those of `pieces`, and their rows; None where there are none."""
-    served = {piece.request for piece in pieces}
-    spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
-    requests = [i for i, (start, end) in enumerate(spans) if i not in served and end > start]
-    if not requests:
-        return None
-    lengths = [spans[i][1] - spans[i][0] for i in requests]
+def part_of(common: Any, pieces: Sequence[Piece]) -> Any:
+    """The CommonAttentionMetadata of these requests alone."""
+    lengths = [piece.q_len for piece in pieces]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    rows = _rows([spans[i] for i in requests])
-    at = torch.tensor(requests)
-    there, picked = (_moved(x, common.query_start_loc) for x in (at, rows))
-    host = common.seq_lens_cpu_upper_bound
-    rest = replace(
+    requests = torch.tensor([piece.request for piece in pieces])
+    there, rows = moved(requests, common.query_start_loc), moved(rows_of(pieces), common.query_start_loc)
+    host, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
+    return replace(
         common,
-        query_start_loc=_moved(starts, common.query_start_loc),
+        query_start_loc=moved(starts, common.query_start_loc),
         query_start_loc_cpu=starts,
         seq_lens=common.seq_lens[there],
-        seq_lens_cpu_upper_bound=None if host is None else host[at],
-        num_reqs=len(requests),
+        seq_lens_cpu_upper_bound=None if host is None else host[requests],
+        num_reqs=len(pieces),
         num_actual_tokens=sum(lengths),
         max_query_len=max(lengths),
-        max_seq_len=common.max_seq_len if host is None else int(host[at].max()),
+        max_seq_len=common.max_seq_len if host is None else int(host[requests].max()),
         block_table_tensor=common.block_table_tensor[there],
-        slot_mapping=common.slot_mapping[picked],
-        positions=None if common.positions is None else common.positions[picked],
-        is_prefilling=None
-        if common.is_prefilling is None
-        else common.is_prefilling[at.to(common.is_prefilling.device)],
-        req_idx=None if common.req_idx is None else common.req_idx[at.numpy()],
+        slot_mapping=common.slot_mapping[rows],
+        positions=None if common.positions is None else common.positions[rows],
+        is_prefilling=None if prefilling is None else prefilling[moved(requests, prefilling)],
+        req_idx=None if common.req_idx is None else common.req_idx[requests.numpy()],
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
-    return rest, picked
 
 
-def _moved(x: Any, to: Tensor) -> Any:
+def rows_of(pieces: Sequence[Piece]) -> slice | Tensor:
+    """Which of the T rows are those of some requests."""
+    if all(one.rows.stop == other.q_start for one, other in pairwise(pieces)):
+        return slice(pieces[0].q_start, pieces[-1].rows.stop)
+    return torch.cat([torch.arange(piece.rows.start, piece.rows.stop) for piece in pieces])
+
+
+def moved(x: Any, to: Tensor) -> Any:
     """A tensor where another is, or a slice."""
     return x if isinstance(x, slice) else x.to(to.device, non_blocking=True)
-
-
-def _rows(spans: Sequence[tuple[int, int]]) -> slice | Tensor:
-    if all(end == start for (_, end), (start, _) in pairwise(spans)):
-        return slice(spans[0][0], spans[-1][1])
-    return torch.cat([torch.arange(start, end) for start, end in spans])

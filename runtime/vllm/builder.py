@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,14 +13,11 @@ from artifacts import HeadwiseError
 from runtime.vllm.batch import (
     KEY,
     Batch,
-    Few,
     Piece,
-    Rest,
-    few_of,
+    part_of,
     parted_at_prompts,
     prefills_of,
     requests_of,
-    rest_of,
     special,
 )
 from runtime.vllm.counters import DENSE, SPARSE
@@ -81,8 +79,12 @@ class SparseBuilder(_Parent):
         parents, at_work = super().get_cudagraph_support(vllm_config, kv_cache_spec), served(vllm_config)
         if at_work is None:
             return parents
-        ours = Support.UNIFORM_BATCH if at_work.chooser is None else Support.UNIFORM_SINGLE_TOKEN_DECODE
-        return min(parents, ours if at_work.captures else Support.NEVER, key=lambda support: support.value)
+        chooser, ours = at_work.chooser, Support.UNIFORM_BATCH
+        if at_work.dense or at_work.artifact.kv_cache is not None or not (chooser is None or chooser.captures):
+            ours = Support.NEVER
+        elif chooser is not None:
+            ours = Support.UNIFORM_SINGLE_TOKEN_DECODE
+        return min(parents, ours, key=lambda support: support.value)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """The parent's; a decode section is captured for contexts of any length."""
@@ -104,30 +106,17 @@ class SparseBuilder(_Parent):
         chooser, every = self._served.chooser, self._requests(common, prompts)
         prefills = prefills_of(common, every)
         long = tuple(filter(self._served.is_long, prefills))
-        steps: list[Piece] = []
-        chosen: tuple[Few, ...] = ()
-        gaining = 0
-        if chooser is not None:
-            steps = [piece for piece in every if chooser.takes(piece.q_len) and chooser.gains(piece.k_len)]
-            ones = [piece for piece in every if piece.q_len == 1]
-            gaining = sum(chooser.gains(piece.k_len) for piece in ones)
-            chosen = few_of(steps, common.block_table_tensor)
-            if gaining or self._captured:
-                # All of them, since a launch takes them together: who is within the budget gets every token.
-                chosen += few_of(ones, common.block_table_tensor, common.seq_lens, captured=self._captured)
-        if self._served.counting is self:
-            if chooser is not None:
-                chooser.begin()
-            if not self._captured:
-                # Of the steps before this one: what falls back in it is not known yet.
-                self._served.tell()
-                why = DENSE if self._served.dense else "short"
-                short = set(prefills) - set(long) - set(steps)
-                pieces = [(SPARSE, piece.q_len) for piece in long] + [(why, piece.q_len) for piece in short]
-                self._served.counters.step(pieces, len(steps) + gaining)
+        chosen, gaining = ((), []) if chooser is None else chooser.groups(every, common, captured=self._captured)
+        if self._served.counting is self and not self._captured:
+            # Of the steps before this one: what falls back in it is not known yet.
+            self._served.counters.tell()
+            pieces = [(SPARSE, piece.q_len) for piece in long]
+            why = DENSE if self._served.dense else "short"
+            pieces += [(why, piece.q_len) for piece in set(prefills).difference(long, gaining)]
+            self._served.counters.step(pieces, len(gaining))
         if long or chosen or self._owned:
-            parts = {"every": every, "pieces": long, "chosen": chosen, "block_table": common.block_table_tensor}
-            setattr(metadata, KEY, Batch(part=lambda served: self._part(common, served), **parts))
+            table, part = common.block_table_tensor, partial(self._part, common)
+            setattr(metadata, KEY, Batch(every=every, pieces=long, chosen=chosen, block_table=table, part=part))
         return metadata
 
     def _requests(self, common: Any, prompts: Tensor | None) -> tuple[Piece, ...]:
@@ -138,17 +127,12 @@ class SparseBuilder(_Parent):
             raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
         if not self._owned and chooser is None and common.max_query_len < 2:
             return ()
-        every = requests_of(common, exact=self._owned)
-        if not self._owned and chooser is not None and any(chooser.takes(piece.q_len) for piece in every):
-            every = requests_of(common, exact=True)
+        every = requests_of(common, lambda q_len: self._owned or (chooser is not None and chooser.takes(q_len)))
         if self._snaps:
             assert prompts is not None
             every = parted_at_prompts(every, prompts.tolist())
         return every
 
-    def _part(self, common: Any, served: Sequence[Piece]) -> Rest | None:
-        left = rest_of(common, served)
-        if left is None:
-            return None
+    def _part(self, common: Any, pieces: Sequence[Piece]) -> Any:
         # A fast build keeps nothing in buffers that the metadata of the whole step is still to be read from.
-        return Rest(super().build(0, left[0], fast_build=True), left[1])
+        return super().build(0, part_of(common, pieces), fast_build=True)

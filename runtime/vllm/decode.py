@@ -10,20 +10,21 @@ U choices that a filter layer makes, C tokens that are chosen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.reads import taken
 from runtime.omnikv.roles import Role
-from runtime.vllm.batch import Few
-from runtime.vllm.options import ranges
-from runtime.vllm.pages import Pages
+from runtime.vllm.batch import Few, Piece, few_of
+from runtime.vllm.fit import ranges
+from runtime.vllm.step import LayerStep
 
 # Bytes of scores that a filter layer may have at a time: of more requests they are made in parts.
 _SCORES = 1 << 28
@@ -34,7 +35,7 @@ class Chooser:
 
     def __init__(self, omni: OmniKV, *, requests: int, longest: int) -> None:
         """requests: the most in a step. longest: tokens of the longest sequence."""
-        self._omni, self._longest = omni, longest
+        self.omni, self._longest = omni, longest
         self._requests, self._most = requests, min(omni.count(longest), longest)
         # (requests, U, slots) int32 of each filter layer.
         self._slots: dict[int, Tensor] = {}
@@ -42,102 +43,82 @@ class Chooser:
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
     def __str__(self) -> str:
-        filters = [layer for layer, role in self._omni.roles.items() if role.filters]
-        served = [layer for layer, role in self._omni.roles.items() if role.filter is not None]
-        return f"layers {ranges(served)} read what layers {ranges(filters)} choose"
+        return reading(self.omni.roles)
 
     @property
     def captures(self) -> bool:
         """Whether a step of single tokens can be replayed for others."""
-        return self._omni.coverage is None and self._omni.group is None
-
-    def tokens_read(self) -> float | None:
-        """Tokens that a KV head of a layer that is served read for a request in a step, on average; None before any.
-
-        Waits for a GPU.
-        """
-        return self._omni.tokens_read
+        return self.omni.coverage is None and self.omni.group is None
 
     def takes(self, q_len: int) -> bool:
         """Whether requests with so many new tokens, which are several, are served.
 
         They are the parent's where choices differ in length: they would not know their places.
         """
-        return 1 < q_len <= MAX_QUERIES and self._omni.coverage is None
+        return 1 < q_len <= MAX_QUERIES and self.omni.coverage is None
 
     def gains(self, k_len: int) -> bool:
         """Whether a context has more keys than are chosen."""
-        return k_len > self._omni.count(k_len)
+        return k_len > self.omni.count(k_len)
+
+    def groups(self, every: Sequence[Piece], common: Any, *, captured: bool) -> tuple[tuple[Few, ...], list[Piece]]:
+        """What of a new step is served, requests alike together, and those of them that have more keys than are chosen.
+
+        common: vLLM's metadata of the step. captured: it is to be replayed for others.
+        """
+        self._chosen.clear()
+        steps = [piece for piece in every if self.takes(piece.q_len) and self.gains(piece.k_len)]
+        ones = [piece for piece in every if piece.q_len == 1]
+        gaining = [piece for piece in ones if self.gains(piece.k_len)]
+        chosen = few_of(steps, common.block_table_tensor)
+        if captured or gaining:
+            # All of them, since a launch takes them together: who is within the budget gets every token.
+            chosen += few_of(ones, common.block_table_tensor, common.seq_lens, captured=captured)
+        return chosen, steps + gaining
 
     def role(self, layer: int) -> Role | None:
         """What a layer does, None where that is to attend to everything and no more."""
-        role = self._omni.roles.get(layer)
+        role = self.omni.roles.get(layer)
         return role if role is not None and (role.filters or role.filter is not None) else None
 
-    def begin(self) -> None:
-        """A new step: nothing is chosen."""
-        self._chosen.clear()
-
-    def attend(self, layer: int, role: Role, few: Few, query: Tensor, pages: Pages, output: Tensor, **how: Any) -> None:
-        """Write the rows of these requests to output (T, H, D).
+    def attend(self, layer: int, role: Role, few: Few, step: LayerStep) -> None:
+        """Write attention of these requests in a layer that has this role.
 
         A filter layer attends to everything and chooses; others attend to what was chosen for them, of contexts within
         the budget to everything. Of requests with one new token nothing is read on the host.
 
-        Args:
-            layer, role: which one it is, and what it does.
-            few: the requests.
-            query: (T, H, D).
-            pages: of the layer, with the keys and values of the new tokens.
-            how: scale, softcap and sinks, as kernels.decode.decode_attention has them.
-
         Raises:
             HeadwiseError: the filter layer chose nothing in this step.
         """
-        table, n = few.pages(pages.size), len(few.ends)
-        tokens, chosen = None, None
         if role.filter is not None:
             if (role.filter, few.q_len) not in self._chosen:
                 raise HeadwiseError(f"filter layer {role.filter} has chosen nothing")
-            tokens = taken(self._chosen[role.filter, few.q_len], role.choices)
-        heads, kv_heads = query.shape[1] * few.q_len, pages.k.shape[2]
-        at_once = n if tokens is not None else self._scored(table.shape[1] * pages.size, heads, kv_heads)
-        for begin in range(0, n, at_once):
-            some = slice(begin, min(begin + at_once, n))
-            done = decode_attention(
-                few.queries(query, some),
-                pages.k,
-                pages.v,
-                tokens=tokens,
-                block_table=table[some],
-                ends=few.ends[some],
-                scores=self._omni.scores if role.filters else "none",
-                **how,
-            )
-            if done.scores is not None:
-                most = max(self._most, few.q_len)
-                found = self._omni.choose_each(layer, role, done.scores, few.ends[some], most, q_len=few.q_len)
-                chosen = self._room(layer, few, found) if chosen is None else chosen
-                chosen[some] = found
-            out = done.out.transpose(1, 2).flatten(0, 1)
-            output[few.rows_of(some)] = out if pages.v_scale == 1 else out * pages.v_scale
-        if chosen is not None:
-            self._chosen[layer, few.q_len] = chosen
+            step.decode(few, taken(self._chosen[role.filter, few.q_len], role.choices))
+            return
+        chosen, most = None, max(self._most, few.q_len)
+        keys = few.pages(step.pages.size).shape[1] * step.pages.size
+        # The kernel has a score for each query head and sums for each KV head, and a choice has copies of those.
+        heads = step.query.shape[1] * few.q_len + 4 * step.pages.k.shape[2]
+        for some, part in few.parts(max(1, _SCORES // (4 * keys * heads))):
+            scores = step.decode(part, scores=self.omni.scores)
+            assert scores is not None
+            found = self.omni.choose_each(layer, role, scores, part.ends, most, q_len=few.q_len)
+            chosen = self._room(layer, few, found) if chosen is None else chosen
+            chosen[some] = found
+        assert chosen is not None
+        self._chosen[layer, few.q_len] = chosen
 
-    def rehearse(self, layer: int, role: Role, query: Tensor, pages: Pages, **how: Any) -> None:
+    def rehearse(self, layer: int, role: Role, step: LayerStep) -> None:
         """Take what a filter layer takes in a step of the most requests with the longest contexts, and keep the slots.
 
-        query: (T, H, D) of any tokens. pages: one page, which stands for all.
+        step: of any tokens, with one page, which stands for all.
         """
-        width = -(-self._longest // pages.size)
-        table, ends = (
-            torch.full(shape, value, dtype=torch.int32, device=query.device)
-            for shape, value in (((self._requests, width), 0), ((self._requests,), 1))
-        )
-        q = query.new_zeros(self._requests, *query.shape[1:])
-        ones = Few((), 1, slice(0, self._requests), table, ends, None, {})
-        self.attend(layer, role, ones, q, pages, q.clone(), **how)
-        self.begin()
+        n, device = self._requests, step.query.device
+        table = torch.zeros(n, -(-self._longest // step.pages.size), dtype=torch.int32, device=device)
+        q = step.query.new_zeros(n, *step.query.shape[1:])
+        ones = Few((), 1, slice(0, n), table, torch.ones(n, dtype=torch.int32, device=device), None, {})
+        self.attend(layer, role, ones, step._replace(query=q, output=q.clone()))
+        self._chosen.clear()
 
     def _room(self, layer: int, few: Few, found: Tensor) -> Tensor:
         """Where what is chosen for these requests is put, (n, U, C): in slots for one new token."""
@@ -148,9 +129,9 @@ class Chooser:
             self._slots[layer] = found.new_full((self._requests, choices, self._most), PAD)
         return self._slots[layer][:n, :, :width]
 
-    def _scored(self, k_len: int, heads: int, kv_heads: int) -> int:
-        """Of how many requests a filter layer may have the scores of so many keys at a time.
 
-        The kernel has one for each query head and sums for each KV head, and a choice has copies of those.
-        """
-        return max(1, _SCORES // (4 * k_len * (heads + 4 * kv_heads)))
+def reading(roles: Mapping[int, Role]) -> str:
+    """Which layers read what which ones choose."""
+    filters = ranges(layer for layer, role in roles.items() if role.filters)
+    served = ranges(layer for layer, role in roles.items() if role.filter is not None)
+    return f"layers {served} read what layers {filters} choose"

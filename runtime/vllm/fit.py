@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from artifacts import Artifact, HeadwiseError
-from artifacts.kv_cache import SnapKV, Streaming
+from artifacts.kv_cache import Policy, SnapKV, Streaming
 from runtime.attention.calls import no_kernel
 from runtime.fingerprint import compare, config_info
-from runtime.vllm.dense import Stream
 from runtime.vllm.snapkv import Snap
 
+T = TypeVar("T")
 # Ways to make drafts: without a model, or with one whose layers are the parent's.
 _DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
 
@@ -27,28 +27,20 @@ def misfits(artifact: Artifact, config: Any, architecture: str, *, tensor_parall
         architecture: the name of the model's class.
         tensor_parallel: over how many processes heads are sharded.
     """
-    expected = artifact.model
-    found = config_info(
-        config,
-        architecture,
-        name=expected.name,
-        revision=expected.revision,
-        weights_sha256=expected.weights_sha256,
-    )
+    found = config_info(config, architecture, artifact.model.name)
+    heads, kv_heads, size = found.num_heads, found.num_kv_heads, tensor_parallel
     try:
-        compare(expected, found)
+        compare(artifact.model, found)
     except HeadwiseError as error:
         yield str(error)
     yield from _unkept(artifact)
     section = None if artifact.decode is None else artifact.decode.omnikv
     if section is not None and section.selector != "last":
         yield f"decode.omnikv.selector is {section.selector!r}: vLLM keeps no earlier queries' scores, 'last' is served"
-    if section is not None and tensor_parallel > found.num_kv_heads:
-        most = found.num_kv_heads
-        yield f"--tensor-parallel-size must be at most {most} (KV heads) with a decode section, got {tensor_parallel}"
+    if section is not None and size > kv_heads:
+        yield f"--tensor-parallel-size must be at most {kv_heads} (KV heads) with a decode section, got {size}"
     if section is not None and section.prefill_ratio is not None:
         yield f"decode.omnikv.prefill_ratio is {section.prefill_ratio}: in vLLM a chunk sees all of the past, use null"
-    heads, kv_heads, size = found.num_heads, found.num_kv_heads, tensor_parallel
     if heads % size or (kv_heads % size and size % kv_heads):
         yield f"{heads} query and {kv_heads} KV heads do not divide among {size} processes (--tensor-parallel-size)"
     if getattr(config, "attention_chunk_size", None):
@@ -83,19 +75,52 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield f"no prefill can be sparse here: {missing}"
 
 
-def keeps_of(artifact: Artifact) -> dict[int, Stream | Snap]:
+def keeps_of(artifact: Artifact) -> dict[int, Streaming | Snap]:
     """By layer, what is kept in layers that drop tokens, by all KV heads of the model; of an artifact that fits."""
-    section = artifact.kv_cache
-    found: dict[int, Stream | Snap] = {}
-    for number in range(0 if section is None else len(section.layers)):
-        assert section is not None
-        policies = [section.policies[name] for name in section.heads(number, artifact.model.num_kv_heads) or ()]
+    found: dict[int, Streaming | Snap] = {}
+    for number, policies in _policies(artifact):
         snaps = tuple(policy for policy in policies if isinstance(policy, SnapKV))
         if snaps:
             found[number] = Snap(snaps)
         elif policies and isinstance(policies[0], Streaming):
-            found[number] = Stream(policies[0].sinks, policies[0].window)
+            found[number] = policies[0]
     return found
+
+
+def why_dense(artifact: Artifact, layer: int) -> str | None:
+    """Why by the artifact's patterns no prefill of a layer is sparse, None where it is."""
+    row = artifact.prefill.layers[layer]
+    if row is None:
+        return "left alone by the artifact"
+    if all(artifact.patterns[name].kind == "dense" for name in row):
+        return "every head is dense in the artifact"
+    return None
+
+
+def full_layers(config: Any, count: int) -> list[int]:
+    """Those of a model's layers that do not slide, by the configuration of its language part."""
+    kinds = getattr(config, "layer_types", None)
+    slides = getattr(config, "sliding_window", None) is not None
+    return [layer for layer in range(count) if not ("sliding" in kinds[layer] if kinds else slides)]
+
+
+def grouped(layers: Iterable[tuple[int, T]]) -> dict[T, str]:
+    """Layers by what there is to say of them."""
+    found: dict[T, list[int]] = {}
+    for layer, what in layers:
+        found.setdefault(what, []).append(layer)
+    return {what: ranges(numbers) for what, numbers in found.items()}
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """0-3, 5 for 0, 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
 def _unkept(artifact: Artifact) -> Iterator[str]:
@@ -113,12 +138,18 @@ def _unkept(artifact: Artifact) -> Iterator[str]:
                 f"kv_cache.policies.{name}.positions is {policy.positions!r}: vLLM rotates keys before they are kept, "
                 "'original' is served"
             )
-    for number in range(0 if section is None else len(section.layers)):
-        assert section is not None
-        names = section.heads(number, artifact.model.num_kv_heads) or ()
-        policies = {section.policies[name] for name in names}
-        if len(policies) > 1 and any(policy.kind != "snapkv" for policy in policies):
+    for number, policies in _policies(artifact):
+        if len(set(policies)) > 1 and any(policy.kind != "snapkv" for policy in policies):
             yield (
                 f"kv_cache.layers[{number}] differs by head, and vLLM's pages hold all heads of a layer; several "
                 f"snapkv policies are served: {out}"
             )
+
+
+def _policies(artifact: Artifact) -> Iterator[tuple[int, tuple[Policy, ...]]]:
+    """The layers of a kv_cache section, and the policy of each of their KV heads."""
+    section = artifact.kv_cache
+    for number in range(0 if section is None else len(section.layers)):
+        assert section is not None
+        names = section.heads(number, artifact.model.num_kv_heads) or ()
+        yield number, tuple(section.policies[name] for name in names)

@@ -7,46 +7,25 @@ Shapes: T tokens of a step, H query heads and G KV heads of this process, K key 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, Streaming
 from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
 from runtime.attention.reasons import message, name_of
-from runtime.attention.turns import Turns
-from runtime.vllm.batch import KEY, Batch, Piece, Rest
-from runtime.vllm.dense import Stream, attend_pages
-from runtime.vllm.pages import Pages, pages_of, parted, quantised, store
-from runtime.vllm.served import Served, ServedLayer, served
-from runtime.vllm.snapkv import Snap, keep, rehearse
+from runtime.vllm.batch import KEY, Batch, Piece
+from runtime.vllm.layers import ServedLayer
+from runtime.vllm.pages import PAGE, Pages, parted, quantised, store
+from runtime.vllm.served import Served, served
+from runtime.vllm.snapkv import Snap
+from runtime.vllm.step import LayerStep
 
-# Tokens of a page, where it is not known yet.
-_PAGE = 64
 # Whatever the parent is.
 _Parent: Any = object
-
-
-class LayerStep(NamedTuple):
-    """A step of one layer: query (T, H, D), key and value (T, G, D), the cache; output (T, H, D) is written to.
-
-    given: the query as vLLM gives it, which may have 8 bits. pages: of the cache.
-    """
-
-    layer: Any
-    at: ServedLayer
-    batch: Batch
-    query: Tensor
-    given: Tensor
-    key: Tensor | None
-    value: Tensor | None
-    cache: Tensor
-    pages: Pages
-    output: Tensor
 
 
 class SparseImpl(_Parent):
@@ -59,18 +38,19 @@ class SparseImpl(_Parent):
         from vllm.config import get_current_vllm_config
 
         super().__init__(*args, **kwargs)
-        self._served: Served | None = served(get_current_vllm_config())
-        self.is_served = self._served is not None
+        at_work = served(get_current_vllm_config())
+        assert at_work is not None, "the parent's own implementation serves without an artifact"
+        self._served: Served = at_work
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """The parent's; and where this layer drops tokens, vLLM is told so before it asks what each layer caches."""
         super().process_weights_after_loading(act_dtype)
-        if self._served is not None:
-            self._served.tell_cache(self)
+        self._served.tell_cache(self)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
-        if not self.ours or self._served is None or not (at := self._served.of(layer)).owns:
+        at = self._served.of(layer)
+        if not (self.ours and at.owns):
             super().do_kv_cache_update(layer, key, value, kv_cache, slots)
             return
         if (stored := at.eight_bits) is not None:
@@ -90,63 +70,102 @@ class SparseImpl(_Parent):
         **more: Any,
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
-        arguments = (query, key, value, kv_cache, attn_metadata, output, *scales)
-        at_work = self._served
-        if at_work is None:
-            return super().forward(layer, *arguments, **more)
-        at = at_work.of(layer)
+        arguments = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        at = self._served.of(layer)
         if attn_metadata is None:
-            self._rehearse(at, _plain(layer, query, output))
+            self._rehearse(at, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
         if batch is None or not (at.owns or (at.turns and batch.pieces) or (at.role and batch.chosen)):
-            return super().forward(layer, *arguments, **more)
+            return super().forward(*arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
-            at_work.refuse("the output is to be quantised")
-            return super().forward(layer, *arguments, **more)
-        cache = kv_cache if at.eight_bits is None else kv_cache.view(at.eight_bits)
-        pages, plain = pages_of(layer, cache, self.ours), _plain(layer, query, output)
-        step = LayerStep(layer, at, batch, plain, query, key, value, cache, pages, output)
-        done = self._sparsely(step, at_work)
-        if not at.owns:
-            if (rest := batch.rest(done)) is not None:
-                self._leave(step, rest)
-            return output
-        self._densely(step, [piece for piece in batch.others(done) if not piece.generated])
+            self._served.counters.fell_back("the output is to be quantised")
+            return super().forward(*arguments, **more)
+        pages = Pages.of(layer, kv_cache, self.ours, at.eight_bits)
+        # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
+        plain = query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
+        step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), arguments[:5])
+        done = self._sparsely(at, step)
+        self._densely(at, step, batch.left(done))
         if isinstance(at.keeps, Snap):
-            how = self._how(pages.k_scale)
-            keep(at.keeps, at_work.windows, layer.layer_name, plain, pages, output, batch, **how)
+            at.keeps.keep(step)
         return output
 
-    def _sparsely(self, step: LayerStep, at_work: Served) -> list[Piece]:
+    def _sparsely(self, at: ServedLayer, step: LayerStep) -> list[Piece]:
         """Write what patterns and chosen tokens serve of a step; which requests that is, none where a kernel fails."""
-        at, batch, chooser = step.at, step.batch, at_work.chooser
         assert at.number is not None
-        chosen = () if at.role is None else batch.chosen
+        chooser, counters = self._served.chooser, self._served.counters
+        pieces = () if at.turns is None else step.batch.pieces
+        chosen = () if at.role is None else step.batch.chosen
         done: list[Piece] = []
         indices = []
         try:
-            for piece in batch.pieces if at.turns is not None else ():
-                assert at.turns is not None
-                if (index := self._by_patterns(step, at.turns, piece)) is not None:
+            for piece in pieces:
+                if (index := self._by_patterns(at, step, piece)) is not None:
                     indices.append(index)
                     done.append(piece)
                 else:
-                    at_work.counters.slower()
+                    counters.slower()
             for few in chosen:
                 assert at.role is not None and chooser is not None
-                how = self._how(step.pages.k_scale)
-                chooser.attend(at.number, at.role, few, step.query, step.pages, step.output, **how)
+                chooser.attend(at.number, at.role, few, step)
                 done += few.pieces
         except Exception as error:
             ours = isinstance(error, HeadwiseError)
             why = str(error) if ours else name_of(error)
-            if why is None or (chosen and at_work.agrees):
+            # A process that gives up where processes choose together would leave the others waiting.
+            if why is None or (chosen and chooser is not None and chooser.omni.group is not None):
                 raise
-            at_work.refuse(why, "" if ours else message(error))
+            counters.fell_back(why, "" if ours else message(error))
             return []
         for index in indices:
-            at_work.counters.index(at.number, index)
+            counters.index(at.number, index)
         return done
+
+    def _by_patterns(self, at: ServedLayer, step: LayerStep, piece: Piece) -> SparseIndex | None:
+        """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""
+        assert at.turns is not None
+        (q, out, pages), turns, lengths = step.of(piece), at.turns, (piece.q_len, piece.k_len)
+        known = q, step.pages.k.transpose(1, 2)
+        if (gains := turns.gains(*known, *lengths)) is False:
+            return None
+        table: Tensor | None = pages
+        (k, v, _, v_scale), how = step.pages, step.how
+        _, _, key, value, _ = step.given
+        if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and value is not None:
+            # No other keys than those of this step, which are there as they were before they were stored.
+            k, v = (x[piece.rows].transpose(0, 1)[None] for x in (key, value))
+            table, v_scale, how = None, 1.0, self._how()
+        built: list[SparseIndex] = []
+
+        def sparse(out: Tensor) -> Tensor:
+            built.append(turns.plan.build(q, k, scale=how["scale"], block_table=table, k_len=piece.k_len))
+            sparse_attention(q, k, v, built[-1], block_table=table, out=out, **how)
+            return out if v_scale == 1 else out.mul_(v_scale)
+
+        if gains:
+            sparse(out)
+        else:
+            # Both ways are tried: the output is the last one's, so patterns write beside it.
+            beside = torch.empty_like(out)
+            dense = partial(self._densely, at, step, (piece,))
+            if (found := turns.measure(*known, lengths, partial(sparse, beside), dense)) is None:
+                return None
+            out.copy_(found)
+        return built[-1]
+
+    def _densely(self, at: ServedLayer, step: LayerStep, pieces: tuple[Piece, ...]) -> Tensor:
+        """Write the dense attention of these requests, here or by the parent; the step's output."""
+        if at.owns:
+            step.attend(pieces, at.keeps if isinstance(at.keeps, Streaming) else None)
+        elif pieces:
+            metadata, rows = step.batch.parted(pieces)
+            layer, *given, cache = step.given
+            q, k, v = (None if x is None else x[rows] for x in given)
+            out = step.output[rows]
+            super().forward(layer, q, k, v, cache, metadata, out)
+            if isinstance(rows, Tensor):
+                step.output[rows] = out
+        return step.output
 
     def _rehearse(self, at: ServedLayer, query: Tensor) -> None:
         """In vLLM's profiling run, take what a step of this layer takes beside its output: vLLM leaves room for it.
@@ -155,88 +174,23 @@ class SparseImpl(_Parent):
         the longest context, and the copies of the longest prompt of which a part is kept. Query is (T, H, D) with the
         most tokens that a step has.
         """
-        assert self._served is not None
         k_len = self._served.longest
-        q = query[-k_len:].transpose(0, 1)[None]
+        query = query[-k_len:]
         # One page that stands for all of a context's.
-        cache = query.new_zeros(1, self.num_kv_heads, _PAGE, 2 * query.shape[-1], dtype=at.eight_bits or query.dtype)
-        pages = Pages(*parted(cache, self.ours))
-        if at.turns is not None and self._served.is_long(Piece(0, 0, q.shape[2], k_len)):
-            table = torch.zeros(1, -(-k_len // _PAGE), dtype=torch.int32, device=query.device)
-            at.turns.plan.build(q, pages.k, scale=self.scale, block_table=table, k_len=k_len)
+        cache = query.new_zeros(1, self.num_kv_heads, PAGE, 2 * query.shape[-1], dtype=at.eight_bits or query.dtype)
+        table = torch.zeros(1, -(-k_len // PAGE), dtype=torch.int32, device=query.device)
+        step = LayerStep(Batch(block_table=table), query, Pages(*parted(cache, self.ours)), query, self._how())
+        piece = Piece(0, 0, len(query), k_len, prompt=k_len)
+        if at.turns is not None and self._served.is_long(piece):
+            q = query.transpose(0, 1)[None]
+            at.turns.plan.build(q, step.pages.k, scale=self.scale, block_table=table, k_len=k_len)
         if at.role is not None and at.role.filters:
             assert at.number is not None and self._served.chooser is not None
-            self._served.chooser.rehearse(at.number, at.role, query, pages, **self._how())
+            self._served.chooser.rehearse(at.number, at.role, step)
         if isinstance(at.keeps, Snap):
-            rehearse(at.keeps, query, pages, k_len, **self._how())
-
-    def _by_patterns(self, step: LayerStep, turns: Turns, piece: Piece) -> SparseIndex | None:
-        """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""
-        q, lengths = step.query[piece.rows].transpose(0, 1)[None], (piece.q_len, piece.k_len)
-        gains = turns.gains(q, step.pages.k.transpose(1, 2), *lengths)
-        if gains is False:
-            return None
-        built: list[SparseIndex] = []
-
-        def sparse(out: Tensor) -> Tensor:
-            k, v, k_scale, v_scale = step.pages
-            table: Tensor | None = step.batch.pages(piece, step.pages.size)[None]
-            if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and step.value is not None:
-                # No other keys than those of this step, which are there as they were before they were stored.
-                assert step.key is not None
-                k, v = (x[piece.rows].transpose(0, 1)[None] for x in (step.key, step.value))
-                table, k_scale, v_scale = None, 1.0, 1.0
-            how = self._how(k_scale)
-            index = turns.plan.build(q, k, scale=how["scale"], block_table=table, k_len=piece.k_len)
-            built.append(index)
-            sparse_attention(*(q, k, v, index), block_table=table, out=out.transpose(0, 1)[None], **how)
-            return out if v_scale == 1 else out.mul_(v_scale)
-
-        if gains:
-            sparse(step.output[piece.rows])
-        else:
-            # Both ways are tried: the output is the last one's, so patterns write beside it.
-            beside = torch.empty_like(step.output[piece.rows])
-            ways = partial(sparse, beside), partial(self._alone, step, piece)
-            if (found := turns.measure(q, step.pages.k.transpose(1, 2), lengths, *ways)) is None:
-                return None
-            step.output[piece.rows] = found
-        return built[-1]
+            voting = query.new_zeros(1, query.shape[1], min(at.keeps.window, k_len), query.shape[2])
+            at.keeps.move(step, voting, piece)
 
     def _how(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap, sinks = self.logits_soft_cap or None, getattr(self, "sinks", None)
         return {"scale": self.scale * k_scale, "softcap": softcap, "sinks": sinks}
-
-    def _alone(self, step: LayerStep, piece: Piece) -> Tensor:
-        """Write one request's dense attention: what it would be left to."""
-        if step.at.owns:
-            self._densely(step, (piece,))
-        elif (rest := step.batch.rest(step.batch.others((piece,)))) is not None:
-            self._leave(step, rest)
-        return step.output[piece.rows]
-
-    def _densely(self, step: LayerStep, pieces: Sequence[Piece]) -> None:
-        stream, how = step.at.keeps if isinstance(step.at.keeps, Stream) else None, self._how(step.pages.k_scale)
-        attend_pages(step.query, step.pages, step.output, step.batch, tuple(pieces), stream, **how)
-
-    def _leave(self, step: LayerStep, rest: Rest) -> None:
-        """Have the parent serve the requests that are not sparse."""
-        rows, output = rest.rows, step.output
-        cache = step.cache if step.at.eight_bits is None else step.cache.view(torch.uint8)
-        q, k, v = (None if x is None else x[rows] for x in (step.given, step.key, step.value))
-        if isinstance(rows, slice):
-            super().forward(step.layer, q, k, v, cache, rest.metadata, output[rows])
-            return
-        apart = output.new_empty(rows.numel(), *output.shape[1:])
-        super().forward(step.layer, q, k, v, cache, rest.metadata, apart)
-        output[rows] = apart
-
-
-def _plain(layer: Any, query: Tensor, output: Tensor) -> Tensor:
-    """The query in the model's dtype: for a cache of 8 bits some backends of vLLM for GPUs are given one of 8 bits."""
-    return query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
-
-
-def is_ours(parent: type) -> bool | None:
-    """Whether layers over a backend are ours alone; None for a backend whose cache is not known."""
-    return {"CPU_ATTN": True, "FLASH_ATTN": False, "TRITON_ATTN": False}.get(str(parent.get_name()))  # type: ignore[attr-defined]

@@ -8,19 +8,23 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
+from artifacts.options import option
 from runtime import Headwise, load
 
 KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
 HASH_KEY = "headwise_content_sha256"
 
-# What JSON has for the types of the fields below.
+# What JSON has for the types of the fields below, and in words.
 _FITS = {
-    "str": lambda entry: isinstance(entry, str) and entry != "",
-    "float": lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool),
-    "bool": lambda entry: isinstance(entry, bool),
+    "str": (lambda entry: isinstance(entry, str) and entry != "", "a text"),
+    "float": (lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool), "a number"),
+    "bool": (lambda entry: isinstance(entry, bool), "true or false"),
 }
-_WORDS = {"str": "a text", "float": "a number", "bool": "true or false"}
+
+
+def _target(what: str) -> Any:
+    return option(f"the point of the front: {what}", default=None, metavar="X")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +42,17 @@ class Options:
     artifact: str
     content_sha256: str | None = None
     verify: str | None = None
-    target_speedup: float | None = None
-    target_kl: float | None = None
-    target_recall: float | None = None
+    target_speedup: float | None = _target("at least so fast")
+    target_kl: float | None = _target("at most so far off")
+    target_recall: float | None = _target("at least so whole")
     stats: str | None = None
     dense: bool = False
+
+    @property
+    def point(self) -> dict[str, float]:
+        """The targets that are given."""
+        targets = {name: getattr(self, name) for name in ("target_speedup", "target_kl", "target_recall")}
+        return {name: value for name, value in targets.items() if value is not None}
 
     def load(self) -> Headwise:
         """The artifact, checked, at the point that was asked for.
@@ -50,13 +60,7 @@ class Options:
         Raises:
             HeadwiseError: see runtime.load; or it has another hash.
         """
-        headwise = load(
-            self.artifact,
-            verify=self.verify,
-            target_speedup=self.target_speedup,
-            target_kl=self.target_kl,
-            target_recall=self.target_recall,
-        )
+        headwise = load(self.artifact, verify=self.verify, **self.point)
         content = headwise.artifact.content_sha256
         if self.content_sha256 not in (None, content):
             raise HeadwiseError(
@@ -83,22 +87,12 @@ def options_of(additional_config: Any) -> Options | None:
     for name, entry in given.items():
         if name not in kinds:
             raise HeadwiseError(f"{where} has no field {shorten(name)}; it has: {', '.join(kinds)}")
-        if not _FITS[kinds[name]](entry):
-            raise HeadwiseError(f"{where}: {name} must be {_WORDS[kinds[name]]}, got {shorten(entry)}")
+        fits, words = _FITS[kinds[name]]
+        if not fits(entry):
+            raise HeadwiseError(f"{where}: {name} must be {words}, got {shorten(entry)}")
     if "artifact" not in given:
         raise HeadwiseError(f"{where} needs a field 'artifact'")
     return Options(**given)
-
-
-def ranges(numbers: list[int]) -> str:
-    """0-3, 5 for [0, 1, 2, 3, 5]."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs) or "none"
 
 
 def count(text: str) -> int:

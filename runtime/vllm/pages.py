@@ -5,13 +5,13 @@ Shapes: P pages of the cache, N pages of a sequence, S tokens of a page, G KV he
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kernels.attention.checks import EIGHT_BITS
-
+# Tokens of a tile of our kernels: a page that holds one is read in one piece.
+PAGE = 64
 # From so many tokens on rows are found first and then written: fewer are put in one by one.
 _MANY = 16
 
@@ -29,11 +29,12 @@ class Pages(NamedTuple):
         """Tokens of a page."""
         return self.k.shape[1]
 
-
-def pages_of(layer: Any, cache: Tensor, ours: bool) -> Pages:
-    """The pages of a layer of vLLM in its cache (P, G, S, 2 * D), which may hold 8 bits; see parted."""
-    scales = (layer._k_scale_float, layer._v_scale_float) if cache.dtype in EIGHT_BITS else ()
-    return Pages(*parted(cache, ours), *scales)
+    @classmethod
+    def of(cls, layer: Any, cache: Tensor, ours: bool, stored: torch.dtype | None) -> Self:
+        """The pages of a layer of vLLM in its cache (P, G, S, 2 * D), of bytes that hold `stored`; see parted."""
+        if stored is None:
+            return cls(*parted(cache, ours))
+        return cls(*parted(cache.view(stored), ours), layer._k_scale_float, layer._v_scale_float)
 
 
 def parted(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:

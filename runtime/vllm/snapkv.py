@@ -9,7 +9,7 @@ Shapes: H query heads, G KV heads of this process, L tokens of a prompt, W queri
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,128 +18,87 @@ import artifacts
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
 from runtime.caches.snapkv import elect, left_of, votes_of
-from runtime.vllm.batch import Batch, Few, Piece
-from runtime.vllm.dense import attend_few
-from runtime.vllm.pages import Pages
+from runtime.vllm.batch import Few, Piece
+from runtime.vllm.step import LayerStep
 
 
-class Snap(NamedTuple):
+class Snap:
     """A layer that keeps a part of each prompt, by KV head."""
 
-    policies: tuple[artifacts.SnapKV, ...]
+    def __init__(self, policies: tuple[artifacts.SnapKV, ...], prompts: int = 0) -> None:
+        """The policy of each KV head; how many prompts there can be of which only a part is computed."""
+        self.policies = policies
+        # The most queries that vote.
+        self.window = max(policy.window for policy in policies)
+        # By a request's first page, which no other request has: those of them that are computed, of the latest prompts.
+        self._begun: dict[int, Tensor] = {}
+        self._prompts = prompts
 
     def __str__(self) -> str:
         budgets = sorted({policy.budget for policy in self.policies})
         told = " or ".join(f"{b:.0%}" if isinstance(b, float) else f"{b} tokens" for b in budgets)
         return f"{told} of each prompt, as its last queries choose"
 
-    @property
-    def window(self) -> int:
-        """The most queries that vote."""
-        return max(policy.window for policy in self.policies)
+    def keep(self, step: LayerStep) -> None:
+        """Keep a part of each prompt that ends in a step, and write the attention of what is generated.
 
+        A generated token sees what is kept of its prompt and what was generated up to it. Prompts' attention is written
+        already.
+        """
+        generated: list[Piece] = []
+        for piece in step.batch.every:
+            if piece.generated:
+                generated += _cut(piece)
+                continue
+            q, _, pages = step.of(piece)
+            if (voting := self.voting(int(pages[0, 0]), piece, q)) is not None:
+                self.move(step, voting, piece)
+        for few in step.batch.few(tuple(generated)):
+            step.decode(few, few.kept_by(self.policies, partial(_rows, self.policies, few)))
 
-class Windows:
-    """The last queries of prompts, where a chunk ends within them: they vote when the last chunk is there."""
-
-    def __init__(self, most: int) -> None:
-        """most: of so many prompts of a layer they are kept, the latest."""
-        self._most = most
-        self._begun: dict[str, dict[int, Tensor]] = {}
-
-    def of(self, layer: str, page: int, piece: Piece, q: Tensor, window: int) -> Tensor | None:
+    def voting(self, page: int, piece: Piece, q: Tensor) -> Tensor | None:
         """The prompt's last queries (1, H, at most `window`, D), None before its last chunk.
 
-        layer, page: by name and by the request's first page, which no other request has.
-        q: (1, H, Q, D) of the chunk.
+        page: the first one of the request. q: (1, H, Q, D) of the chunk.
         """
-        first, begin = max(piece.prompt - window, 0), piece.k_len - piece.q_len
+        first, begin = max(piece.prompt - self.window, 0), piece.k_len - piece.q_len
         if piece.k_len <= first:
             return None
-        begun = self._begun.setdefault(layer, {})
-        earlier = begun.pop(page, None)
+        earlier = self._begun.pop(page, None)
         voting = q[:, :, max(first - begin, 0) :]
         if begin > first and earlier is not None:
             voting = torch.cat([earlier, voting], dim=2)
         if piece.k_len == piece.prompt:
             return voting
-        begun[page] = voting.clone()
-        if len(begun) > self._most:
+        self._begun[page] = voting.clone()
+        if len(self._begun) > self._prompts:
             # Of requests that were given up.
-            del begun[next(iter(begun))]
+            del self._begun[next(iter(self._begun))]
         return None
 
-
-def keep(
-    snap: Snap,
-    windows: Windows,
-    layer: str,
-    query: Tensor,
-    held: Pages,
-    output: Tensor,
-    batch: Batch,
-    **how: Any,
-) -> None:
-    """Keep a part of each prompt that ends in a step, and write the rows of output (T, H, D) of what is generated.
-
-    A generated token sees what is kept of its prompt and what was generated up to it.
-
-    Args:
-        snap, windows: what the layer keeps, and the queries of earlier steps.
-        layer: its name.
-        query: (T, H, D) of the step's T tokens.
-        held: keys and values in pages, with those of the step.
-        output: see above; prompts' rows are written already.
-        batch: the step, with the lengths of prompts.
-        how: scale and softcap, and sinks, of which there are none.
-    """
-    generated: list[Piece] = []
-    for piece in batch.every:
-        if piece.generated:
-            generated += _cut(piece)
-            continue
-        pages = batch.pages(piece, held.size)
-        q = query[piece.rows].transpose(0, 1)[None]
-        voting = windows.of(layer, int(pages[0]), piece, q, snap.window)
-        if voting is not None:
-            _move(snap, voting, held, pages, piece.prompt, scale=how["scale"], softcap=how["softcap"])
-    for some in batch.few(tuple(generated)):
-        if snap not in some.kept:
-            some.kept[snap] = _rows(snap, some).to(query.device, non_blocking=True)
-        attend_few(query, held, output, some, some.kept[snap], **how)
-
-
-def rehearse(snap: Snap, query: Tensor, held: Pages, prompt: int, **how: Any) -> None:
-    """Take what it takes to keep a part of a prompt of so many tokens.
-
-    query: (T, H, D) of any tokens. held: one page that stands for all and is written to.
-    """
-    pages = torch.zeros(-(-prompt // held.size), dtype=torch.int32, device=query.device)
-    q = query.new_zeros(1, query.shape[1], min(snap.window, prompt), query.shape[2])
-    _move(snap, q, held, pages, prompt, scale=how["scale"], softcap=how["softcap"])
-
-
-def _move(snap: Snap, q: Tensor, held: Pages, pages: Tensor, prompt: int, **how: Any) -> None:
-    """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages (N,), head by head."""
-    heads_of: dict[artifacts.SnapKV, list[int]] = {}
-    for head, policy in enumerate(snap.policies):
-        heads_of.setdefault(policy, []).append(head)
-    left = {policy: left_of(policy, prompt, prompt) for policy in heads_of}
-    if all(count == prompt for count in left.values()):
-        return
-    size, table = held.size, pages.long()
-    k, v = (gathered(cache, pages, prompt) for cache in (held.k, held.v))
-    queries = q.unflatten(1, (len(snap.policies), -1))
-    for policy, numbers in heads_of.items():
-        if (count := left[policy]) == prompt:
-            continue
-        heads = torch.tensor(numbers, device=q.device)
-        voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
-        votes = votes_of(policy, voting, k[:, heads].to(q.dtype), v[:, heads].to(q.dtype), **how)
-        rows = elect(votes, count, policy.window)[0]
-        to = torch.arange(count, device=q.device)
-        for cache, whole in ((held.k, k), (held.v, v)):
-            cache[table[to // size], to % size, heads[:, None]] = whole[0, heads[:, None], rows]
+    def move(self, step: LayerStep, q: Tensor, piece: Piece) -> None:
+        """Move what a prompt's last queries (1, H, W, D) elect to the first rows of its pages, head by head."""
+        prompt = piece.prompt
+        heads_of: dict[artifacts.SnapKV, list[int]] = {}
+        for head, policy in enumerate(self.policies):
+            heads_of.setdefault(policy, []).append(head)
+        left = {policy: left_of(policy, prompt, prompt) for policy in heads_of}
+        if all(count == prompt for count in left.values()):
+            return
+        held, pages = step.pages, step.batch.pages(piece, step.pages.size)
+        size, table = held.size, pages.long()
+        k, v = (gathered(cache, pages, prompt) for cache in (held.k, held.v))
+        queries, how = q.unflatten(1, (len(self.policies), -1)), {name: step.how[name] for name in ("scale", "softcap")}
+        for policy, numbers in heads_of.items():
+            if (count := left[policy]) == prompt:
+                continue
+            heads = torch.tensor(numbers, device=q.device)
+            voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
+            votes = votes_of(policy, voting, k[:, heads].to(q.dtype), v[:, heads].to(q.dtype), **how)
+            rows = elect(votes, count, policy.window)[0]
+            to = torch.arange(count, device=q.device)
+            for cache, whole in ((held.k, k), (held.v, v)):
+                cache[table[to // size], to % size, heads[:, None]] = whole[0, heads[:, None], rows]
 
 
 def gathered(cache: Tensor, pages: Tensor, k_len: int) -> Tensor:
@@ -157,13 +116,13 @@ def _cut(piece: Piece) -> list[Piece]:
     return found
 
 
-def _rows(snap: Snap, some: Few) -> Tensor:
+def _rows(policies: tuple[artifacts.SnapKV, ...], few: Few) -> Tensor:
     """The rows (n, C) that are read, or (n, G, C) where heads keep different numbers: the kept, then the generated."""
-    policies = snap.policies if len(set(snap.policies)) > 1 else snap.policies[:1]
-    lengths = [(piece.prompt, piece.k_len) for piece in some.pieces]
+    policies = policies if len(set(policies)) > 1 else policies[:1]
+    lengths = [(piece.prompt, piece.k_len) for piece in few.pieces]
     left = torch.tensor([[left_of(policy, n, n) for policy in policies] for n, _ in lengths])[..., None]
     prompts, ends = torch.tensor(lengths)[:, :, None, None].unbind(1)
     at = torch.arange(int((left + ends - prompts).max()))
     rows = torch.where(at < left, at, prompts - left + at)
     rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
-    return rows if len(policies) > 1 else rows[:, 0].contiguous()
+    return (rows if len(policies) > 1 else rows[:, 0].contiguous()).to(few.table.device, non_blocking=True)

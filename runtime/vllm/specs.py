@@ -16,12 +16,18 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 import artifacts
 from artifacts import HeadwiseError
 from runtime.caches.snapkv import left_of
-from runtime.vllm.dense import Stream
 from runtime.vllm.snapkv import Snap
 
 
+class _OneManager:
+    """Layers whose caches are alike are held by one manager."""
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
+        return all(spec == self for spec in kv_cache_specs.values())
+
+
 @dataclass(frozen=True, kw_only=True)
-class StreamingSpec(SlidingWindowSpec):
+class StreamingSpec(_OneManager, SlidingWindowSpec):
     """A window that slides, behind the first `sinks` tokens, which stay (StreamingLLM, section 3.2)."""
 
     sinks: int
@@ -35,16 +41,9 @@ class StreamingSpec(SlidingWindowSpec):
         """The window's pages and those of the first tokens."""
         return int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)) + self.first_pages
 
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether one manager can hold all of these layers."""
-        return all(
-            isinstance(spec, StreamingSpec) and (spec.sinks, spec.sliding_window) == (self.sinks, self.sliding_window)
-            for spec in kv_cache_specs.values()
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSpec(AttentionSpec):
+class PromptSpec(_OneManager, AttentionSpec):
     """Everything until a prompt is computed; then what `policies` (SnapKV) keep of it, and what follows."""
 
     policies: tuple[artifacts.SnapKV, ...]
@@ -56,10 +55,6 @@ class PromptSpec(AttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """A prompt as long as the longest sequence is kept whole until it is computed."""
         return -(-vllm_config.model_config.max_model_len // self.block_size) * self.page_size_bytes
-
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether one manager can hold all of these layers."""
-        return all(spec == self for spec in kv_cache_specs.values())
 
 
 class _NoPrefixes:
@@ -114,12 +109,12 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         """Nothing: pages are written anew when a prompt is computed."""
 
 
-def spec_of(layer: Any, config: Any, keeps: Stream | Snap) -> StreamingSpec | PromptSpec:
+def spec_of(layer: Any, config: Any, keeps: artifacts.Streaming | Snap) -> StreamingSpec | PromptSpec:
     """The cache of a layer of vLLM that keeps this, in the KV heads of all processes."""
     full = type(layer).get_kv_cache_spec(layer, config)
     names = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
     same = {name: getattr(full, name) for name in names}
-    if isinstance(keeps, Stream):
+    if isinstance(keeps, artifacts.Streaming):
         return StreamingSpec(sliding_window=keeps.window, sinks=keeps.sinks, **same)
     return PromptSpec(policies=tuple(sorted(set(keeps.policies), key=repr)), **same)
 

@@ -18,7 +18,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
-from runtime.plans import kernel_patterns, layer_plan
+from runtime.plans import layer_plans
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts
 from search.model.task_losses import TaskLoss, by_task, pooled
@@ -98,13 +98,7 @@ def verdict(
 
 def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> dict[int, LayerPlan]:
     """The plans that an artifact serves a prompt of this length with."""
-    if length < artifact.prefill.dense_below:
-        return {}
-    patterns, groups = kernel_patterns(artifact, arrays), artifact.model.num_kv_heads
-    made = {
-        layer: layer_plan(artifact, patterns, layer, slice(None), groups) for layer in range(artifact.model.num_layers)
-    }
-    return {layer: plan for layer, plan in made.items() if plan is not None}
+    return {} if length < artifact.prefill.dense_below else layer_plans(artifact, arrays)
 
 
 def _worst(loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompts: Sequence[Prompt]) -> Any:

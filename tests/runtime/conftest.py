@@ -124,10 +124,19 @@ def artifact_for() -> Callable[..., artifacts.Artifact]:
 
 @pytest.fixture
 def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Handle]:
-    """apply(model, strict=, backend=, **artifact) -> the handle of a fresh artifact applied to it."""
+    """apply(model, **options, **artifact) -> the handle of a fresh artifact applied to it, by the reference."""
 
-    def apply(model: nn.Module, *, strict: bool = False, backend: str = "reference", **changes: Any) -> Handle:
-        return Headwise(artifact_for(model, **changes)).apply(model, strict=strict, backend=backend)
+    def apply(
+        model: nn.Module,
+        *,
+        strict: bool = False,
+        backend: str = "reference",
+        watch: bool = False,
+        min_recall: float | None = None,
+        **changes: Any,
+    ) -> Handle:
+        made = Headwise(artifact_for(model, **changes))
+        return made.apply(model, strict=strict, backend=backend, watch=watch, min_recall=min_recall)
 
     return apply
 

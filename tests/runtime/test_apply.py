@@ -52,6 +52,24 @@ def test_undo_restores_the_model_whatever_happened(before, build, apply, ids):
         assert torch.equal(model(ids(100)).logits, expected)
 
 
+def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, monkeypatch):
+    model, prompt = build(), ids(200)
+    dense = model(prompt).logits
+
+    def fails(*_):
+        raise RuntimeError("no tiles")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("runtime.handle.LowMemory", fails)
+        with pytest.raises(RuntimeError, match="no tiles"):
+            Headwise(artifact_for(model)).apply(model, low_memory=True)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(prompt).logits, dense)
+    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:
+        model(prompt)
+    assert handle.stats()["sparse"] == 2
+
+
 def test_undo_restores_after_a_failed_forward_and_a_changed_implementation(build, apply, ids):
     model = build()
     with apply(model, strict=True), pytest.raises(HeadwiseError):

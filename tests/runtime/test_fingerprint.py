@@ -7,6 +7,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from artifacts import HeadwiseError, ModelInfo
+from runtime import Headwise
 from runtime.fingerprint import compare, fingerprint, weights_sha256
 
 
@@ -68,19 +69,17 @@ def test_weights_that_are_not_there_are_refused(build):
         weights_sha256(model)
 
 
-def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, caplog) -> None:
-    from runtime import Headwise
-
+def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, warnings) -> None:
     model = build()
     artifact = artifact_for(model)
     unknown = artifact.model_copy(update={"model": artifact.model.model_copy(update={"weights_sha256": None})})
-    with Headwise(unknown).apply(model):
-        assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in caplog.text
     with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*profiling\.fidelity --update fills it in"):
         Headwise(unknown).apply(model, check_fingerprint=True)
-    caplog.clear()
     with Headwise(artifact).apply(model, check_fingerprint=True):
-        assert not caplog.text
+        assert warnings() == []
+    with Headwise(unknown).apply(model):
+        (said,) = warnings()
+    assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in said
 
 
 class Adapted(nn.Module):
@@ -128,20 +127,74 @@ def test_a_merged_adapter_is_refused(build):
         weights_sha256(model)
 
 
-@pytest.mark.parametrize("kind", ["packed", "subclass"])
-def test_a_quantised_model_has_a_fingerprint_of_what_it_stores(kind, build):
-    """Packed numbers (bitsandbytes, compressed-tensors) and tensors of another type (torchao)."""
+class Params4bit(nn.Parameter):
+    """Two codes a byte, as bitsandbytes has them: its own `to` wants what only the whole parameter has."""
 
-    def quantised(change=0):
-        model = build()
-        q = model.model.layers[0].self_attn.q_proj
-        codes = (q.weight.detach() * 16).to(torch.int8) + change
-        if kind == "packed":
-            q.weight = nn.Parameter(codes.view(-1, 1), requires_grad=False)
-        else:
-            q.weight = nn.Parameter(TwoTensor(codes.float(), torch.ones_like(codes).float()), requires_grad=False)
+    def to(self, *args, **kwargs):
+        return Params4bit(super().to(*args, **kwargs), self.quant_state)
+
+
+class Compressed(nn.Module):
+    """A linear layer as compressed-tensors packs it: the weight itself is gone."""
+
+    def __init__(self, codes):
+        super().__init__()
+        stored = {"packed": codes.view(torch.int32), "scale": torch.ones(64, 1), "shape": torch.tensor(codes.shape)}
+        for name, value in stored.items():
+            self.register_parameter(f"weight_{name}", nn.Parameter(value, requires_grad=False))
+
+
+def quantised(model, kind, change=0):
+    """The model, one layer of which is stored by another library; `change` is added to its codes."""
+    attention = model.model.layers[0].self_attn
+    codes = (attention.q_proj.weight.detach() * 16).to(torch.int8) + change
+    stored = {
+        "bitsandbytes": lambda: Params4bit(codes.view(torch.uint8).view(-1, 1), requires_grad=False),
+        "torchao": lambda: nn.Parameter(TwoTensor(codes, torch.ones_like(codes)), requires_grad=False),
+        "torchao fp8": lambda: codes.to(torch.float8_e4m3fn),
+        "torchao fp4": lambda: codes.view(torch.float4_e2m1fn_x2),
+    }
+    if kind == "compressed-tensors":
+        attention.q_proj = Compressed(codes)
         return model
+    weight = stored[kind]()
+    attention.q_proj.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    return model
 
-    found = weights_sha256(quantised())
-    assert found == weights_sha256(quantised())
-    assert found not in (weights_sha256(quantised(1)), weights_sha256(build()))
+
+KINDS = ("bitsandbytes", "torchao", "torchao fp8", "torchao fp4", "compressed-tensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_model_has_a_fingerprint_of_what_it_stores(kind, build):
+    found = weights_sha256(quantised(build(), kind))
+    assert found == weights_sha256(quantised(build(), kind))
+    assert found not in (weights_sha256(quantised(build(), kind, change=8)), weights_sha256(build()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("said", [True, False])
+def test_a_quantised_copy_is_told_what_can_be_compared(kind, said, build, artifact_for):
+    """By its configuration, which says what quantised it, or by how its weights are stored."""
+    headwise, model = Headwise(artifact_for(build())), quantised(build(), kind)
+    if said:
+        model.config.quantization_config = {"quant_method": kind}
+    how = kind if said else r"model\.layers\.0\.self_attn\.q_proj\.weight\S* is torch\.\w+"
+    with pytest.raises(
+        HeadwiseError, match=rf"are quantised \({how}\).*check_weights=False.*search this model"
+    ) as error:
+        headwise.apply(model)
+    assert "\n" not in str(error.value)
+    with headwise.apply(model, check_weights=False):
+        pass
+    # An artifact of the quantised model itself is known by what is stored.
+    with Headwise(artifact_for(model)).apply(model):
+        pass
+    with pytest.raises(HeadwiseError, match="for another model: num_layers"):
+        headwise.apply(quantised(build(num_hidden_layers=3), kind), check_weights=False)
+
+
+def test_adapters_around_quantised_weights_make_no_other_model(build):
+    plain, model = quantised(build(), "bitsandbytes"), quantised(build(), "bitsandbytes")
+    model.model.layers[0].self_attn.q_proj = Adapted(model.model.layers[0].self_attn.q_proj)
+    assert weights_sha256(model) == weights_sha256(plain)

@@ -51,7 +51,7 @@ def test_watching_and_falling_back_wait_for_nothing(
     torch.cuda.set_sync_debug_mode("default")
     assert watched.settings.watch is not None
     (seen,) = watched.settings.watch.read().values()
-    assert seen.sequences == [8.0] * 4 and min(seen.seconds.values()) > 0
-    high = [at for at, low in enumerate(seen.fallbacks) if not low]
+    assert [head.sequences for head in seen.heads] == [8.0] * 4 and min(seen.seconds.values()) > 0
+    high = [at for at, head in enumerate(seen.heads) if not head.fallbacks]
     assert 3 in high and torch.equal(found[:, high], expected[:, high])
-    assert sum(seen.fallbacks) > 0
+    assert sum(head.fallbacks for head in seen.heads) > 0

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import pytest
 
-from runtime import Headwise
-
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\\\|\\"|\\n)*)"')
 SAMPLE = re.compile(rf"({NAME})\{{(.*)\}} (\S+)")
@@ -57,9 +55,9 @@ def parse(text: str) -> dict[str, Family]:
     return families
 
 
-def test_text_is_valid_and_says_what_stats_say(build, artifact_for, ids) -> None:
+def test_text_is_valid_and_says_what_stats_say(build, apply, ids) -> None:
     model = build()
-    with Headwise(artifact_for(model)).apply(model, watch=True, min_recall=0.99) as handle:
+    with apply(model, watch=True, min_recall=0.99) as handle:
         model(ids(50))
         model(ids(200))
         stats, families = handle.stats(), parse(handle.prometheus(model="m"))
@@ -82,9 +80,9 @@ def test_text_is_valid_and_says_what_stats_say(build, artifact_for, ids) -> None
     assert len(families["headwise_seconds_total"].samples) == 2 * 3
 
 
-def test_counters_never_fall(build, artifact_for, ids) -> None:
+def test_counters_never_fall(build, apply, ids) -> None:
     model = build()
-    with Headwise(artifact_for(model)).apply(model, watch=True) as handle:
+    with apply(model, watch=True) as handle:
         former: dict[str, Family] = {}
         for length in (50, 200, 300, 10):
             model(ids(length))
@@ -96,9 +94,9 @@ def test_counters_never_fall(build, artifact_for, ids) -> None:
             former = families
 
 
-def test_without_watching_there_are_calls_alone(build, artifact_for, ids) -> None:
+def test_without_watching_there_are_calls_alone(build, apply, ids) -> None:
     model = build()
-    with Headwise(artifact_for(model)).apply(model) as handle:
+    with apply(model) as handle:
         assert parse(handle.prometheus()) == {"headwise_calls_total": Family("counter", {})}
         model(ids(200))
         families = parse(handle.prometheus())
@@ -107,10 +105,10 @@ def test_without_watching_there_are_calls_alone(build, artifact_for, ids) -> Non
     assert families["headwise_calls_total"].samples["headwise_calls_total", frozenset(labels)] == 1
 
 
-def test_labels_hold_anything(build, artifact_for, ids) -> None:
+def test_labels_hold_anything(build, apply, ids) -> None:
     model = build()
     name = 'a "model"\\of\nmine, {really="yes"} \\n'
-    with Headwise(artifact_for(model)).apply(model) as handle:
+    with apply(model) as handle:
         model(ids(200))
         families = parse(handle.prometheus(model=name))
     assert {dict(place[1])["model"] for place in families["headwise_calls_total"].samples} == {name}

@@ -12,7 +12,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import artifacts
-from runtime import Headwise
+from artifacts import HeadwiseError
+from runtime import Headwise, apply_dense
+from runtime.attention.compiled import layout_of
+from runtime.attention.layout import Layout
 from tests.sampling import sampled
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -105,22 +108,119 @@ def test_lengths_that_change_are_compiled_once_more(maskless, graphs, build, app
     assert len(graphs.made) <= 4
 
 
-def test_a_prefill_compiled_with_a_mask_is_dense_and_said_once(graphs, build, apply, ids, warnings) -> None:
+@pytest.mark.parametrize("family", sampled(["Llama", "Gemma3", "GptOss"], "Gemma3"))
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_prefill_that_is_compiled_is_sparse(family, side, graphs, build, apply, masked, ids) -> None:
+    model, prompt = build(family), ids(200, batch=2)
+    real = torch.ones_like(prompt)
+    real[0, slice(0, 50) if side == "left" else slice(150, 200)] = 0
+    with apply(model, strict=True) as handle:
+        expected = model(prompt, attention_mask=real).logits
+        usual = handle.stats()
+    forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
+    with apply(model, strict=True) as handle:
+        for _ in range(2):
+            found = forward(prompt, attention_mask=real).logits
+            torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+        assert handle.stats()["sparse"] == 2 * usual["sparse"] > 0
+        # Another mask of the same shape is read anew.
+        real[0], real[1, :20] = 1, 0
+        one = forward(prompt[1:], attention_mask=real[1:]).logits
+    with masked(model):
+        torch.testing.assert_close(one[0, 20:], model(prompt[1:, 20:]).logits[0], **CLOSE)
+
+
+def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(graphs, build, apply, masked, ids) -> None:
+    # Where nothing is cached, transformers traces the mask of packed prompts, whatever the positions are.
+    model, prompt = build(), ids(300)
+    restarts = torch.cat([torch.arange(180), torch.arange(120)])[None]
+    forward = torch.compile(model.forward, backend=graphs)
+    with masked(model):
+        alone = model(prompt, use_cache=False).logits
+        parts = [model(part, use_cache=False).logits for part in prompt.split([180, 120], dim=1)]
+    with apply(model, strict=True) as handle:
+        torch.testing.assert_close(forward(prompt, use_cache=False).logits, alone, **CLOSE)
+        found = forward(prompt, position_ids=restarts, use_cache=False).logits
+        assert handle.stats() == {"sparse": 4, "dense": {}}
+    torch.testing.assert_close(found, torch.cat(parts, dim=1), **CLOSE)
+
+
+def test_another_mask_than_a_prompts_is_dense_and_said_once(graphs, build, apply, ids, warnings) -> None:
     model, prompt = build(), ids(200, batch=2)
     real = torch.ones_like(prompt)
-    real[0, :50] = 0
+    real[0, 20:50] = 0
     expected = model(prompt, attention_mask=real).logits
     forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
     with apply(model) as handle:
         for _ in range(2):
-            torch.testing.assert_close(
-                forward(prompt, attention_mask=real).logits[real > 0], expected[real > 0], **CLOSE
-            )
+            found = forward(prompt, attention_mask=real).logits
+            torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
         assert handle.stats()["sparse"] == 0
-    assert len(warnings()) == 1 and "compiled with a mask" in warnings()[0]
-    # torch.compile wraps what is raised while it compiles.
-    with apply(model, strict=True), pytest.raises(Exception, match=r"cannot serve .* compiled with a mask"):
+    assert len(warnings()) == 1 and "with holes" in warnings()[0]
+    with apply(model, strict=True), pytest.raises(HeadwiseError, match=r"cannot serve .* with holes"):
         forward(prompt, attention_mask=real)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_what_stays_dense_is_served_by_the_kernel_that_serves_it_uncompiled(family, graphs, build, ids) -> None:
+    model, prompt = build(family), ids(1100)
+    expected = model(prompt).logits
+    with apply_dense(model, by="kernel") as handle:
+        model(prompt)
+        usual = handle.stats()
+    forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
+    with apply_dense(model, by="kernel") as handle:
+        found = forward(prompt).logits
+        assert handle.stats() == usual
+    assert usual["dense"]["dense by kernel"] > 0
+    assert ("window by kernel" in usual["dense"]) == (family == "Gemma3")
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+def test_a_mask_says_which_sequences_it_is_of(window) -> None:
+    place = torch.arange(40)
+    causal = (place <= place[:, None]) & (place > place[:, None] - (window or 40))
+
+    def within(*sequences: tuple[int, int]) -> torch.Tensor:
+        number = torch.full((40,), -1)
+        for at, (begin, end) in enumerate(sequences):
+            number[begin:end] = at
+        return causal & (number == number[:, None]) & (number >= 0)
+
+    def layout(*rows: torch.Tensor) -> Layout | None:
+        return layout_of(torch.stack(rows)[:, None], window)
+
+    found = layout(causal, within((9, 40)), within((0, 31)), within())
+    if window == 1:
+        # Each token sees itself alone, so that nothing tells a sequence from tokens.
+        assert found is not None and found.packed is not None
+        return
+    assert found == Layout(0, 40, 40, ((0, 40), (9, 40), (0, 31), (0, 0)), window=window)
+    found = layout(within((0, 12), (12, 40)), within((3, 20), (22, 39)))
+    assert found == Layout(0, 40, 40, None, window=window, packed=(((0, 12), (12, 40)), ((3, 20), (22, 39))))
+    # Slots of a static cache behind the prompt.
+    found = layout_of(torch.nn.functional.pad(within((4, 40)), (0, 24))[None, None], window)
+    assert found == Layout(0, 40, 64, ((4, 40),), window=window)
+
+
+def test_a_mask_that_says_anything_else_says_nothing() -> None:
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()
+    assert layout_of(causal.float()[None, None], None) is None
+    assert layout_of(causal[None, None, 1:], 7) is None
+    assert layout_of(causal.T[None, None], None) is None
+    assert layout_of(~causal[None, None], None) is None
+    assert layout_of(causal.tril(-1)[None, None], None) is None
+    holes = causal.clone()
+    holes[:, 10:20] = False
+    assert layout_of(holes[None, None], None) is None
+    generator = torch.Generator().manual_seed(0)
+    for place in torch.randint(0, 40, (50, 2), generator=generator).tolist():
+        other = causal.clone()
+        other[tuple(place)] ^= True
+        row, column = place
+        # A token that does not see itself is none: the others do see it.
+        assert row == column == 39 or layout_of(other[None, None], None) is None, place
 
 
 def test_a_compiled_step_of_training_has_the_same_gradients(graphs, build, apply, ids, warnings) -> None:

@@ -168,7 +168,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     omni = OmniKV(roles=roles_of(section, range(4), slice(0, G)), **how)
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
-    engine.layer["turns"], served.tell = None, lambda: None
+    engine.layer["turns"], served.counters.tell = None, lambda: None
     return section
 
 
@@ -202,16 +202,16 @@ def test_a_captured_step_is_replayed_for_any_requests(
         read += buffers.check(section, lengths)
         rows += sum(engine.served.chooser.gains(length) for length in lengths)
     # What was read is counted on the device: of two layers with G heads.
-    assert engine.served.chooser.tokens_read() == pytest.approx(read / (rows * 2 * G))
+    assert engine.served.chooser.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
 
 
 def test_steps_have_the_same_memory_whoever_is_served(
     engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import runtime.vllm.decode as decode
+    import runtime.vllm.step as step
 
     seen: list[Any] = []
-    attend = decode.decode_attention
+    attend = step.decode_attention
 
     def noted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
         # Choices by head are put together anew for each layer.
@@ -220,7 +220,7 @@ def test_steps_have_the_same_memory_whoever_is_served(
         seen.append(([(x.data_ptr(), x.shape, x.stride()) for x in held if x is not None], shapes))
         return attend(q, k, v, **how)
 
-    monkeypatch.setattr(decode, "decode_attention", noted)
+    monkeypatch.setattr(step, "decode_attention", noted)
     buffers = Buffers(engine)
     for lengths in STEPS:
         buffers.fill(lengths)
@@ -251,10 +251,10 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: 
 def test_the_profiling_run_takes_what_a_step_will_take(
     engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import runtime.vllm.decode as decode
+    import runtime.vllm.step as step
 
     scored: list[Any] = []
-    attend, rest = decode.decode_attention, Parent.forward
+    attend, rest = step.decode_attention, Parent.forward
 
     def noted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
         done = attend(q, k, v, **how)
@@ -262,7 +262,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
             scored.append((q.shape, done.scores.shape))
         return done
 
-    monkeypatch.setattr(decode, "decode_attention", noted)
+    monkeypatch.setattr(step, "decode_attention", noted)
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
     buffers = Buffers(engine)
     buffers.forward(None)
@@ -271,7 +271,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, 1 if section.head_map is None else 3, 40 if section.head_map is None else 103)
     # Nothing is chosen by that.
-    assert chooser.tokens_read() is None and not chooser._chosen
+    assert chooser.omni.tokens_read is None and not chooser._chosen
     monkeypatch.setattr(Parent, "forward", rest)
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))

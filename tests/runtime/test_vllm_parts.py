@@ -19,17 +19,22 @@ import artifacts
 from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
+from runtime import load
 from runtime.attention.turns import Turns
-from runtime.vllm.__main__ import main
-from runtime.vllm.batch import Piece, is_long, prefills_of, requests_of, rest_of
+from runtime.vllm.__main__ import _layers, main
+from runtime.vllm.batch import Batch, Piece, is_long, part_of, prefills_of, requests_of, rows_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
-from runtime.vllm.dense import Stream
+from runtime.vllm.fit import full_layers, ranges
 from runtime.vllm.forward import SparseImpl
-from runtime.vllm.options import Options, options_of, ranges
+from runtime.vllm.layers import ServedLayer, number_of
+from runtime.vllm.options import Options, options_of
 from runtime.vllm.pages import parted, quantised, store
-from runtime.vllm.served import Served, ServedLayer, number_of
+from runtime.vllm.served import Served
 from tests.runtime.omnikv import DECODE
+from tests.runtime.test_front import saved as front
+
+__all__ = ["front"]
 
 H, G, D, PAGE = 4, 2, 32, 16
 EIGHT = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -124,7 +129,7 @@ def step(*requests: tuple[int, int], padded: int = 0) -> Common:
 
 
 def pieces_of(common: Common) -> list[Piece]:
-    return prefills_of(common, requests_of(common, exact=False))
+    return prefills_of(common, requests_of(common))
 
 
 def test_pieces_and_the_rest() -> None:
@@ -135,10 +140,9 @@ def test_pieces_and_the_rest() -> None:
     assert [piece.request for piece in long] == [1, 3]
     # Shorter ones would be all tail.
     assert [piece.request for piece in pieces if is_long(piece, 128, 100)] == [3]
-    found = rest_of(common, long)
-    assert found is not None
-    rest, rows = found
-    assert rows.tolist() == [0, *range(101, 111), *range(311, 375)]
+    left = [piece for piece in requests_of(common) if piece not in long]
+    rest, rows = part_of(common, left), rows_of(left)
+    assert isinstance(rows, Tensor) and rows.tolist() == [0, *range(101, 111), *range(311, 375)]
     assert rest.query_start_loc_cpu.tolist() == [0, 1, 11, 75] and rest.seq_lens.tolist() == [40, 10, 100]
     assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (3, 75, 64)
     assert torch.equal(rest.block_table_tensor, common.block_table_tensor[[0, 2, 4]])
@@ -151,12 +155,14 @@ def test_drafts_that_are_verified_are_no_prefills() -> None:
     assert [piece.request for piece in pieces_of(common)] == [1, 2]
 
 
-def test_a_rest_that_lies_together_is_a_slice() -> None:
-    common = step((1, 40), (1, 50), (200, 200))
-    found = rest_of(common, pieces_of(common))
-    assert found is not None and found[1] == slice(0, 2)
+def test_rows_that_lie_together_are_a_slice() -> None:
+    common = step((1, 40), (1, 50), (200, 200), (1, 9))
+    first, second, third, fourth = requests_of(common)
+    assert rows_of([first, second]) == slice(0, 2) and rows_of([third]) == slice(2, 202)
+    assert not isinstance(rows_of([second, fourth]), slice)
+    # Padding is nobody's.
     alone = step((200, 200), padded=1)
-    assert rest_of(alone, pieces_of(alone)) is None
+    assert Batch(every=requests_of(alone), block_table=alone.block_table_tensor).left(pieces_of(alone)) == ()
 
 
 @pytest.mark.parametrize("change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}])
@@ -243,7 +249,6 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         counters=Counters(),
         dense=False,
         _size=1,
-        _said=set(),
     )
     # What is served of every layer, as tests change it; the chooser says what it does in decode.
     layer: dict[str, Any] = {"turns": Turns(LayerPlan(patterns * 2, G)), "owns": ours, "eight_bits": stored}
@@ -256,7 +261,7 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
 
     served.of = of
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
-    impl.__dict__.update(_served=served, is_served=True, stored=stored)
+    impl.__dict__.update(_served=served, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
     builder.__dict__.update(_served=served, _owned=ours, _snaps=False, _told_prompts=False)
     served.counting = builder
@@ -283,7 +288,7 @@ def put(engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -
 
 
 def serve(
-    engine: Any, common: Common, gone: Stream | None = None
+    engine: Any, common: Common, gone: artifacts.Streaming | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
     """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K, G, D).
 
@@ -367,8 +372,14 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
 
 
 @pytest.mark.parametrize("stored", [None, *EIGHT])
-@pytest.mark.parametrize("stream", [Stream(4, 50), Stream(20, 64), Stream(0, 30), Stream(3, 1000)])
-def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: Stream) -> None:
+@pytest.mark.parametrize(
+    "stream",
+    [
+        artifacts.Streaming(sinks=sinks, window=window, positions="original")
+        for sinks, window in ((4, 50), (20, 64), (0, 30), (3, 1000))
+    ],
+)
+def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artifacts.Streaming) -> None:
     engine.layer.update(owns=True, keeps=stream, turns=None)
     engine.builder._owned = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
@@ -605,7 +616,7 @@ def test_counters_keep_a_file(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == {"prefills": {}, "tokens": {}, "density": None}
     counters.step([("sparse", 100)])
     counters.step([("sparse", 50), ("short", 7)])
-    counters.close()
+    counters.write()
     found = json.loads(file.read_text())
     assert found == {"prefills": {"sparse": 2, "short": 1}, "tokens": {"sparse": 150, "short": 7}, "density": None}
     assert [path.name for path in file.parent.iterdir()] == ["headwise-0.json"]
@@ -648,6 +659,30 @@ def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str])
     assert command.startswith(f"vllm serve {model} --additional-config '") and last.endswith("CUSTOM")
     given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
     assert given is not None and given.load().artifact == artifacts.load(cfg)
+
+
+@pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-speedup", "0.0"), ("--target-kl", "0.2")])
+def test_check_says_how_to_serve_a_point_of_the_front(
+    front: tuple[Any, Path], target: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, cfg = front
+    model.save_pretrained(cfg.parent / "model")
+    assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
+    command = capsys.readouterr().out.splitlines()[-2]
+    given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
+    assert given is not None and given.point == {target[0][2:].replace("-", "_"): float(target[1])}
+    assert given.load().artifact == load(cfg, **given.point).artifact
+
+
+def test_check_says_which_layers_read_what_others_choose(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
+    config = json.loads((Path(model) / "config.json").read_text())
+    config |= {"layer_types": ["full_attention"] * 5 + ["sliding_attention"], "sliding_window": 64}
+    assert full_layers(SimpleNamespace(**config), 6) == [0, 1, 2, 3, 4]
+    assert full_layers(SimpleNamespace(**config | {"layer_types": None}), 6) == []
+    assert full_layers(SimpleNamespace(**config | {"layer_types": None, "sliding_window": None}), 2) == [0, 1]
+    found = list(_layers(artifacts.load(cfg), full_layers(SimpleNamespace(**config), 6)))
+    assert "decode: layers 3 read what layers 2, 4 choose" in found and "layers 5: dense: it slides" in found
 
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import artifacts
 from runtime.caches.snapkv import left_of
 from runtime.vllm.batch import Piece, parted_at_prompts
-from runtime.vllm.snapkv import Snap, Windows
+from runtime.vllm.snapkv import Snap
 from tests.runtime.test_vllm_parts import (
     EIGHT,
     LAYER,
@@ -123,9 +123,8 @@ A, B = artifacts.SnapKV(budget=40, window=8, pool=5), artifacts.SnapKV(budget=0.
 def test_what_is_kept_and_what_is_generated(
     engine: Any, policies: tuple[artifacts.SnapKV, ...], cuts: list[list[int]]
 ) -> None:
-    snap = Snap(policies)
+    snap = Snap(policies, 8)
     engine.layer.update(owns=True, keeps=snap, turns=None)
-    engine.served.windows = Windows(8)
     engine.builder.__dict__.update(_owned=True, _snaps=True, _told_prompts=True)
     prompts = [200] if len(cuts) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
@@ -156,16 +155,16 @@ def test_prompts_and_what_follows_are_pieces_of_their_own() -> None:
 
 
 def test_windows_of_requests_that_were_given_up_go() -> None:
-    windows, q = Windows(2), torch.randn(1, H, 20, D)
+    snap, q = Snap((artifacts.SnapKV(window=16),), 2), torch.randn(1, H, 20, D)
     for page in range(5):
-        assert windows.of("layer", page, Piece(0, 0, 20, 20, 30), q, 16) is None
+        assert snap.voting(page, Piece(0, 0, 20, 20, 30), q) is None
     # Only what of the window there was is left, of the last two.
     last = Piece(0, 0, 10, 30, 30)
-    voting = [windows.of("layer", page, last, q[:, :, :10], 16) for page in (0, 3, 4)]
+    voting = [snap.voting(page, last, q[:, :, :10]) for page in (0, 3, 4)]
     assert [part.shape[2] for part in voting if part is not None] == [10, 16, 16]
     # A page's next request begins anew.
-    assert windows.of("layer", 4, Piece(0, 0, 20, 20, 30), q, 16) is None
-    again = windows.of("layer", 4, Piece(0, 0, 12, 12, 12), q[:, :, :12], 16)
+    assert snap.voting(4, Piece(0, 0, 20, 20, 30), q) is None
+    again = snap.voting(4, Piece(0, 0, 12, 12, 12), q[:, :, :12])
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 

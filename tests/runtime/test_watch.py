@@ -18,7 +18,7 @@ from kernels.attention import sparse_attention
 from kernels.attention.recall import estimate_recall
 from kernels.patterns import LayerPlan, make
 from runtime import Headwise
-from tests.runtime.conftest import SPARSE, sparse_rows
+from tests.runtime.conftest import SPARSE, served_by, sparse_rows
 from tests.runtime.tiny import look_at_themselves
 
 
@@ -36,7 +36,6 @@ class Operations(TorchDispatchMode):
 
 def captured(model: Any, prompt: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v of each layer in a plain forward pass."""
-    from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -45,11 +44,8 @@ def captured(model: Any, prompt: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         found.append((q, k, v))
         return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
 
-    AttentionInterface.register("captured", attention)
-    former = model.config._attn_implementation
-    model.set_attn_implementation("captured")
-    model(prompt)
-    model.set_attn_implementation(former)
+    with served_by(model, attention):
+        model(prompt)
     return found
 
 
@@ -77,14 +73,13 @@ def test_layers_and_heads_are_as_their_indices_say(build, artifact_for, ids) -> 
     assert layer["lowest_recall"] == pytest.approx(recall.tolist(), rel=1e-4)
 
 
-def test_watching_changes_no_output(build, artifact_for, ids) -> None:
+def test_watching_changes_no_output(build, apply, ids) -> None:
     model, prompt = build(), ids(300, batch=2)
     real = torch.ones_like(prompt)
     real[0, :100] = 0
-    headwise = Headwise(artifact_for(model))
     outputs = []
     for watch in (False, True):
-        with headwise.apply(model, backend="reference", watch=watch) as handle:
+        with apply(model, watch=watch) as handle:
             outputs.append(model(prompt, attention_mask=real).logits)
     assert torch.equal(*outputs)
     assert [layer["sequences"] for layer in handle.stats()["layers"].values()] == [2, 2]
@@ -130,33 +125,31 @@ print(*(name for name in ("runtime.watch", "kernels.attention.recall") if name i
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_heads_below_the_bound_are_dense_and_counted(left: bool, build, artifact_for, masked, ids) -> None:
+def test_heads_below_the_bound_are_dense_and_counted(left: bool, build, apply, masked, ids) -> None:
     model, prompt = build(), ids(300, batch=2)
     real = torch.ones_like(prompt)
     real[0, slice(0, 90) if left else slice(210, None)] = 0
     expected = model(prompt, attention_mask=real).logits
-    headwise = Headwise(artifact_for(model))
-    with headwise.apply(model, backend="reference", min_recall=1.0) as handle:
+    with apply(model, min_recall=1.0) as handle:
         found = model(prompt, attention_mask=real).logits
         layers = handle.stats()["layers"]
     torch.testing.assert_close(found[real.bool()], expected[real.bool()], atol=2e-4, rtol=1e-3)
     assert sum(sum(layer["fallbacks"]) for layer in layers.values()) >= 8
-    with headwise.apply(model, backend="reference") as handle:
+    with apply(model) as handle:
         sparse = model(prompt, attention_mask=real).logits
         assert "layers" not in handle.stats()
-    with headwise.apply(model, backend="reference", min_recall=1e-6) as handle:
+    with apply(model, min_recall=1e-6) as handle:
         assert torch.equal(model(prompt, attention_mask=real).logits, sparse)
         assert sum(sum(layer["fallbacks"]) for layer in handle.stats()["layers"].values()) == 0
 
 
-def test_only_heads_below_the_bound_change(build, artifact_for, ids) -> None:
+def test_only_heads_below_the_bound_change(build, apply, ids) -> None:
     model, prompt = build(num_hidden_layers=1), ids(300)
-    headwise = Headwise(artifact_for(model))
-    with headwise.apply(model, backend="reference", watch=True) as handle:
+    with apply(model, watch=True) as handle:
         model(prompt)
         (seen,) = handle.stats()["layers"].values()
     bound = (sorted(seen["recall"])[1] + sorted(seen["recall"])[2]) / 2
-    with headwise.apply(model, backend="reference", min_recall=bound) as handle:
+    with apply(model, min_recall=bound) as handle:
         model(prompt)
         (layer,) = handle.stats()["layers"].values()
     below = [recall < bound for recall in seen["recall"]]
@@ -166,17 +159,17 @@ def test_only_heads_below_the_bound_change(build, artifact_for, ids) -> None:
 
 
 @pytest.mark.parametrize("bound", [0, -1, 1.5, float("nan"), "0.9"])
-def test_a_bound_that_is_no_share_is_refused(bound: Any, build, artifact_for) -> None:
+def test_a_bound_that_is_no_share_is_refused(bound: Any, build, apply) -> None:
     model = build()
     with pytest.raises(HeadwiseError, match="min_recall must be above 0 and at most 1, got"):
-        Headwise(artifact_for(model)).apply(model, min_recall=bound)
+        apply(model, min_recall=bound)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_threads_lose_no_call(build, artifact_for, ids) -> None:
+def test_threads_lose_no_call(build, apply, ids) -> None:
     model = build()
     prompts = [ids(n, seed=n) for n in (130, 140, 150, 50)] * 6
-    with Headwise(artifact_for(model)).apply(model, watch=True) as handle:
+    with apply(model, backend="auto", watch=True) as handle:
 
         def run(prompt: Tensor) -> Tensor:
             with torch.inference_mode():
