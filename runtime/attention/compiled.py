@@ -36,8 +36,6 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
     layer, query, key = call.layer, call.query, call.key
     if isinstance(key, NewTokens):
         return _uncompiled(call)
-    if layer is None:
-        return attend_as_before(call)
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         _say(layer.key, NOT_OURS)
     decode = layer.settings.decode
