@@ -141,7 +141,7 @@ def policy_layers(
     makers: dict[tuple[str, str], Callable[[], Policy]] = {}
     for number, module in modules.items():
         if number in sliding:
-            group = KVHeads(None, partial(Window, 0, window_of(module)), "rolling")
+            group = KVHeads(None, partial(Window, 0, window_of(module)))
             made[number] = PolicyLayer([group], sliding=True)
             continue
         row = section.layers[number]
@@ -156,7 +156,7 @@ def policy_layers(
             if key not in makers:
                 makers[key] = maker(section.policies[name], model, module)
             heads = tuple(head for head, other in enumerate(names) if other == name)
-            groups.append(KVHeads(None if len(set(names)) == 1 else heads, makers[key], name))
+            groups.append(KVHeads(None if len(set(names)) == 1 else heads, makers[key]))
         made[number] = PolicyLayer(groups)
     return made
 

@@ -16,7 +16,7 @@ from runtime.attention.calls import Call, no_kernel
 from runtime.attention.kernel import attend_layer
 from runtime.attention.reasons import attempt
 from runtime.attention.state import MIN_QUERIES, Layer
-from runtime.caches.step import Terms, attend_all
+from runtime.caches.step import attend_all
 
 
 def attend_kept(call: Call, cache: Any) -> Tensor:
@@ -39,8 +39,8 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
     layer.count("kept")
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     prefill = partial(_prefill, layer, scale, call.softcap)
-    terms = Terms(scale=scale, softcap=call.softcap, backend=layer.settings.backend, prefill=prefill)
-    out: Tensor = cache.attend(q, spans, terms)
+    how = {"scale": scale, "softcap": call.softcap, "backend": layer.settings.backend, "prefill": prefill}
+    out: Tensor = cache.attend(q, spans, **how)
     return out.transpose(1, 2)
 
 
@@ -51,7 +51,7 @@ def _prefill(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    heads: tuple[int, ...] | None,
+    heads: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Attention of whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns if they are long enough."""
     settings, plan, backend = layer.settings, layer.plan, layer.settings.backend

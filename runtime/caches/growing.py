@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from runtime.caches.room import append
+from runtime.caches.room import room_for, with_room
 
 
 class GrowingLayer(DynamicLayer):
@@ -26,14 +26,18 @@ class GrowingLayer(DynamicLayer):
         super().__init__(**kwargs)
         self._rooms: tuple[Tensor, Tensor] | None = None
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E); the views (B, G, n + Q, ...) of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
         new = old + key_states.shape[-2]
-        keys, values = self._rooms or (self.keys, self.values)
-        keys, values = append(keys, key_states, old), append(values, value_states, old)
+        keys, values = (with_room(held, old, new, room_for(new)) for held in self._rooms or (self.keys, self.values))
+        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
         self._rooms = keys, values
         self.keys, self.values = keys[:, :, :new], values[:, :, :new]
         return self.keys, self.values
