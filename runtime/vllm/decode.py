@@ -19,7 +19,6 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.index import PAD
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.reads import taken
 from runtime.omnikv.roles import Role
 from runtime.vllm.batch import Few
 from runtime.vllm.options import ranges
@@ -49,7 +48,7 @@ class Chooser:
     @property
     def captures(self) -> bool:
         """Whether a step of single tokens can be replayed for others."""
-        return self._omni.coverage is None and self._omni.group is None
+        return self._omni.section.coverage is None and self._omni.group is None
 
     def tokens_read(self) -> float | None:
         """Tokens that a KV head of a layer that is served read for a request in a step, on average; None before any.
@@ -63,7 +62,7 @@ class Chooser:
 
         They are the parent's where choices differ in length: they would not know their places.
         """
-        return 1 < q_len <= MAX_QUERIES and self._omni.coverage is None
+        return 1 < q_len <= MAX_QUERIES and self._omni.section.coverage is None
 
     def gains(self, k_len: int) -> bool:
         """Whether a context has more keys than are chosen."""
@@ -99,7 +98,7 @@ class Chooser:
         if role.filter is not None:
             if (role.filter, few.q_len) not in self._chosen:
                 raise HeadwiseError(f"filter layer {role.filter} has chosen nothing")
-            tokens = taken(self._chosen[role.filter, few.q_len], role.choices)
+            tokens = role.taken(self._chosen[role.filter, few.q_len])
         heads, kv_heads = query.shape[1] * few.q_len, pages.k.shape[2]
         at_once = n if tokens is not None else self._scored(table.shape[1] * pages.size, heads, kv_heads)
         for begin in range(0, n, at_once):

@@ -215,7 +215,7 @@ class Served:
         kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
         free = [i for i in range(self.artifact.model.num_layers) if not kinds or "sliding" not in kinds[i]]
         return Chooser(
-            OmniKV.of(section, free, self._kv_heads(), backend="auto", group=group),
+            OmniKV(section, free, self._kv_heads(), backend="auto", group=group),
             requests=int(config.scheduler_config.max_num_seqs),
             longest=self.longest,
         )
