@@ -77,14 +77,14 @@ class FilterLayer(GrowingLayer):
             self._written = self._written[:kept]
             self.history = self.history[:, :kept, :, :left] if kept else None
 
+    @property
+    def batch(self) -> int:
+        # A bank that several layers share has been told already when the second of them is.
+        return super().batch if self.history is None else self.history.shape[0]
+
     def reset(self) -> None:
         self.history, self._written = None, []
         super().reset()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.history is not None:
-            self.history = self.history.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -107,6 +107,11 @@ class BankedLayer(GrowingLayer):
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._banked is None else self._banked
+
+    @property
+    def batch(self) -> int:
+        bank = self.group.bank
+        return super().batch if self._banked is None or bank is None else bank.batch
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E); all keys and values, or stand-ins where the past is in the bank."""
@@ -143,20 +148,12 @@ class BankedLayer(GrowingLayer):
         self.group.clear()
         super().reset()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self._batch()).repeat_interleave(repeats))
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._banked is None:
             super().batch_select_indices(indices)
         elif self.place == self.group.leader:
             # All layers of a group are in one bank, and each is told.
             self.group.select(indices, self._banked)
-
-    def _batch(self) -> int:
-        if self._banked is not None and self.group.bank is not None:
-            return self.group.bank.batch
-        return self.keys.shape[0] if self.get_seq_length() else 0
 
 
 class BrutalLayer(BankedLayer):

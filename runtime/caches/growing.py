@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -43,9 +44,9 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held, the room for new tokens included."""
-        return sum(room.nbytes for room in self._rooms or ())
+    def batch(self) -> int:
+        """Sequences, 0 before the first token."""
+        return self.keys.shape[0] if self.get_seq_length() else 0
 
     def reset(self) -> None:
         # transformers before 5.17 keeps the length and zeroes the tokens.
@@ -57,8 +58,7 @@ class GrowingLayer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._rooms = None
-        super().batch_repeat_interleave(repeats)
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._rooms = None

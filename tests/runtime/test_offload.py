@@ -260,6 +260,20 @@ def test_sequences_are_repeated_selected_and_reordered(section, prompt, build, d
     torch.testing.assert_close(found[2], found[0], **CLOSE)
 
 
+def test_kept_scores_are_repeated_with_their_sequences(build, decoding, ids) -> None:
+    """With every layer in one bank they were repeated twice, or by rows that are not there."""
+    model, text, forced = build(**LAYERS), ids(120, batch=2), ids(8, batch=4, seed=9)
+    found = []
+    with decoding(model, selector="uniform").apply(model, backend="auto") as handle:
+        for offload in ("never", "packed", "brutal"):
+            cache = handle.new_cache(offload=offload)
+            steps(model, text, forced[:2, :3], cache)
+            cache.batch_repeat_interleave(2)
+            found.append(steps(model, forced[:, 3:4], forced[:, 4:], cache))
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    torch.testing.assert_close(found[2], found[0], **CLOSE)
+
+
 def test_a_short_context_stays_on_the_device(build, decoding, ids) -> None:
     model = build(**LAYERS)
     with decoding(model, budget=40).apply(model) as handle:
