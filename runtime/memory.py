@@ -65,13 +65,11 @@ def memory_report(cache: Cache) -> MemoryReport:
 
 def _held(*layers: CacheLayerMixin) -> int:
     """Bytes that these layers hold on the device that computes; tensors may share them."""
-    memories = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
+    found: list[Tensor | None] = []
+    for layer in layers:
+        if (policies := getattr(layer, "policies", None)) is None:
+            found += [getattr(layer, name, None) for name in ("keys", "values", "history")]
+        else:
+            found += [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
+    memories = [tensor.untyped_storage() for tensor in found if tensor is not None]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
-
-
-def _tensors(layer: CacheLayerMixin) -> list[Tensor]:
-    """The tensors that a cache layer holds on the device that computes."""
-    if (policies := getattr(layer, "policies", None)) is not None:
-        return [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
-    found = (getattr(layer, name, None) for name in ("keys", "values", "history"))
-    return [tensor for tensor in found if tensor is not None]

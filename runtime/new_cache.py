@@ -6,9 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
+import torch
+
 import artifacts
 from artifacts import Artifact, HeadwiseError, KVCache
+from runtime.caches.h2o import H2O
 from runtime.caches.policy import Full, Policy
+from runtime.caches.rotation import Rotation
+from runtime.caches.snapkv import SnapKV
+from runtime.caches.window import Window
 from runtime.layers import attention_layers, heads_of, sliding_layers, text_config, window_of
 from runtime.omnikv.groups import Group
 from runtime.omnikv.roles import roles_of
@@ -16,7 +22,6 @@ from runtime.refusals import caches_latents, check_sections
 from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
@@ -40,7 +45,7 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     section = None if decode is None else decode.omnikv
     # Only what is the plain growing cache is replaced by a better one. A bank is for keys, not for latents.
     plain = {
-        number: _device(module)
+        number: next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         for number, module in modules.items()
         if number < len(cache.layers)
         and number not in sliding
@@ -70,12 +75,14 @@ def _layers(
     roles, window = roles_of(section, plain, kv_heads), section.window
     layers: dict[int, CacheLayerMixin] = {}
     if offload == "brutal":
-        groups = {device: Group(list(plain.values()).count(device), 0) for device in plain.values()}
-        for place, (number, device) in enumerate(plain.items()):
-            if roles[number].filters:
-                layers[number] = BrutalFilterLayer(window, group=groups[device], place=place)
-            else:
-                layers[number] = BrutalLayer(groups[device], place)
+        for device in dict.fromkeys(plain.values()):
+            numbers = [number for number in plain if plain[number] == device]
+            group = Group(len(numbers), 0)
+            for place, number in enumerate(numbers):
+                if roles[number].filters:
+                    layers[number] = BrutalFilterLayer(window, group=group, place=place)
+                else:
+                    layers[number] = BrutalLayer(group, place)
         return layers
     served: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
@@ -87,7 +94,7 @@ def _layers(
     for (chooser, _), numbers in served.items():
         choices = [choices for number in numbers if (choices := roles[number].choices) is not None]
         group = Group(len(numbers), keep, choices or None)
-        members = [BankedLayer(group, place) for place, _ in enumerate(numbers)]
+        members = [BankedLayer(group, place) for place in range(len(numbers))]
         banked.setdefault(chooser, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
@@ -96,13 +103,6 @@ def _layers(
         elif number not in layers:
             layers[number] = GrowingLayer()
     return layers
-
-
-def _device(module: nn.Module) -> torch.device:
-    import torch
-
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
@@ -133,7 +133,6 @@ def policy_layers(
         HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
     """
     from runtime.caches.layer import KVHeads, PolicyLayer
-    from runtime.caches.window import Window
 
     check_rows(section, modules)
     sliding = sliding_layers(modules)
@@ -165,11 +164,6 @@ def maker(
     policy: artifacts.Full | artifacts.Streaming | artifacts.H2O | artifacts.SnapKV, model: nn.Module, module: nn.Module
 ) -> Callable[[], Policy]:
     """What makes a policy's state for one layer of a model."""
-    from runtime.caches.h2o import H2O
-    from runtime.caches.rotation import Rotation
-    from runtime.caches.snapkv import SnapKV
-    from runtime.caches.window import Window
-
     if isinstance(policy, artifacts.Full):
         return Full
     if isinstance(policy, artifacts.Streaming):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.caches.growing import GrowingLayer
 from runtime.omnikv.groups import Group
-from runtime.omnikv.offload import fetched
+from runtime.omnikv.offload import OffloadedTensor, fetched
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _SPARE = 16
@@ -124,7 +124,7 @@ class BankedLayer(GrowingLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         offload = self.group.append(self.place, past, key_states, value_states)
         self._banked = past + key_states.shape[-2]
-        return offload.tensors() if past else (key_states, value_states)
+        return (OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)) if past else (key_states, value_states)
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Leave the device for the bank, if it takes keys and values like these; whether the layer is in it now."""

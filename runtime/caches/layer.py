@@ -133,13 +133,15 @@ class PolicyLayer(CacheLayerMixin):
             if begin < end:
                 joins = runs and runs[-1][1] == first + begin
                 runs.append((runs.pop()[0] if joins else first + begin, first + end))
-        # Nobody wants the attention when tokens are taken in again: so a recording is plain data, and can be copied.
-        recorded = replace(call, prefill=_nothing) if self.record_past else call
-        self._marks = [mark for mark in self._marks if mark.slots]
-        if not self.record_past or not first or call.length > _RECORDED:
-            new = self.record_past and not first
-            self._marks = [_Mark(0, _copies(self._parts), [(recorded, spans)])] if new else []
+        if not self.record_past:
+            self._marks = []
             return self._attend(call, spans)
+        # Nobody wants the attention when tokens are taken in again: so a recording is plain data, and can be copied.
+        recorded = replace(call, prefill=_nothing)
+        if not first or call.length > _RECORDED:
+            self._marks = [] if first else [_Mark(0, _copies(self._parts), [(recorded, spans)])]
+            return self._attend(call, spans)
+        self._marks = [mark for mark in self._marks if mark.slots]
         outs = []
         for i in range(call.length):
             # Token by token, so that any number of them can be taken back.

@@ -35,6 +35,8 @@ class Group:
 
     def __init__(self, layers: int, keep: int, choices: Sequence[Sequence[int]] | None = None) -> None:
         self.layers, self.keep, self.choices = layers, keep, choices
+        # How many layers have lists of their own, and how many parts of a row are fetched each for itself.
+        self._apart, self._parts = (1, 1) if choices is None else (layers, len(choices[0]))
         self.bank: Bank | None = None
         # The first layer that came to the bank speaks for all where a call concerns the whole group.
         self.leader: int | None = None
@@ -98,7 +100,11 @@ class Group:
         listed = bank.lane.to_host(tokens)
 
         def work() -> Tensor:
-            chosen = self._lists(listed())
+            tokens, choices = listed().long(), self.choices
+            # A list for all heads, or one for each layer, sequence and head.
+            chosen = (
+                tokens[:, 0] if choices is None else torch.stack([tokens[:, [*row]] for row in choices]).flatten(0, 2)
+            )
             counts = (chosen < past).sum(1)
             # If this fails, the slots hold nothing that is known.
             after = held.clone()
@@ -138,23 +144,6 @@ class Group:
             read = torch.where((place < mine[..., None]) | (place >= most), place, PAD).sort(-1).values
             self._read[at] = (read if self.choices else read[:, 0]).contiguous().to(slots.device, non_blocking=True)
         return k, v, self._read[at]
-
-    @property
-    def _parts(self) -> int:
-        """Parts of a row that are fetched each for itself."""
-        assert self.bank is not None
-        return 1 if self.choices is None else self.bank.row.heads
-
-    @property
-    def _apart(self) -> int:
-        """Layers that have lists of their own."""
-        return 1 if self.choices is None else self.layers
-
-    def _lists(self, tokens: Tensor) -> Tensor:
-        """The lists (I, C) int64 of choices (B, U, C) on the host."""
-        if self.choices is None:
-            return tokens[:, 0].long()
-        return torch.stack([tokens[:, list(row)] for row in self.choices]).flatten(0, 2).long()
 
     def chosen(self, layer: int, tokens: Tensor) -> Tensor:
         """Rows (n, B, R) of a layer's tokens (B, n), brought to the device."""

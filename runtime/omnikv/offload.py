@@ -42,10 +42,6 @@ class Offload:
         k, v = self.group.bank.row.unpack(rows)
         return k, v
 
-    def tensors(self) -> tuple[OffloadedTensor, OffloadedTensor]:
-        """Stand-ins for the keys and the values."""
-        return OffloadedTensor(self, 0), OffloadedTensor(self, 1)
-
 
 class OffloadedTensor(StandIn):
     """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.

@@ -322,6 +322,20 @@ def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decodi
     assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
 
 
+def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding) -> None:
+    """Places were counted over all devices: the second device's bank had none for its layers."""
+    model = build(**LAYERS)
+    loaded = decoding(model)
+    model.model.layers[2:].to("meta")
+    cache = loaded.new_cache(model, offload="brutal")
+    groups = [cache.layers[0].group, cache.layers[2].group]
+    assert [(layer.group, layer.place) for layer in cache.layers] == [
+        *((groups[0], place) for place in range(2)),
+        *((groups[1], place) for place in range(4)),
+    ]
+    assert [group.layers for group in groups] == [2, 4]
+
+
 def test_an_unknown_offload_is_refused(build, decoding) -> None:
     model = build(**LAYERS)
     with pytest.raises(HeadwiseError, match="unknown offload 'cpu'; known: auto, never, packed, brutal"):
