@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.omnikv.groups import total
-
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache
@@ -43,8 +41,9 @@ class CacheBytes(NamedTuple):
 def cache_bytes(cache: Cache) -> CacheBytes:
     """Bytes that any cache of transformers holds, room for new tokens included: what the allocator gave out for it."""
     groups = {id(group): group for layer in cache.layers if (group := getattr(layer, "group", None)) is not None}
-    slots, bank = total(list(groups.values()))
-    return CacheBytes(_held(*cache.layers) + slots, bank)
+    slots = sum(group.slots.nbytes for group in groups.values() if group.slots is not None)
+    banks = [group.bank for group in groups.values() if group.bank is not None]
+    return CacheBytes(_held(*cache.layers) + slots, sum(bank.nbytes + bank.lane.host_bytes for bank in banks))
 
 
 def memory_report(cache: Cache) -> MemoryReport:
@@ -69,13 +68,11 @@ def memory_report(cache: Cache) -> MemoryReport:
 
 def _held(*layers: CacheLayerMixin) -> int:
     """Bytes that these layers hold on the device that computes; tensors may share them."""
-    memories = (tensor.untyped_storage() for layer in layers for tensor in _tensors(layer))
+    found: list[Tensor | None] = []
+    for layer in layers:
+        if (policies := getattr(layer, "policies", None)) is None:
+            found += [getattr(layer, name, None) for name in ("keys", "values", "history")]
+        else:
+            found += [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
+    memories = [tensor.untyped_storage() for tensor in found if tensor is not None]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
-
-
-def _tensors(layer: CacheLayerMixin) -> list[Tensor]:
-    """The tensors that a cache layer holds on the device that computes."""
-    if (policies := getattr(layer, "policies", None)) is not None:
-        return [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
-    found = (getattr(layer, name, None) for name in ("keys", "values", "history"))
-    return [tensor for tensor in found if tensor is not None]

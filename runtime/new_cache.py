@@ -6,9 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
+import torch
+
 import artifacts
 from artifacts import Artifact, HeadwiseError, KVCache
+from runtime.caches.h2o import H2O
 from runtime.caches.policy import Full, Policy
+from runtime.caches.rotation import Rotation
+from runtime.caches.snapkv import SnapKV
+from runtime.caches.window import Window
 from runtime.layers import (
     attention_layers,
     caches_latents,
@@ -22,7 +28,6 @@ from runtime.omnikv.roles import roles_of
 from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
@@ -46,7 +51,7 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     section = None if decode is None else decode.omnikv
     # Only what is the plain growing cache is replaced by a better one. A bank is for keys, not for latents.
     plain = {
-        number: _device(module)
+        number: next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         for number, module in modules.items()
         if number < len(cache.layers)
         and number not in sliding
@@ -76,12 +81,14 @@ def _layers(
     roles, window = roles_of(section, plain, kv_heads), section.window
     layers: dict[int, CacheLayerMixin] = {}
     if offload == "brutal":
-        groups = {device: Group(list(plain.values()).count(device), 0) for device in plain.values()}
-        for place, (number, device) in enumerate(plain.items()):
-            if roles[number].filters:
-                layers[number] = BrutalFilterLayer(window, group=groups[device], place=place)
-            else:
-                layers[number] = BrutalLayer(groups[device], place)
+        for device in dict.fromkeys(plain.values()):
+            numbers = [number for number in plain if plain[number] == device]
+            group = Group(len(numbers), 0)
+            for place, number in enumerate(numbers):
+                if roles[number].filters:
+                    layers[number] = BrutalFilterLayer(window, group=group, place=place)
+                else:
+                    layers[number] = BrutalLayer(group, place)
         return layers
     served: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
@@ -93,7 +100,7 @@ def _layers(
     for (chooser, _), numbers in served.items():
         choices = [choices for number in numbers if (choices := roles[number].choices) is not None]
         group = Group(len(numbers), keep, choices or None)
-        members = [BankedLayer(group, place) for place, _ in enumerate(numbers)]
+        members = [BankedLayer(group, place) for place in range(len(numbers))]
         banked.setdefault(chooser, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:
@@ -102,13 +109,6 @@ def _layers(
         elif number not in layers:
             layers[number] = GrowingLayer()
     return layers
-
-
-def _device(module: nn.Module) -> torch.device:
-    import torch
-
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
@@ -139,7 +139,6 @@ def policy_layers(
         HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
     """
     from runtime.caches.layer import KVHeads, PolicyLayer
-    from runtime.caches.window import Window
 
     check_rows(section, modules)
     sliding = sliding_layers(modules)
@@ -147,7 +146,7 @@ def policy_layers(
     makers: dict[tuple[str, str], Callable[[], Policy]] = {}
     for number, module in modules.items():
         if number in sliding:
-            group = KVHeads(None, partial(Window, 0, window_of(module)), "rolling")
+            group = KVHeads(None, partial(Window, 0, window_of(module)))
             made[number] = PolicyLayer([group], sliding=True)
             continue
         row = section.layers[number]
@@ -162,7 +161,7 @@ def policy_layers(
             if key not in makers:
                 makers[key] = maker(section.policies[name], model, module)
             heads = tuple(head for head, other in enumerate(names) if other == name)
-            groups.append(KVHeads(None if len(set(names)) == 1 else heads, makers[key], name))
+            groups.append(KVHeads(None if len(set(names)) == 1 else heads, makers[key]))
         made[number] = PolicyLayer(groups)
     return made
 
@@ -171,11 +170,6 @@ def maker(
     policy: artifacts.Full | artifacts.Streaming | artifacts.H2O | artifacts.SnapKV, model: nn.Module, module: nn.Module
 ) -> Callable[[], Policy]:
     """What makes a policy's state for one layer of a model."""
-    from runtime.caches.h2o import H2O
-    from runtime.caches.rotation import Rotation
-    from runtime.caches.snapkv import SnapKV
-    from runtime.caches.window import Window
-
     if isinstance(policy, artifacts.Full):
         return Full
     if isinstance(policy, artifacts.Streaming):

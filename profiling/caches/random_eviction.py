@@ -29,8 +29,8 @@ class RandomEviction(SnapKV):
 
     def _votes(self, call: Step) -> Tensor:
         """(B, G, n - W): uniform in [0, 1), the first tokens above all; the same for the same seed and n."""
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._held)
-        votes = torch.rand(*call.k.shape[:2], self._held - self.record.window, generator=generator)
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.kept)
+        votes = torch.rand(*call.k.shape[:2], self.kept - self.record.window, generator=generator)
         votes[:, :, :SINKS] = 1
         return votes.to(call.k.device)
 

@@ -15,7 +15,7 @@ import torch
 from artifacts.files import atomic_write
 
 # Of what is in the file: another one is fed again.
-_FORMAT = 2
+_FORMAT = 3
 
 
 def save_cache(path: Path, cache: Any, blocks: int, digest: str) -> None:

@@ -14,7 +14,7 @@ from runtime.attention.calls import Call
 from runtime.attention.kernel import attend_layer
 from runtime.attention.reasons import attempt, kernel_for
 from runtime.attention.state import MIN_QUERIES
-from runtime.caches.step import Terms, attend_all
+from runtime.caches.step import attend_all
 
 
 def attend_kept(call: Call, cache: Any) -> Tensor:
@@ -52,5 +52,5 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
                 return served
         return attend_all(q, k, v, backend=backend, **how)[0]
 
-    out: Tensor = cache.attend(call.query, spans, Terms(**how, backend=backend, prefill=prefill))
+    out: Tensor = cache.attend(call.query, spans, **how, backend=backend, prefill=prefill)
     return out.transpose(1, 2)

@@ -21,8 +21,7 @@ from kernels.patterns import LayerPlan
 from runtime.attention.turns import Turns
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.reads import Reads
-from runtime.omnikv.roles import Role
+from runtime.omnikv.roles import Reads, Role
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
 MIN_QUERIES = 64

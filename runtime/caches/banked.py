@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.caches.growing import GrowingLayer
 from runtime.omnikv.groups import Group
-from runtime.omnikv.offload import fetched
+from runtime.omnikv.offload import OffloadedTensor, fetched
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _SPARE = 16
@@ -77,14 +77,14 @@ class FilterLayer(GrowingLayer):
             self._written = self._written[:kept]
             self.history = self.history[:, :kept, :, :left] if kept else None
 
+    @property
+    def batch(self) -> int:
+        # A bank that several layers share has been told already when the second of them is.
+        return super().batch if self.history is None else self.history.shape[0]
+
     def reset(self) -> None:
         self.history, self._written = None, []
         super().reset()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self.history is not None:
-            self.history = self.history.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -108,6 +108,11 @@ class BankedLayer(GrowingLayer):
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._banked is None else self._banked
 
+    @property
+    def batch(self) -> int:
+        bank = self.group.bank
+        return super().batch if self._banked is None or bank is None else bank.batch
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E); all keys and values, or stand-ins where the past is in the bank."""
         if not self.is_initialized:
@@ -119,7 +124,7 @@ class BankedLayer(GrowingLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         offload = self.group.append(self.place, past, key_states, value_states)
         self._banked = past + key_states.shape[-2]
-        return offload.tensors() if past else (key_states, value_states)
+        return (OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)) if past else (key_states, value_states)
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Leave the device for the bank, if it takes keys and values like these; whether the layer is in it now."""
@@ -143,20 +148,12 @@ class BankedLayer(GrowingLayer):
         self.group.clear()
         super().reset()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self._batch()).repeat_interleave(repeats))
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._banked is None:
             super().batch_select_indices(indices)
         elif self.place == self.group.leader:
             # All layers of a group are in one bank, and each is told.
             self.group.select(indices, self._banked)
-
-    def _batch(self) -> int:
-        if self._banked is not None and self.group.bank is not None:
-            return self.group.bank.batch
-        return self.keys.shape[0] if self.get_seq_length() else 0
 
 
 class BrutalLayer(BankedLayer):

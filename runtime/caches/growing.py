@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from runtime.caches.room import append
+from runtime.caches.room import room_for, with_room
 
 
 class GrowingLayer(DynamicLayer):
@@ -26,22 +27,26 @@ class GrowingLayer(DynamicLayer):
         super().__init__(**kwargs)
         self._rooms: tuple[Tensor, Tensor] | None = None
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E); the views (B, G, n + Q, ...) of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
         new = old + key_states.shape[-2]
-        keys, values = self._rooms or (self.keys, self.values)
-        keys, values = append(keys, key_states, old), append(values, value_states, old)
+        keys, values = (with_room(held, old, new, room_for(new)) for held in self._rooms or (self.keys, self.values))
+        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
         self._rooms = keys, values
         self.keys, self.values = keys[:, :, :new], values[:, :, :new]
         return self.keys, self.values
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held, the room for new tokens included."""
-        return sum(room.nbytes for room in self._rooms or ())
+    def batch(self) -> int:
+        """Sequences, 0 before the first token."""
+        return self.keys.shape[0] if self.get_seq_length() else 0
 
     def reset(self) -> None:
         # transformers before 5.17 keeps the length and zeroes the tokens.
@@ -53,8 +58,7 @@ class GrowingLayer(DynamicLayer):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._rooms = None
-        super().batch_repeat_interleave(repeats)
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._rooms = None

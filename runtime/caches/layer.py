@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +18,21 @@ from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
 from runtime.caches.policy import Policy
-from runtime.caches.step import Terms
+from runtime.caches.step import Step
 from runtime.standin import NewTokens
 
 # Tokens that can be taken back while drafts are being verified: more than anybody drafts at a time.
 _RECORDED = 64
 
 Spans = Sequence[tuple[int, int]]
-# Queries, keys and values of a call, and which of its slots hold tokens.
-_Taken = tuple[Tensor, Tensor, Tensor, Spans, Terms]
 
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads with one policy, None for all of the layer, what makes it, and its name."""
+    """KV heads with one policy, None for all of the layer, and what makes it."""
 
     heads: tuple[int, ...] | None
     make: Callable[[], Policy]
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,15 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A state to come back to: how many slots there were, what the policies held, and each token since.
+    """A state to come back to: how many slots there were, what the policies held, and the calls since.
 
-    A state between two marks is the earlier one's with the tokens up to there taken in once more.
+    A state between two marks is the earlier one's with the tokens up to there taken in once more. With each call is
+    said which of its slots hold tokens.
     """
 
     slots: int
     parts: tuple[_Part, ...]
-    steps: list[_Taken]
+    calls: list[tuple[Step, Spans]]
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -79,10 +78,9 @@ class PolicyLayer(CacheLayerMixin):
         self._slots = 0
         self._new: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[_Part, ...] = ()
-        # The last two: at least _RECORDED tokens can be taken back once so many have come.
+        # The last two: at least _RECORDED tokens can be taken back once so many have come. Until the second call that
+        # of the first one, which may end in drafts.
         self._marks: list[_Mark] = []
-        # What the first call came with, until the next: drafts may be at its end.
-        self._prompt: _Taken | None = None
         # The slots of each sequence that hold tokens, in runs [begin, end).
         self._runs: list[list[tuple[int, int]]] = []
         self.is_initialized = False
@@ -104,12 +102,10 @@ class PolicyLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._parts = (self._empty(key_states.shape[0]),)
-        self._runs = [[] for _ in range(key_states.shape[0])]
+        rows = range(key_states.shape[0])
+        self._parts = (_Part(tuple(rows), tuple(group.make() for group in self.groups)),)
+        self._runs = [[] for _ in rows]
         self.is_initialized = True
-
-    def _empty(self, batch: int) -> _Part:
-        return _Part(tuple(range(batch)), tuple(group.make() for group in self.groups))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take (B, G, Q, D) and (B, G, Q, E) to the attention that follows; stand-ins of all keys and values."""
@@ -121,77 +117,71 @@ class PolicyLayer(CacheLayerMixin):
         self._new = key_states.detach(), value_states.detach()
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
-    def attend(self, q: Tensor, spans: Spans | None, terms: Terms) -> Tensor:
+    def attend(self, q: Tensor, spans: Spans | None, **how: Any) -> Tensor:
         """Attention of queries (B, H, Q, D) over what is kept and the new tokens: (B, H, Q, E), zeros for padding.
 
-        spans: the new slots of each sequence that hold tokens; None for all.
+        spans: the new slots of each sequence that hold tokens; None for all. how: what else a Step is made of.
         """
         if self._new is None:
             raise HeadwiseError(
                 "two layers read one layer's keys and values: a cache that drops tokens serves one only"
             )
         (k, v), self._new = self._new, None
-        q_len = q.shape[2]
-        spans = [(0, q_len)] * q.shape[0] if spans is None else spans
-        self._run_on(spans, q_len)
-        self._prompt, recorded = None, replace(terms, prefill=None)
-        if not self.record_past or self._slots == q_len or q_len > _RECORDED:
+        call, first = Step(q=q, k=k, v=v, **how), self._slots - q.shape[2]
+        spans = [(0, call.length)] * q.shape[0] if spans is None else spans
+        for runs, (begin, end) in zip(self._runs, spans, strict=True):
+            if begin < end:
+                joins = runs and runs[-1][1] == first + begin
+                runs.append((runs.pop()[0] if joins else first + begin, first + end))
+        if not self.record_past:
             self._marks = []
-            if self.record_past and self._slots == q_len:
-                self._prompt = q, k, v, spans, recorded
-            return self._attend(q, k, v, spans, terms)
+            return self._attend(call, spans)
+        # Nobody wants the attention when tokens are taken in again: so a recording is plain data, and can be copied.
+        recorded = replace(call, prefill=_nothing)
+        if not first or call.length > _RECORDED:
+            self._marks = [] if first else [_Mark(0, _copies(self._parts), [(recorded, spans)])]
+            return self._attend(call, spans)
+        self._marks = [mark for mark in self._marks if mark.slots]
         outs = []
-        for i in range(q_len):
+        for i in range(call.length):
             # Token by token, so that any number of them can be taken back.
+            if not self._marks or len(self._marks[-1].calls) == _RECORDED:
+                self._marks = [*self._marks[-1:], _Mark(first + i, _copies(self._parts), [])]
             one = [(0, int(begin <= i < end)) for begin, end in spans]
-            at = slice(i, i + 1)
-            step = q[:, :, at], k[:, :, at], v[:, :, at], one
-            if not self._marks or len(self._marks[-1].steps) == _RECORDED:
-                self._marks = [*self._marks[-1:], _Mark(self._slots - q_len + i, _copies(self._parts), [])]
-            self._marks[-1].steps.append((*step, recorded))
-            outs.append(self._attend(*step, terms))
+            self._marks[-1].calls.append((recorded.slots(i, i + 1), one))
+            outs.append(self._attend(call.slots(i, i + 1), one))
         return torch.cat(outs, dim=2)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
         """Whether the tokens taken in before those of the last update are in these slots, [begin, end) by sequence."""
         return all(tuple(mine) == tuple(theirs) for mine, theirs in zip(self._runs, runs, strict=True))
 
-    def _run_on(self, spans: Spans, q_len: int) -> None:
-        """Note which of the last `q_len` slots hold tokens."""
-        first = self._slots - q_len
-        for runs, (begin, end) in zip(self._runs, spans, strict=True):
-            if begin < end:
-                joins = runs and runs[-1][1] == first + begin
-                runs.append((runs.pop()[0] if joins else first + begin, first + end))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, terms: Terms) -> Tensor:
+    def _attend(self, call: Step, spans: Spans) -> Tensor:
         self._part(spans)
-        whole = len(self._parts) == 1 and spans[0] == (0, q.shape[2])
-        if whole:
-            return self._of(self._parts[0].policies, q, k, v, terms)
-        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        if len(self._parts) == 1 and spans[0] == (0, call.length):
+            return self._by_heads(self._parts[0].policies, call)
+        q = call.q
+        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], call.v.shape[3]).transpose(1, 2)
         for part in self._parts:
             begin, end = spans[part.rows[0]]
             if begin < end:
                 rows = torch.tensor(part.rows, device=q.device)
-                some = [states.index_select(0, rows)[:, :, begin:end] for states in (q, k, v)]
-                out[rows, :, begin:end] = self._of(part.policies, some[0], some[1], some[2], terms)
+                out[rows, :, begin:end] = self._by_heads(part.policies, call.slots(begin, end, rows))
         return out
 
-    def _of(self, policies: Sequence[Policy], q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+    def _by_heads(self, policies: Sequence[Policy], call: Step) -> Tensor:
         """(n, H, Q, E) of n sequences alike, group by group."""
         if self.groups[0].heads is None:
-            return policies[0].attend(terms.step(q, k, v, None))
-        if q.device not in self._heads:
-            self._heads[q.device] = [torch.tensor(group.heads, device=q.device) for group in self.groups]
-        grouped, out = q.unflatten(1, (k.shape[1], -1)), None
-        for group, heads, policy in zip(self.groups, self._heads[q.device], policies, strict=True):
-            queries = grouped.index_select(1, heads).flatten(1, 2)
-            some = policy.attend(terms.step(queries, k.index_select(1, heads), v.index_select(1, heads), group.heads))
-            if out is None:
-                out = some.new_empty(*grouped.shape[:4], some.shape[3])
+            return policies[0].attend(call)
+        grouped = call.q.unflatten(1, (call.k.shape[1], -1))
+        if grouped.device not in self._heads:
+            self._heads[grouped.device] = [torch.tensor(group.heads, device=grouped.device) for group in self.groups]
+        out = grouped.new_empty(*grouped.shape[:4], call.v.shape[3])
+        for group, heads, policy in zip(self.groups, self._heads[grouped.device], policies, strict=True):
+            q, k, v = (x.index_select(1, heads) for x in (grouped, call.k, call.v))
+            prefill = partial(call.prefill, heads=group.heads)
+            some = policy.attend(replace(call, q=q.flatten(1, 2), k=k, v=v, prefill=prefill))
             out[:, heads] = some.unflatten(1, (len(heads), -1))
-        assert out is not None
         return out.flatten(1, 2)
 
     def _part(self, spans: Spans) -> None:
@@ -235,42 +225,38 @@ class PolicyLayer(CacheLayerMixin):
         if left == self._slots:
             return
         marks = [mark for mark in self._marks if mark.slots <= left]
-        if marks:
-            self._go_back(marks, left)
-        elif left == 0:
+        if left == 0:
             self._start()
-        elif self._prompt is not None:
-            self._prefill_again(left)
+        elif marks:
+            self._go_back(marks, left)
         elif len(self._parts) > 1 or self.policies[0].seen != self._slots:
             raise HeadwiseError(f"cannot take {-tokens_to_remove} slots back from a batch with padding")
+        elif any(policy.settled > left for policy in self.policies):
+            raise HeadwiseError(
+                f"cannot take {-tokens_to_remove} tokens back: the cache has dropped others since; "
+                "call activate_past_recording before the tokens that may be taken back"
+            )
         else:
-            # One policy does nothing where it cannot; of several some may have.
-            former = _copies(self._parts) if len(self.policies) > 1 else self._parts
-            if not all(policy.truncate(left) for policy in self.policies):
-                self._parts = former
-                raise HeadwiseError(
-                    f"cannot take {-tokens_to_remove} tokens back: the cache has dropped others since; "
-                    "call activate_past_recording before the tokens that may be taken back"
-                )
+            self._marks = []
+            for policy in self.policies:
+                policy.truncate(left)
         self._slots = left
         self._runs = [[(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs]
 
     def _go_back(self, marks: list[_Mark], left: int) -> None:
-        """To the state of `left` slots: the last mark's, and the tokens that came after it and stay."""
+        """To the state of `left` slots: the last mark's, with so much of the calls since as stays."""
         last = marks[-1]
-        del last.steps[left - last.slots :]
+        calls, stays = list(last.calls), left - last.slots
+        last.calls.clear()
         self._marks, self._parts = marks, _copies(last.parts)
-        for step in last.steps:
-            self._attend(*step)
-
-    def _prefill_again(self, left: int) -> None:
-        """Take in the first `left` slots of the first call, which may have ended in drafts, and no more."""
-        assert self._prompt is not None
-        q, k, v, spans, terms = self._prompt
-        spans = [(min(begin, left), min(end, left)) for begin, end in spans]
-        self._prompt = q[:, :, :left], k[:, :, :left], v[:, :, :left], spans, terms
-        self._parts = (self._empty(q.shape[0]),)
-        self._attend(*self._prompt)
+        for call, spans in calls:
+            count = min(call.length, stays)
+            if count > 0:
+                last.calls.append(
+                    (call.slots(0, count), [(min(begin, count), min(end, count)) for begin, end in spans])
+                )
+                self._attend(*last.calls[-1])
+            stays -= count
 
     def reset(self) -> None:
         self._start()
@@ -316,15 +302,19 @@ class PolicyLayer(CacheLayerMixin):
             _Part(tuple(rows), _selected(part.policies, taken)) for part, taken, rows in wanted.values()
         )
         self._runs = [list(self._runs[row]) for row in indices.tolist()]
-        self._marks, self._prompt = [], None
+        self._marks = []
 
     @property
     def recorded(self) -> list[Tensor]:
         """What is held beside the policies' own, to take tokens back."""
         policies = [policy for mark in self._marks for part in mark.parts for policy in part.policies]
-        steps = [step for mark in self._marks for step in mark.steps] + ([] if self._prompt is None else [self._prompt])
         held = [tensor for policy in policies for tensor in policy.tensors().values()]
-        return held + [tensor for step in steps for tensor in step[:3]]
+        return held + [tensor for mark in self._marks for call, _ in mark.calls for tensor in (call.q, call.k, call.v)]
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """No attention, (B, H, Q, E)."""
+    return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
 def _copies(parts: Sequence[_Part]) -> tuple[_Part, ...]:

@@ -10,10 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from typing import Self
 
-import torch
 from torch import Tensor
 
-from runtime.caches.room import append
+from runtime.caches.room import room_for, with_room
 from runtime.caches.step import Step
 
 # What a share's product may be above a whole number by rounding: 0.1 of 30 tokens are 3.
@@ -31,26 +30,30 @@ def tokens(budget: int | float, seen: int) -> int:
 class Policy(ABC):
     """Keys and values of some KV heads, for sequences that have seen equally many tokens.
 
-    Every tensor it holds has the batch first and is an attribute of its own: so rows are selected and bytes counted.
+    Every tensor it holds is (B, G, slots, ...) and an attribute of its own, there from the first token on: so rows are
+    selected, bytes counted and tokens dropped.
 
-    seen: tokens so far, in each sequence.
+    seen: tokens so far, in each sequence. kept: those held of each sequence and KV head. settled: the fewest that it
+    can be taken back to, for others were dropped since.
+    keys (B, G, room, D) and values (B, G, room, E): the first n slots hold tokens.
     """
 
-    def __init__(self) -> None:
-        self.seen = 0
+    keys: Tensor
+    values: Tensor
 
-    @property
-    @abstractmethod
-    def kept(self) -> int:
-        """Tokens held of each sequence and KV head."""
+    # Whether a slot is written to again: if not, copies to come back to share memory.
+    overwrites = False
+
+    def __init__(self) -> None:
+        self.seen = self.kept = self.settled = 0
 
     @abstractmethod
     def attend(self, call: Step) -> Tensor:
         """Take in the call's tokens and attend to what is kept: (B, H, Q, E)."""
 
-    @abstractmethod
-    def truncate(self, length: int) -> bool:
-        """Forget all but the first `length` tokens; False, and nothing done, where some of those are gone already."""
+    def room(self, needed: int) -> int:
+        """For how many tokens memory is made where `needed` are kept."""
+        return room_for(needed)
 
     def tensors(self) -> dict[str, Tensor]:
         """What it holds, by attribute."""
@@ -66,8 +69,11 @@ class Policy(ABC):
             setattr(self, name, value)
 
     def mark(self) -> Self:
-        """A copy to come back to. Where tokens are only ever added behind others it may share this one's memory."""
-        return self.select(torch.arange(next((x.shape[0] for x in self.tensors().values()), 0)))
+        """A copy to come back to, whatever this one takes in."""
+        made = copy.copy(self)
+        for name, tensor in self.tensors().items() if self.overwrites else ():
+            setattr(made, name, tensor.clone())
+        return made
 
     def select(self, rows: Tensor) -> Self:
         """A copy that shares no memory, with these sequences, each as often as it is named."""
@@ -76,37 +82,40 @@ class Policy(ABC):
             setattr(made, name, tensor.index_select(0, rows.to(tensor.device)))
         return made
 
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens, `settled` or more."""
+        self.kept -= self.seen - length
+        self.seen = length
+
+    def _make_room(self, needed: int, **new: Tensor) -> None:
+        """Have memory for so many tokens of what is like `new` (B, G, Q, ...), by attribute."""
+        for name, rows in new.items():
+            memory = vars(self).get(name, rows[:, :, :0])
+            setattr(self, name, with_room(memory, self.kept, needed, self.room(needed)))
+
+    def _add(self, **new: Tensor) -> list[Tensor]:
+        """Put new tokens (B, G, Q, ...) behind those that are kept, by attribute: all of them, (B, G, n + Q, ...)."""
+        past, count = self.kept, new["keys"].shape[2]
+        self._make_room(past + count, **new)
+        self.seen, self.kept = self.seen + count, past + count
+        held = [vars(self)[name][:, :, : self.kept] for name in new]
+        for memory, rows in zip(held, new.values(), strict=True):
+            memory[:, :, past:] = rows
+        return held
+
+    def _keep(self, slots: Tensor) -> None:
+        """Keep the tokens in these slots, (B, G, n), in new memory: that of all others is freed."""
+        self.kept = slots.shape[2]
+        for name, tensor in self.tensors().items():
+            at = slots if tensor.dim() == 3 else slots[..., None].expand(-1, -1, -1, tensor.shape[3])
+            setattr(self, name, with_room(tensor.gather(2, at), self.kept, self.kept + 1, self.room(self.kept)))
+        self.settled = self.seen
+
 
 class Full(Policy):
-    """Everything is kept, for layers, or KV heads, beside others that drop tokens.
-
-    keys (B, G, n, D) and values (B, G, n, E) of all tokens, with room at the end.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    @property
-    def kept(self) -> int:
-        return self.seen
-
-    def mark(self) -> Self:
-        """See Policy.mark."""
-        return copy.copy(self)
+    """Everything is kept, in the order of the text, for layers or KV heads beside others that drop tokens."""
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
-        past, total = self.seen, self.seen + call.length
-        self.keys, self.values = append(self.keys, call.k, past), append(self.values, call.v, past)
-        self.seen = total
-        keys, values = self.keys[:, :, :total], self.values[:, :, :total]
-        if call.length > 1:
-            return call.prefill(call.q, keys, values)
-        return call.attend(call.q, keys, values)[0]
-
-    def truncate(self, length: int) -> bool:
-        """See Policy.truncate."""
-        self.seen = length
-        return True
+        keys, values = self._add(keys=call.k, values=call.v)
+        return call.attend(call.q, keys, values)[0] if call.length == 1 else call.prefill(call.q, keys, values)

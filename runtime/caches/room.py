@@ -1,6 +1,6 @@
 """Memory of a cache with room at its end: a new token costs its own bytes, not a copy of all before it.
 
-Shapes: B batch, G KV heads, Q new tokens, D head dim.
+Shapes: B batch, G KV heads, Q new tokens; what follows them, such as the head dim, is any.
 """
 
 from __future__ import annotations
@@ -15,28 +15,20 @@ _ROOM = 256
 _SHARE = 8
 
 
-def with_room(former: Tensor | None, new: Tensor, used: int, needed: int, most: int | None = None) -> Tensor:
-    """Memory (B, G, at least `needed`, D) whose first `used` tokens are those of `former`; the same where it suffices.
+def room_for(needed: int) -> int:
+    """Tokens to have memory for where `needed` are there: those, and as many new ones as make a copy worth it."""
+    return needed + max(_ROOM, needed // _SHARE)
 
-    new: (B, G, Q, D), for its sizes and type. most: never more tokens than that.
+
+def with_room(memory: Tensor, used: int, needed: int, room: int) -> Tensor:
+    """Memory (B, G, at least `needed`, ...) with the first `used` tokens of `memory`: the same where it suffices.
+
+    room: for how many tokens new memory is.
     """
-    if former is not None and former.dim() == 4 and former.shape[2] >= needed and writable(former):
-        return former
-    room = needed + max(_ROOM, needed // _SHARE)
-    made = in_huge_pages(new.new_empty(*new.shape[:2], room if most is None else min(room, most), new.shape[3]))
-    if former is not None and used:
-        made[:, :, :used] = former[:, :, :used]
+    # What was made in inference mode cannot be written to outside of it.
+    writable = torch.is_inference_mode_enabled() or not memory.is_inference()
+    if memory.shape[2] >= needed and writable:
+        return memory
+    made = in_huge_pages(memory.new_empty(*memory.shape[:2], room, *memory.shape[3:]))
+    made[:, :, :used] = memory[:, :, :used]
     return made
-
-
-def append(memory: Tensor | None, new: Tensor, used: int) -> Tensor:
-    """Memory with room whose first `used` tokens are those of `memory`, and those after them `new` (B, G, Q, D)."""
-    needed = used + new.shape[2]
-    made = with_room(memory, new, used, needed)
-    made[:, :, used:needed] = new
-    return made
-
-
-def writable(memory: Tensor) -> bool:
-    """Whether a new token can be written: memory made in inference mode cannot be outside of it."""
-    return torch.is_inference_mode_enabled() or not memory.is_inference()

@@ -34,7 +34,8 @@ class Rotation:
             raise self._refused("it has no rotary embedding")
         self._layer_type = getattr(module, "layer_type", None)
         self._takes_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        kind = _rope_type(self._rotary, self._layer_type)
+        kinds = getattr(self._rotary, "rope_type", "default")
+        kind = kinds.get(self._layer_type, "default") if isinstance(kinds, dict) else kinds
         if kind in ("dynamic", "longrope"):
             raise self._refused(f"its rotary embedding of type {kind!r} changes with the length")
         self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
@@ -81,19 +82,13 @@ class Rotation:
 
 def _rotary(model: nn.Module, module: nn.Module) -> nn.Module | None:
     """The rotary embedding of an attention layer: its own, or that of the innermost model around it."""
-    around = [model]
     name = next((name for name, part in model.named_modules() if part is module), "")
-    parts = name.split(".") if name else []
-    for depth in range(1, len(parts) + 1):
-        around.append(model.get_submodule(".".join(parts[:depth])))
-    for part in reversed(around):
+    while True:
+        part = model.get_submodule(name)
         for child in ("rotary_emb", "rotary_embedding"):
             found = getattr(part, child, None)
             if isinstance(found, nn.Module):
                 return found
-    return None
-
-
-def _rope_type(rotary: nn.Module, layer_type: str | None) -> str:
-    kinds = getattr(rotary, "rope_type", "default")
-    return str(kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds)
+        if not name:
+            return None
+        name = name.rpartition(".")[0]

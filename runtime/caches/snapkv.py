@@ -5,16 +5,12 @@ Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, W windo
 
 from __future__ import annotations
 
-import copy
-from typing import Self
-
 import torch
 from torch import Tensor
 
 import artifacts
 from kernels.scored import scored_attention
 from runtime.caches.policy import Policy, tokens
-from runtime.caches.room import append
 from runtime.caches.step import Step
 
 
@@ -57,63 +53,26 @@ class SnapKV(Policy):
     A call of at least `window` tokens, more than one, is a prompt or a chunk of one; a shorter one is generated text
     and is kept. After a prompt whatever was kept before it, replies too, stands for election with it, and `budget`
     tokens are left, a share being of all tokens so far: in a conversation the prompt is all that was said.
-
-    keys (B, G, room, D) and values (B, G, room, E): the first n rows, in the order of the text.
     """
 
     def __init__(self, record: artifacts.SnapKV) -> None:
         super().__init__()
         self.record = record
-        self._held = 0
-        # Where the last prompt ended that cost tokens.
-        self._settled = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    @property
-    def kept(self) -> int:
-        return self._held
-
-    def mark(self) -> Self:
-        """See Policy.mark: votes are counted into new memory."""
-        return copy.copy(self)
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
-        past, total = self._held, self._held + call.length
-        self.keys, self.values = append(self.keys, call.k, past), append(self.values, call.v, past)
-        self._held, self.seen = total, self.seen + call.length
+        past = self.kept
+        keys, values = self._add(keys=call.k, values=call.v)
         if not past and call.length > 1:
-            out = call.whole()
+            out = call.prefill(call.q, call.k, call.v)
         else:
-            out = call.attend(call.q, self.keys[:, :, :total], self.values[:, :, :total])[0]
-        if call.length >= max(2, self.record.window):
-            self._compress(call)
+            out = call.attend(call.q, keys, values)[0]
+        kept = left_of(self.record, self.kept, self.seen)
+        if call.length >= max(2, self.record.window) and kept < self.kept:
+            self._keep(elect(self._votes(call), kept, self.record.window))
         return out
-
-    def truncate(self, length: int) -> bool:
-        """See Policy.truncate."""
-        if length < self._settled:
-            return False
-        self._held -= self.seen - length
-        self.seen = length
-        return True
-
-    def _compress(self, call: Step) -> None:
-        """Keep what the votes elect and the window."""
-        assert self.keys is not None and self.values is not None
-        kept = left_of(self.record, self._held, self.seen)
-        if kept == self._held:
-            return
-        rows = elect(self._votes(call), kept, self.record.window)[..., None]
-        # New memory: that of the prompt is freed.
-        keys, values = (x.gather(2, rows.expand(-1, -1, -1, x.shape[3])) for x in (self.keys, self.values))
-        self.keys, self.values = append(None, keys, 0), append(None, values, 0)
-        self._held, self._settled = kept, self.seen
 
     def _votes(self, call: Step) -> Tensor:
         """(B, G, n - W), of the window's queries."""
-        assert self.keys is not None and self.values is not None
-        k, v = self.keys[:, :, : self._held], self.values[:, :, : self._held]
-        q = call.q[:, :, -self.record.window :]
+        q, k, v = call.q[:, :, -self.record.window :], self.keys[:, :, : self.kept], self.values[:, :, : self.kept]
         return votes_of(self.record, q, k, v, scale=call.scale, softcap=call.softcap, backend=call.backend)

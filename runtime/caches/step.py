@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q new tokens, K keys, D head dim, E 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Step:
 
     q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer,
     (B, H, Q, E), for queries that are the last of keys none of which is missing: by the artifact's patterns, or dense
-    where the keys are fewer than it wants.
+    where the keys are fewer than it wants. That of a whole layer also takes `heads`, the KV heads that are meant.
     """
 
     q: Tensor
@@ -37,43 +37,23 @@ class Step:
     scale: float
     softcap: float | None
     backend: str
-    prefill: Callable[[Tensor, Tensor, Tensor], Tensor]
+    prefill: Callable[..., Tensor]
 
     @property
     def length(self) -> int:
         return self.q.shape[2]
 
-    def whole(self) -> Tensor:
-        """Attention where these tokens are all there are, (B, H, Q, E)."""
-        return self.prefill(self.q, self.k, self.v)
+    def slots(self, begin: int, end: int, rows: Tensor | None = None) -> Step:
+        """Some of its tokens, of these sequences or of all."""
+        if rows is None and end - begin == self.length:
+            return self
+        some = (x if rows is None else x.index_select(0, rows) for x in (self.q, self.k, self.v))
+        q, k, v = (x[:, :, begin:end] for x in some)
+        return replace(self, q=q, k=k, v=v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
         """See attend_all."""
         return attend_all(q, k, v, window=window, scale=self.scale, softcap=self.softcap, backend=self.backend)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What a call of a layer says beside queries, keys and values, and what attends to a whole prompt.
-
-    prefill: as Step's, with the KV heads that are meant, None for all. None: nobody wants the attention, for tokens are
-    taken in a second time; so a recording is plain data, and a copy of it works wherever it is.
-    """
-
-    scale: float
-    softcap: float | None
-    backend: str
-    prefill: Callable[[Tensor, Tensor, Tensor, tuple[int, ...] | None], Tensor] | None = None
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None) -> Step:
-        """New tokens of these KV heads, None for all of the layer."""
-        prefill = self.prefill
-        attend = _nothing if prefill is None else lambda q, k, v: prefill(q, k, v, heads)
-        return Step(q=q, k=k, v=v, scale=self.scale, softcap=self.softcap, backend=self.backend, prefill=attend)
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.new_zeros(*q.shape[:3], v.shape[3])
 
 
 def attend_all(

@@ -1,4 +1,7 @@
-"""The loop of `generate(custom_generate=handle.lossless())`: draft, verify, keep what stands."""
+"""The loop of `generate(custom_generate=handle.lossless())`: draft, verify, keep what stands.
+
+Shapes: N drafted tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from torch import Tensor
 from artifacts import Artifact, HeadwiseError
 from runtime.attention.state import Settings, settings_of
 from runtime.layers import text_config
-from runtime.lossless.pace import MOST, Pace, Plan
-from runtime.lossless.rule import standing
+from runtime.lossless.pace import MOST, Pace
 from runtime.lossless.run import Run
 from runtime.measured import wait
 from runtime.new_cache import make_cache
@@ -75,7 +77,10 @@ class Lossless:
             while True:
                 new = standing(drafted, drafts if run.samples else None, found)
                 if plan is not None:
-                    self._saw(plan, len(new) - 1, *seconds)
+                    stood = len(new) - 1
+                    self._pace.saw(plan, stood, *seconds)
+                    drafting = {"rounds": 1, "drafted": plan.drafts, "accepted": stood}
+                    self._counts.update(drafting if plan.drafts else {"dense_steps": 1})
                 before, done = ids.shape[1], False
                 for token in new:
                     ids = torch.cat([ids, token.view(1, 1)], dim=1)
@@ -96,11 +101,6 @@ class Lossless:
                 found = run.verify(ids, drafted)
                 wait(ids.device)
                 seconds = middle - start, time.perf_counter() - middle
-
-    def _saw(self, plan: Plan, stood: int, draft_seconds: float, verify_seconds: float) -> None:
-        self._pace.saw(plan, stood, draft_seconds, verify_seconds)
-        more = {"rounds": 1, "drafted": plan.drafts, "accepted": stood} if plan.drafts else {"dense_steps": 1}
-        self._counts.update(more)
 
     def _check(self, model: Any, ids: Tensor, config: Any, given: dict[str, Any]) -> None:
         """Refuse what cannot be served, by name; in the place of the empty cache that generate() made, put ours."""
@@ -125,3 +125,33 @@ class Lossless:
             cache = given["past_key_values"] = make_cache(self._artifact, model, "never")
         if any(hasattr(layer, "group") or hasattr(layer, "policies") for layer in cache.layers):
             raise HeadwiseError("lossless decode needs a cache with all tokens at hand: new_cache(offload='never')")
+
+
+def standing(drafted: Tensor, drafts: Tensor | None, scores: Tensor) -> Tensor:
+    """The drafted tokens that stand, and one more by the verifying scores: (n + 1,) int64 of n <= N that stand.
+
+    Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1): what comes out is what dense attention
+    would have written, or has the distribution of its scores, whatever drafted.
+
+    Args:
+        drafted: (N,) tokens; the i-th was drawn from softmax(drafts[i]).
+        drafts: (N, V) scores that they were drawn by, after every processor; None where decoding is greedy.
+        scores: (N + 1, V) those of dense attention, after every processor: row i follows i drafted tokens.
+    """
+    if drafts is None:
+        best = scores.argmax(-1)
+        return best[: _leading(best[:-1] == drafted) + 1]
+    q, p = drafts.softmax(-1), scores.softmax(-1)
+    at = torch.arange(len(drafted), device=drafted.device)
+    count = _leading(torch.rand(len(drafted), device=p.device) * q[at, drafted] < p[at, drafted])
+    last = p[count]
+    if count < len(drafted):
+        # What the draft gave too much of was refused; what it gave too little of is left.
+        rest = (last - q[count]).clamp_(min=0)
+        last = rest if rest.sum() > 0 else last
+    return torch.cat([drafted[:count], torch.multinomial(last, 1)])
+
+
+def _leading(right: Tensor) -> int:
+    """How many come before the first that is wrong."""
+    return int(right.long().cumprod(0).sum())

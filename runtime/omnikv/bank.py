@@ -3,7 +3,8 @@
 A token's row holds, for one layer, the key and the value of one KV head after another: fetching a token is one copy,
 and of a KV head that attends to tokens of its own a part of it.
 
-Shapes: L layers, P tokens of a page, B batch, R numbers in a row, n tokens, A and N: layers and rows that are fetched.
+Shapes: L layers, P tokens of a page, B batch, G KV heads, D head dim, E value dim, R = G * (D + E) numbers in a row, n
+tokens, A and N: layers and rows that are fetched.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,11 +24,36 @@ _LEAST = 256
 _SHARE = 16
 
 
+class Row(NamedTuple):
+    """What a token's row is made of in one layer."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * (self.k_dim + self.v_dim)
+
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
+        """Rows (Q, B, R) of keys (B, G, Q, D) and values (B, G, Q, E)."""
+        rows = k.new_empty(k.shape[2], k.shape[0], self.width)
+        for part, states in zip(self.unpack(rows), (k, v), strict=True):
+            part.copy_(states.detach())
+        return rows
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, n, D) and values (B, G, n, E) as views of rows (n, B, R)."""
+        k, v = rows.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3).split((self.k_dim, self.v_dim), dim=-1)
+        return k, v
+
+
 class Bank:
     """Rows of L layers and B sequences; those of each layer are written in order, and read when they are there."""
 
-    def __init__(self, layers: int, batch: int, width: int, dtype: torch.dtype, lane: Lane) -> None:
-        self.layers, self.batch, self.width, self.dtype, self.lane = layers, batch, width, dtype, lane
+    def __init__(self, layers: int, batch: int, row: Row, dtype: torch.dtype, lane: Lane) -> None:
+        self.layers, self.batch, self.row, self.dtype, self.lane = layers, batch, row, dtype, lane
+        self.width = row.width
         # (L, P, B, R) each.
         self.pages: list[Tensor] = []
 

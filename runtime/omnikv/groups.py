@@ -9,26 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kernels.index import PAD
-from runtime.omnikv.bank import Bank
+from runtime.omnikv.bank import Bank, Row
 from runtime.omnikv.lane import lane_to
-from runtime.omnikv.offload import Offload, Row
+from runtime.omnikv.offload import Offload
 
 _EMPTY = -1
-
-
-@dataclass(frozen=True, eq=False)
-class _Chosen:
-    """What a step chose: how many keys there were, and what waits for the rows and says how many each list has, (I)."""
-
-    k_len: int
-    counts: Callable[[], Tensor]
 
 
 class Group:
@@ -44,14 +35,16 @@ class Group:
 
     def __init__(self, layers: int, keep: int, choices: Sequence[Sequence[int]] | None = None) -> None:
         self.layers, self.keep, self.choices = layers, keep, choices
+        # How many layers have lists of their own, and how many parts of a row are fetched each for itself.
+        self._apart, self._parts = (1, 1) if choices is None else (layers, len(choices[0]))
         self.bank: Bank | None = None
-        self.row: Row | None = None
         # The first layer that came to the bank speaks for all where a call concerns the whole group.
         self.leader: int | None = None
         # (L, S, B, R) on the device, and on the host the token in each slot of each list, (I, S).
         self.slots: Tensor | None = None
         self._held: Tensor | None = None
-        self._chosen: _Chosen | None = None
+        # How many keys there were when a step chose, and what waits for the rows and says how many each list has, (I).
+        self._chosen: tuple[int, Callable[[], Tensor]] | None = None
         # Which slots are read, by layer and number of new tokens.
         self._read: dict[tuple[int, int], Tensor] = {}
 
@@ -73,16 +66,15 @@ class Group:
         """Whether the bank is for layers like this one: the first decides, others stay on the device."""
         row = Row(k.shape[1], k.shape[3], v.shape[3])
         if self.bank is None:
-            self.row = row
-            self.bank = Bank(self.layers, k.shape[0], row.heads * (row.k_dim + row.v_dim), k.dtype, lane_to(k.device))
+            self.bank = Bank(self.layers, k.shape[0], row, k.dtype, lane_to(k.device))
         bank = self.bank
-        return (row, k.dtype, k.device, k.shape[0]) == (self.row, bank.dtype, bank.lane.device, bank.batch)
+        return (row, k.dtype, k.device, k.shape[0]) == (bank.row, bank.dtype, bank.lane.device, bank.batch)
 
     def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> Offload:
         """Put new keys (B, G, Q, D) and values behind the `past` tokens of a layer."""
-        assert self.bank is not None and self.row is not None
+        assert self.bank is not None
         self.leader = layer if self.leader is None else self.leader
-        rows = self.row.pack(k, v)
+        rows = self.bank.row.pack(k, v)
         self.bank.reserve(past + rows.shape[0])
         self.bank.write(layer, past, rows)
         return Offload(self, layer, past, rows)
@@ -108,7 +100,11 @@ class Group:
         listed = bank.lane.to_host(tokens)
 
         def work() -> Tensor:
-            chosen = self._lists(listed())
+            tokens, choices = listed().long(), self.choices
+            # A list for all heads, or one for each layer, sequence and head.
+            chosen = (
+                tokens[:, 0] if choices is None else torch.stack([tokens[:, [*row]] for row in choices]).flatten(0, 2)
+            )
             counts = (chosen < past).sum(1)
             # If this fails, the slots hold nothing that is known.
             after = held.clone()
@@ -124,7 +120,7 @@ class Group:
             return counts
 
         self._read.clear()
-        self._chosen = _Chosen(past, bank.lane.start(work))
+        self._chosen = past, bank.lane.start(work)
 
     def attended(self, layer: int, past: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """What a layer attends to: what was chosen of its `past` tokens, then its new rows (Q, B, R).
@@ -132,13 +128,13 @@ class Group:
         Keys (B, G, C, D), values (B, G, C, E) and, where lists differ in length, which of them count: (B, C) or
         (B, G, C) int32, ascending and padded. None where nothing was chosen for this length.
         """
-        if self._chosen is None or self._chosen.k_len != past:
+        if self._chosen is None or self._chosen[0] != past:
             return None
-        counts, new = self._chosen.counts(), rows.shape[0]
-        assert self.slots is not None and self.row is not None
+        counts, new = self._chosen[1](), rows.shape[0]
+        assert self.bank is not None and self.slots is not None
         most, slots = int(counts.max()), self.slots[layer]
         slots[most : most + new] = rows
-        k, v = self.row.unpack(slots[: most + new])
+        k, v = self.bank.row.unpack(slots[: most + new])
         if int(counts.min()) == most:
             return k, v, None
         at = layer * (self._apart > 1), new
@@ -148,23 +144,6 @@ class Group:
             read = torch.where((place < mine[..., None]) | (place >= most), place, PAD).sort(-1).values
             self._read[at] = (read if self.choices else read[:, 0]).contiguous().to(slots.device, non_blocking=True)
         return k, v, self._read[at]
-
-    @property
-    def _parts(self) -> int:
-        """Parts of a row that are fetched each for itself."""
-        assert self.row is not None
-        return 1 if self.choices is None else self.row.heads
-
-    @property
-    def _apart(self) -> int:
-        """Layers that have lists of their own."""
-        return 1 if self.choices is None else self.layers
-
-    def _lists(self, tokens: Tensor) -> Tensor:
-        """The lists (I, C) int64 of choices (B, U, C) on the host."""
-        if self.choices is None:
-            return tokens[:, 0].long()
-        return torch.stack([tokens[:, list(row)] for row in self.choices]).flatten(0, 2).long()
 
     def chosen(self, layer: int, tokens: Tensor) -> Tensor:
         """Rows (n, B, R) of a layer's tokens (B, n), brought to the device."""
@@ -208,13 +187,13 @@ class Group:
         self._settle()
         if self.bank is not None:
             self.bank.lane.arrived()
-        self.bank = self.row = self.leader = self.slots = self._held = None
+        self.bank = self.leader = self.slots = self._held = None
 
     def _settle(self) -> None:
         """Let a fetch under way end; its choice holds no longer."""
         chosen, self._chosen = self._chosen, None
         if chosen is not None:
-            chosen.counts()
+            chosen[1]()
 
 
 def _deliver(
@@ -259,10 +238,3 @@ def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tens
     held.masked_fill_(~stays, _EMPTY)
     held[sequences, places] = tokens
     return sequences, tokens, places
-
-
-def total(groups: Sequence[Group]) -> tuple[int, int]:
-    """Bytes that groups hold on the device and in CPU memory, the room for new tokens and staging included."""
-    slots = sum(group.slots.nbytes for group in groups if group.slots is not None)
-    banks = [group.bank for group in groups if group.bank is not None]
-    return slots, sum(bank.nbytes + bank.lane.host_bytes for bank in banks)

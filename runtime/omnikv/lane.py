@@ -23,10 +23,9 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffer: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(self.device)
+        # What is gathered into takes turns where copies go on behind.
+        self._buffers: list[Tensor | None] = [None]
+        self._turn = 0
 
     def __reduce__(self) -> tuple[type[Self], tuple[torch.device]]:
         return type(self), (self.device,)
@@ -60,8 +59,12 @@ class Lane:
 
     def staging(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Memory (N, R) to gather into: nothing that was gathered there before is still needed."""
-        self._buffer = _at_least(self._buffer, rows * width * dtype.itemsize, self.memory)
-        return _rows(self._buffer, rows, width, dtype)
+        buffer, nbytes = self._buffers[self._turn], rows * width * dtype.itemsize
+        if buffer is None or buffer.nbytes < nbytes:
+            # Pinned memory is given out in powers of two.
+            with torch.inference_mode(False):
+                buffer = self._buffers[self._turn] = self.memory(1 << (nbytes - 1).bit_length())
+        return buffer.view(dtype)[: rows * width].view(rows, width)
 
     def deliver(self, staged: Tensor, target: Tensor, places: Tensor) -> None:
         """Copy staged rows (N, R) to the rows `places` (N,) of target (S, R) on the device."""
@@ -70,7 +73,7 @@ class Lane:
     @property
     def host_bytes(self) -> int:
         """Bytes of CPU memory for staging."""
-        return 0 if self._buffer is None else self._buffer.nbytes
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
 
 class CudaLane(Lane):
@@ -86,9 +89,8 @@ class CudaLane(Lane):
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headwise-fetch")
-        self._buffers: list[Tensor | None] = [None, None]
+        self._buffers = [None, None]
         self._copied = [torch.cuda.Event(), torch.cuda.Event()]
-        self._turn = 0
 
     def memory(self, nbytes: int) -> Tensor:
         """See Lane.memory; pinned."""
@@ -148,9 +150,7 @@ class CudaLane(Lane):
         """See Lane.staging; pinned."""
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
-        buffer = _at_least(self._buffers[self._turn], rows * width * dtype.itemsize, self.memory)
-        self._buffers[self._turn] = buffer
-        return _rows(buffer, rows, width, dtype)
+        return super().staging(rows, width, dtype)
 
     def deliver(self, staged: Tensor, target: Tensor, places: Tensor) -> None:
         """See Lane.deliver; on the stream of what comes in."""
@@ -158,19 +158,3 @@ class CudaLane(Lane):
         self._copied[self._turn].record(self._inward)
         target.index_copy_(0, places.pin_memory().to(self.device, non_blocking=True), landed)
         target.record_stream(self._inward)
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
-
-
-def _at_least(buffer: Tensor | None, nbytes: int, memory: Callable[[int], Tensor]) -> Tensor:
-    if buffer is not None and buffer.nbytes >= nbytes:
-        return buffer
-    # Pinned memory is given out in powers of two.
-    with torch.inference_mode(False):
-        return memory(1 << (nbytes - 1).bit_length())
-
-
-def _rows(buffer: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    return buffer.view(dtype)[: rows * width].view(rows, width)

@@ -20,7 +20,6 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.reads import taken
 from runtime.omnikv.roles import Role
 from runtime.vllm.batch import Few, Piece, few_of
 from runtime.vllm.fit import ranges
@@ -48,14 +47,14 @@ class Chooser:
     @property
     def captures(self) -> bool:
         """Whether a step of single tokens can be replayed for others."""
-        return self.omni.coverage is None and self.omni.group is None
+        return self.omni.section.coverage is None and self.omni.group is None
 
     def takes(self, q_len: int) -> bool:
         """Whether requests with so many new tokens, which are several, are served.
 
         They are the parent's where choices differ in length: they would not know their places.
         """
-        return 1 < q_len <= MAX_QUERIES and self.omni.coverage is None
+        return 1 < q_len <= MAX_QUERIES and self.omni.section.coverage is None
 
     def gains(self, k_len: int) -> bool:
         """Whether a context has more keys than are chosen."""
@@ -93,7 +92,7 @@ class Chooser:
         if role.filter is not None:
             if (role.filter, few.q_len) not in self._chosen:
                 raise HeadwiseError(f"filter layer {role.filter} has chosen nothing")
-            step.decode(few, taken(self._chosen[role.filter, few.q_len], role.choices))
+            step.decode(few, role.taken(self._chosen[role.filter, few.q_len]))
             return
         chosen, most = None, max(self._most, few.q_len)
         keys = few.pages(step.pages.size).shape[1] * step.pages.size

@@ -260,6 +260,20 @@ def test_sequences_are_repeated_selected_and_reordered(section, prompt, build, d
     torch.testing.assert_close(found[2], found[0], **CLOSE)
 
 
+def test_kept_scores_are_repeated_with_their_sequences(build, decoding, ids) -> None:
+    """With every layer in one bank they were repeated twice, or by rows that are not there."""
+    model, text, forced = build(**LAYERS), ids(120, batch=2), ids(8, batch=4, seed=9)
+    found = []
+    with decoding(model, selector="uniform").apply(model, backend="auto") as handle:
+        for offload in ("never", "packed", "brutal"):
+            cache = handle.new_cache(offload=offload)
+            steps(model, text, forced[:2, :3], cache)
+            cache.batch_repeat_interleave(2)
+            found.append(steps(model, forced[:, 3:4], forced[:, 4:], cache))
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    torch.testing.assert_close(found[2], found[0], **CLOSE)
+
+
 def test_a_short_context_stays_on_the_device(build, decoding, ids) -> None:
     model = build(**LAYERS)
     with decoding(model, budget=40).apply(model) as handle:
@@ -306,6 +320,20 @@ def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decodi
     more = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32)
     assert not isinstance(cache.update(*more, 4)[0], OffloadedTensor)
     assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
+
+
+def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding) -> None:
+    """Places were counted over all devices: the second device's bank had none for its layers."""
+    model = build(**LAYERS)
+    loaded = decoding(model)
+    model.model.layers[2:].to("meta")
+    cache = loaded.new_cache(model, offload="brutal")
+    groups = [cache.layers[0].group, cache.layers[2].group]
+    assert [(layer.group, layer.place) for layer in cache.layers] == [
+        *((groups[0], place) for place in range(2)),
+        *((groups[1], place) for place in range(4)),
+    ]
+    assert [group.layers for group in groups] == [2, 4]
 
 
 def test_an_unknown_offload_is_refused(build, decoding) -> None:

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 import artifacts
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import roles_of
 from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
 from runtime.vllm.decode import Chooser
@@ -164,8 +163,7 @@ class Buffers:
 def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     """A decode section at work in `engine`, whose builder captures as vLLM's do."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
-    how: dict[str, Any] = {"budget": section.budget, "selector": "last", "window": 1, "backend": "auto"}
-    omni = OmniKV(roles=roles_of(section, range(4), slice(0, G)), **how)
+    omni = OmniKV(section, range(4), slice(0, G), backend="auto")
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
     engine.layer["turns"], served.counters.tell = None, lambda: None

@@ -440,12 +440,10 @@ def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV, heads: list[int])
 @pytest.mark.parametrize("more", [{}, {"head_map": MAP}, {"coverage": 0.6}, {"coverage": 0.6, "head_map": MAP}])
 def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any]) -> None:
     from runtime.omnikv.decode import OmniKV
-    from runtime.omnikv.roles import roles_of
     from runtime.vllm.decode import Chooser
 
     section = artifacts.OmniKV(**SECTION, budget=40, window=1, **more)
-    roles = roles_of(section, range(4), slice(0, G))
-    omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto", coverage=section.coverage)
+    omni = OmniKV(section, range(4), slice(0, G), backend="auto")
     engine.served.chooser = Chooser(omni, requests=4, longest=512)
     # Decode, short and long; a prefill; drafts to verify, of two lengths.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
@@ -482,13 +480,11 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
 
 def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any) -> None:
     from runtime.omnikv.decode import OmniKV
-    from runtime.omnikv.roles import Role
     from runtime.vllm.decode import Chooser
 
-    roles = {1: Role(filters=True), 2: Role(filter=1)}
-    omni = OmniKV(roles=roles, budget=40, selector="last", window=1, backend="auto")
+    omni = OmniKV(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2), slice(0, G), backend="auto")
     engine.served.chooser = Chooser(omni, requests=1, longest=512)
-    engine.layer["role"] = roles[2]
+    engine.layer["role"] = omni.roles[2]
     (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))
     torch.testing.assert_close(out, by_choice(q, k, v, None), atol=2e-5, rtol=1e-5)
     assert engine.served.counters.report()["decode"] == {"filter layer 1 has chosen nothing": 1}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import artifacts
 from runtime.omnikv.decode import OmniKV
 from runtime.vllm import register
 from runtime.vllm.builder import SparseBuilder
@@ -16,7 +17,8 @@ from runtime.vllm.decode import Chooser
 from runtime.vllm.forward import SparseImpl
 from runtime.vllm.served import Served
 
-CHOOSES: dict[str, Any] = {"roles": {}, "budget": 40, "selector": "last", "window": 1, "backend": "auto"}
+SECTION = artifacts.OmniKV(filter_layers=(1,), budget=40, window=1)
+CHOOSES: dict[str, Any] = {"section": SECTION, "layers": (), "kv_heads": slice(0, 1), "backend": "auto"}
 _BACKENDS = "vllm.v1.attention.backends"
 
 
@@ -85,7 +87,7 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: py
         ("ALWAYS", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
         ("UNIFORM_BATCH", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
         ("NEVER", {"chooser": CHOOSES}, "NEVER"),
-        ("ALWAYS", {"chooser": CHOOSES | {"coverage": 0.9}}, "NEVER"),
+        ("ALWAYS", {"chooser": CHOOSES | {"section": SECTION.model_copy(update={"coverage": 0.9})}}, "NEVER"),
         ("ALWAYS", {"chooser": CHOOSES | {"group": object()}}, "NEVER"),
         ("ALWAYS", {"chooser": CHOOSES, "kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"kv_cache": object()}, "NEVER"),

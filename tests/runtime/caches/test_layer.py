@@ -161,6 +161,21 @@ def test_recorded_tokens_are_taken_back_whatever_was_dropped(back, length, build
         torch.testing.assert_close(fed(model, then, (9,), cache), expected[:, -9:], **CLOSE)
 
 
+def test_tokens_from_before_the_recording_are_taken_back_with_it(build, keeping, ids):
+    """What was recorded stayed, and later tokens were taken back to it."""
+    model, tokens, other, then = build(), ids(20), ids(20, seed=1), ids(5, seed=2)
+    with keeping(model, Full()).apply(model) as handle:
+        expected = fed(model, torch.cat([tokens[:, :6], other[:, :8], then], dim=1), (1,), handle.new_cache())
+        cache = handle.new_cache()
+        fed(model, tokens[:, :10], (10,), cache)
+        cache.activate_past_recording()
+        fed(model, tokens[:, 10:14], (1,), cache)
+        cache.crop(-8)
+        fed(model, other[:, :11], (1,), cache)
+        cache.crop(-3)
+        torch.testing.assert_close(fed(model, then, (5,), cache), expected[:, -5:], **CLOSE)
+
+
 @pytest.mark.parametrize(
     "policy", [STREAM, Full(), artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)]
 )

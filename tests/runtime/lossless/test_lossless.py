@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from runtime import Headwise
+from runtime.lossless.generate import standing
 from runtime.lossless.pace import MOST, Pace, Plan
-from runtime.lossless.rule import standing
 from tests.runtime.omnikv import LAYERS
 
 SEEN = {"do_sample": False, "pad_token_id": 0}
