@@ -91,7 +91,7 @@ def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) 
     found = fingerprint(model, name=expected.name)
     if found.weights_sha256 != expected.weights_sha256 and (how := _quantised(model)) is not None:
         raise HeadwiseError(
-            f"this artifact ({expected.name}) is for other weights, and this model's are quantised ({how}): those they "
+            f"this model's weights are quantised ({how}), and the artifact ({expected.name}) is for others: those they "
             "were made of are gone. The configuration is the same: apply with check_weights=False to go by that alone, "
             "or search this model"
         )
