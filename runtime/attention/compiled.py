@@ -27,8 +27,9 @@ from runtime.standin import NewTokens
 
 # Entries of a mask that are compared at once.
 _AT_ONCE = 1 << 24
-# By mask, as long as it is there: the layers of a forward share one.
+# By mask, as long as it is there: the layers of a forward share one. Of each window the layout, and some rows.
 _layouts = WeakIdKeyDictionary()
+_SOME = 16
 
 
 def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -167,11 +168,7 @@ def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     batch, length = query.shape[0], query.shape[2]
     layout: Layout | None = Layout(0, length, length, ((0, length),) * batch, window=window)
     if mask is not None:
-        known = _layouts.setdefault(mask, {})
-        which = window, mask._version
-        if which not in known:
-            known[which] = layout_of(mask.expand(batch, -1, -1, -1), window)
-        layout = known[which]
+        layout = _read_off(mask, batch, window)
     if layout is None:
         assert mask is not None
         return mask
@@ -188,3 +185,13 @@ def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
         return seen.expand(batch, 1, -1, -1)
 
     return PrefillMask(layout, make, dtype=torch.bool, device=query.device)
+
+
+def _read_off(mask: Tensor, batch: int, window: int | None) -> Layout | None:
+    """layout_of(mask), by the first layer. A graph may put another mask into the same tensor: some rows tell."""
+    rows = mask[:, :, :: max(mask.shape[2] // _SOME, 1)]
+    known = _layouts.setdefault(mask, {})
+    if window not in known or not torch.equal(known[window][1], rows):
+        known[window] = layout_of(mask.expand(batch, -1, -1, -1), window), rows.clone()
+    layout: Layout | None = known[window][0]
+    return layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers.masking_utils import sdpa_mask
 import artifacts
 from artifacts import HeadwiseError
 from runtime import Headwise, apply_dense
+from runtime.attention import compiled
 from runtime.attention.compiled import layout_of
 from runtime.attention.layout import Layout
 from tests.sampling import sampled
@@ -130,7 +132,8 @@ def test_a_padded_prefill_that_is_compiled_is_sparse(family, side, graphs, build
         torch.testing.assert_close(one[0, 20:], model(prompt[1:, 20:]).logits[0], **CLOSE)
 
 
-def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(graphs, build, apply, masked, ids) -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(inference, graphs, build, apply, masked, ids) -> None:
     # Where nothing is cached, transformers traces the mask of packed prompts, whatever the positions are.
     model, prompt = build(), ids(300)
     restarts = torch.cat([torch.arange(180), torch.arange(120)])[None]
@@ -138,7 +141,7 @@ def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(graphs, build, app
     with masked(model):
         alone = model(prompt, use_cache=False).logits
         parts = [model(part, use_cache=False).logits for part in prompt.split([180, 120], dim=1)]
-    with apply(model, strict=True) as handle:
+    with apply(model, strict=True) as handle, torch.inference_mode() if inference else nullcontext():
         torch.testing.assert_close(forward(prompt, use_cache=False).logits, alone, **CLOSE)
         found = forward(prompt, position_ids=restarts, use_cache=False).logits
         assert handle.stats() == {"sparse": 4, "dense": {}}
@@ -175,6 +178,20 @@ def test_what_stays_dense_is_served_by_the_kernel_that_serves_it_uncompiled(fami
     assert usual["dense"]["dense by kernel"] > 0
     assert ("window by kernel" in usual["dense"]) == (family == "Gemma3")
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_mask_is_read_by_the_first_layer_and_again_where_its_tensor_holds_another(monkeypatch) -> None:
+    read = []
+    monkeypatch.setattr(compiled, "layout_of", lambda mask, window: read.append(window) or layout_of(mask, window))
+    mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
+    query = torch.zeros(1, 4, 70, 64)
+    first, again, slides = (compiled._told(query, mask, window) for window in (None, None, 7))
+    assert read == [None, 7]
+    assert first.tokens is again.tokens and first.tokens.ranges == ((0, 70),)
+    # A window's layer is told what its own mask says: this one has none.
+    assert slides is mask
+    mask[..., :9] = False
+    assert compiled._told(query, mask, None).tokens.ranges == ((9, 70),)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 100])
