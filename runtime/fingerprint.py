@@ -91,9 +91,9 @@ def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) 
     found = fingerprint(model, name=expected.name)
     if found.weights_sha256 != expected.weights_sha256 and (how := _quantised(model)) is not None:
         raise HeadwiseError(
-            f"this model's weights are quantised ({how}), and the artifact ({expected.name}) is for others: those they "
-            "were made of are gone. The configuration is the same: apply with check_weights=False to go by that alone, "
-            "or search this model"
+            f"this model's weights are quantised ({how}), and the artifact ({expected.name}) is for others: the "
+            "original ones are gone. The configuration is the same: apply with check_weights=False to go by that "
+            "alone, or search this model"
         )
     compare(expected, found)
 

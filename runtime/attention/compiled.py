@@ -27,8 +27,9 @@ from runtime.standin import NewTokens
 
 # Entries of a mask that are compared at once.
 _AT_ONCE = 1 << 24
-# By mask, as long as it is there: the layers of a forward share one. Of each window the layout, and some rows.
+# What masks were found to say, as long as they are there: by window the layout, and the rows seen with it.
 _layouts = WeakIdKeyDictionary()
+# Rows by which a mask is known again.
 _SOME = 16
 
 
@@ -188,7 +189,7 @@ def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
 
 
 def _read_off(mask: Tensor, batch: int, window: int | None) -> Layout | None:
-    """layout_of(mask), by the first layer. A graph may put another mask into the same tensor: some rows tell."""
+    """layout_of(mask), found out once for all layers; again where some rows show that the tensor holds another mask."""
     rows = mask[:, :, :: max(mask.shape[2] // _SOME, 1)]
     known = _layouts.setdefault(mask, {})
     if window not in known or not torch.equal(known[window][1], rows):
