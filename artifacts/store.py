@@ -18,7 +18,6 @@ from artifacts.arrays import check_arrays, needed
 from artifacts.errors import ArtifactError, naming, one_line, shorten
 from artifacts.files import atomic_write, check_writable, read_regular
 from artifacts.hashing import canonical_json, content_of
-from artifacts.migrations import migrate, version_of
 from artifacts.pair import MAX_BYTES, TIMEOUT, Lock, locked, replace_pair, sidecar_name
 from artifacts.schema import SCHEMA_VERSION, Artifact
 from artifacts.sidecar import Entry, Sidecar, to_bytes
@@ -134,7 +133,7 @@ def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tupl
 
 
 def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Key | None = None) -> Artifact:
-    """Read an artifact, of this or an older schema version, and check it against its hash.
+    """Read an artifact and check it against its hash.
 
     Args:
         path: the YAML file.
@@ -263,11 +262,12 @@ def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
         fields = strict_yaml.parse(data)
         if not isinstance(fields, dict):
             raise ArtifactError(f"must be a mapping with schema_version and so on, got {shorten(fields)}")
-        if version_of(fields) < SCHEMA_VERSION:
-            # A step relies on the old fields being as they were written.
-            _check_content(fields)
-            fields = migrate(fields)
-            fields["content_sha256"] = _content_sha256(fields)
+        version = fields.get("schema_version")
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise ArtifactError(
+                f"schema_version: this headwise reads {SCHEMA_VERSION}, got {shorten(version)}: a file of a newer "
+                "version needs a newer headwise"
+            )
         missing = [name for name in Artifact.model_fields if name not in fields]
         if missing and fields.keys() <= Artifact.model_fields.keys():
             # Otherwise a misspelt name is what is wrong, and to_artifact says so.

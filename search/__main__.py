@@ -50,7 +50,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "set": ("artifacts", "another value for a field"),
         "merge": ("artifacts", "sections of several in one"),
         "convert": ("artifacts", "other tools' files of head patterns, both ways"),
-        "migrate": ("artifacts", "a file of an earlier version in the current one"),
         "schema": ("artifacts", "the JSON Schema, with what every field means"),
         "keygen": ("artifacts", "a pair of keys to sign with"),
         "sign": ("artifacts", "a signature beside an artifact"),

@@ -57,7 +57,7 @@ def test_nothing_is_missing(unpacked: Path) -> None:
 
 @pytest.mark.slow
 def test_some_tests_of_the_archive_pass(unpacked: Path) -> None:
-    run_tests(unpacked, "tests/test_kinds.py", "tests/artifacts/test_migrations.py", "tests/kernels/test_index.py")
+    run_tests(unpacked, "tests/test_kinds.py", "tests/artifacts/test_store.py", "tests/kernels/test_index.py")
 
 
 @pytest.mark.slow

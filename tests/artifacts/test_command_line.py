@@ -268,14 +268,12 @@ def test_exit_statuses_of_verbs(saved, tmp_path, make):
         (0, ("diff", saved, saved)),
         (3, ("diff", saved, tmp_path / "other.yaml")),
         (0, ("convert", heads, *shape, "--out", out)),
-        (0, ("migrate", saved)),
         (0, ("schema",)),
         (2, ("lint", heads)),
         (2, ("diff", saved, tmp_path / "none.yaml")),
         (2, ("convert", heads, "--out", tmp_path / "x.yaml")),
         (2, ("convert", heads, "--sinks", "four", "--out", tmp_path / "x.yaml")),
         (2, ("merge", saved, "--decode", heads, "--out", tmp_path / "x.yaml")),
-        (2, ("migrate", heads)),
     ):
         done = run(*args)
         assert done.returncode == status, done.stderr

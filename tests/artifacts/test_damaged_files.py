@@ -65,13 +65,11 @@ EDITS = [
     ("  - null", "  - dense", ["prefill.layers[1]: must be a list, got 'dense'"]),
     ("    baseline: 3.75", "    baseline: null", ["evidence.measurements[0]: baseline and baseline_name go together"]),
     ("created_at: '2025", "created_at: 'x2025", ["created_at: must be a UTC time like"]),
-    (
-        "schema_version: 1",
-        "schema_version: 9",
-        ["schema_version: 9 is newer", "(up to 1): headwise 0.1.0 wrote it", "pip install 'headwise>=0.1.0'"],
+    *(
+        ("schema_version: 1", f"schema_version: {wrong}", [f"schema_version: this headwise reads 1, got {said}: "])
+        for wrong, said in (("0", 0), ("9", 9), ("'1'", "'1'"), ("1.0", 1.0), ("true", True), ("", None))
     ),
-    ("schema_version: 1", "schema_version: 0", ["schema_version: must be a whole number from 1", "got 0"]),
-    ("schema_version: 1", "version: 2", ["schema_version: missing"]),
+    ("schema_version: 1", "version: 2", ["schema_version: this headwise reads 1, got None: "]),
     ("sidecar: {file: cfg", "sidecar: {file: ../cfg", ["sidecar.file: must be the bare name", "got '../cfg"]),
     ("sidecar: {file: cfg", "sidecar: {file: /cfg", ["sidecar.file: must be the bare name", "got '/cfg"]),
     ("sidecar: {file: cfg", "sidecar: {file: c:cfg", ["sidecar.file: must be the bare name", "got 'c:cfg"]),

@@ -29,7 +29,7 @@ def test_the_fuzzer_sees_a_reader_that_looks_away(monkeypatch, name, expected):
 
 
 def test_the_fuzzer_sees_a_crash(monkeypatch):
-    # A reader that takes the layout for granted, as a step from version to version does without the care around it.
+    # A reader that takes the layout for granted.
     monkeypatch.setattr("artifacts.store.to_artifact", lambda fields: fields["model"]["name"].encode())
     with pytest.raises((AttributeError, KeyError, TypeError)):
         fuzz.run(2_000, shrink=False)

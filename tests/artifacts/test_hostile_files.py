@@ -38,7 +38,7 @@ def test_every_hostile_file_ends_in_one_line_and_costs_little_whatever_reads_it(
             assert (file["line"] is None) == (file["name"] in {*HARMLESS, *ACCEPTED}), file
         assert file["line"] is None or (file["line"].isprintable() and len(file["line"]) < 1000), file
         # What reads all arrays, to give them away or to write them again, holds them.
-        whole = file["name"] == "a sidecar of 220 MiB" and file["way"] in ("load", "set", "merge", "migrate")
+        whole = file["name"] == "a sidecar of 220 MiB" and file["way"] in ("load", "set", "merge")
         # A file that takes longer than the processor's limit in hostile.py ends as a crash.
         assert whole or file["mib"] <= MIB, file
 
@@ -139,16 +139,6 @@ def test_what_serves_reads_the_arrays_that_serve(tmp_path, every_kind, monkeypat
     assert load_pair(tmp_path / "cfg.yaml", names=())[1].keys() == set(read) == serving
     assert load_pair(tmp_path / "cfg.yaml", names=("chosen.recall", "none"))[1].keys() == serving | {"chosen.recall"}
     assert load_pair(tmp_path / "cfg.yaml")[1].keys() == every_kind[1].keys()
-
-
-def test_a_newer_file_says_what_reads_it_only_in_versions(saved):
-    fields = strict_yaml.parse(saved.read_bytes()) | {"schema_version": 99}
-    for version, expected in (("2.5.1", "headwise>=2.5.1"), ("1; rm -rf ~", "--upgrade headwise"), (7, "--upgrade")):
-        fields["search"]["tool_version"] = version
-        saved.write_text(strict_yaml.dump(fields))
-        with pytest.raises(ArtifactError, match=r"schema_version: 99 is newer than this headwise reads") as caught:
-            load(saved)
-        assert expected in str(caught.value) and "rm -rf" not in str(caught.value)
 
 
 def test_nothing_in_a_file_is_executed(saved, monkeypatch, tmp_path):

@@ -10,14 +10,11 @@ import pytest
 from pydantic import BaseModel
 
 from artifacts.__main__ import main
-from artifacts.arguments import STDOUT
-from artifacts.commands.migrate import Config, run
 from artifacts.commands.schema import schema, tables
 from artifacts.schema import SCHEMA_VERSION, Artifact
-from artifacts.store import SCHEMA_FILE, load
+from artifacts.store import SCHEMA_FILE
 
 PAGE = Path(__file__).parents[2] / "docs" / "artifact.md"
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def models(annotation: Any) -> set[type[BaseModel]]:
@@ -63,17 +60,7 @@ def test_markdown(capsys):
     assert capsys.readouterr().out == tables()
 
 
-def test_migrate(tmp_path):
-    looked = run(Config(file=GOLDEN / "v1.yaml"))
-    assert looked.status == 0 and f"version {SCHEMA_VERSION}, the current one" in looked.text
-    outcome = run(Config(file=GOLDEN / "v1.yaml", out=tmp_path / "new.yaml", as_json=STDOUT))
-    assert outcome.status == 0 and json.loads(outcome.text)["version"] == 1
-    assert load(tmp_path / "new.yaml").model_dump(exclude={"sidecar"}) == load(GOLDEN / "v1.yaml").model_dump(
-        exclude={"sidecar"}
-    )
-
-
-@pytest.mark.parametrize("verb", ["lint", "diff", "merge", "convert", "migrate", "schema"])
+@pytest.mark.parametrize("verb", ["lint", "diff", "merge", "convert", "schema"])
 def test_help_teaches_by_examples(verb, capsys):
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])

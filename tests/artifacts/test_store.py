@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import artifacts
 from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, load_pair, pattern_name, save
+from artifacts.kv_cache import POLICY_KINDS
+from artifacts.patterns import KINDS
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def names(folder):
@@ -38,6 +43,18 @@ def test_round_trip_of_every_kind(tmp_path, every_kind):
     assert again == result and back.keys() == arrays.keys()
     for name in arrays:
         np.testing.assert_array_equal(back[name], arrays[name])
+
+
+def test_golden_v1(tmp_path, every_kind):
+    """Every kind of pattern and policy, and what save() writes today, byte for byte."""
+    artifact, arrays = every_kind
+    saved = save(artifact, tmp_path / "v1.yaml", arrays)
+    assert load(GOLDEN / "v1.yaml") == saved
+    assert {pattern.kind for pattern in saved.patterns.values()} == set(KINDS)
+    assert {policy.kind for policy in saved.kv_cache.policies.values()} == set(POLICY_KINDS)
+    assert names(tmp_path) == names(GOLDEN)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (GOLDEN / path.name).read_bytes()
 
 
 def test_without_arrays_there_is_one_file(tmp_path, make):
