@@ -1,6 +1,6 @@
-"""Peak memory of a prefill by length: without an artifact, with one, and with low_memory, beside what was predicted.
+"""Peak memory of a prefill by length: without an artifact and with one, beside what was predicted.
 
-    python -m profiling.memory cfg.yaml --model smollm2 --length 8192 16384 32768 --low-memory both
+    python -m profiling.memory cfg.yaml --model smollm2 --length 8192 16384 32768 --dense
 
 Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is there at most
 beside weights and the cache, `predicted` the same by profiling.memory_plan. Prompts are random tokens, so lengths may
@@ -13,8 +13,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.page_layout import aligned
@@ -25,17 +23,14 @@ from profiling.models.loading import load_config
 from profiling.progress import bar
 from runtime.new_cache import OFFLOADS
 
-METHODS = {"no": ("headwise",), "yes": ("headwise low_memory",), "both": ("headwise", "headwise low_memory")}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What to measure. dense: also without an artifact. low_memory: "no", "yes" or "both"."""
+    """What to measure. dense: also without an artifact."""
 
     model: str
     config: Path
     lengths: tuple[int, ...]
-    low_memory: str = "both"
     dense: bool = False
     offload: str = "auto"
     dtype: str = "bfloat16"
@@ -67,22 +62,19 @@ def run(config: Memory) -> list[Row]:
     except HeadwiseError as error:
         print(f"no prediction: {error}", file=sys.stderr)
         shape = None
-    wanted = [*(("dense",) if config.dense else ()), *METHODS[config.low_memory]]
+    wanted = ["dense", "headwise"] if config.dense else ["headwise"]
     rows = []
     for length, method in bar([(n, m) for n in config.lengths for m in wanted], leave=True):
-        low = method.endswith("low_memory")
         found = peak_apart(
             f"{method} at {length} tokens",
             config.model,
             length,
             config=None if method == "dense" else config.config,
-            low_memory=low,
             offload=config.offload,
             dtype=config.dtype,
             device=config.device,
             revision=config.revision,
         )
-        kind = torch.device(config.device).type
         rows.append(
             Row(
                 method=method,
@@ -90,7 +82,7 @@ def run(config: Memory) -> list[Row]:
                 peak=found.peak,
                 cache=found.cache,
                 passing=max(0, found.peak - found.cache),
-                predicted=None if shape is None else plan(shape, length, low_memory=low, device=kind).passing,
+                predicted=None if shape is None else plan(shape, length).passing,
             )
         )
     return rows
@@ -112,7 +104,6 @@ def parser() -> ArgumentParser:
     arguments.add_model(p)
     arguments.add_artifact(p, old="--config")
     arguments.add_length(p, "tokens of the prompts", several=True, required=True, old="--lengths")
-    p.add_argument("--low-memory", choices=METHODS, default="both")
     p.add_argument("--dense", action="store_true", help="also the model without an artifact")
     p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
     arguments.add_dtype(p)

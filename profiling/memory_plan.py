@@ -21,7 +21,6 @@ from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line, shorten
 from artifacts.page_layout import aligned
 from profiling.memory_use.sizes import bytes_of
-from runtime.low_memory import tiles
 
 # What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
 _ROOM = 8
@@ -89,16 +88,12 @@ def shape_of(config: Any, dtype: str = "bfloat16") -> Shape:
         raise HeadwiseError(f"no memory can be predicted from this {type(config).__name__}: {reason}") from error
 
 
-def plan(
-    shape: Shape, length: int, *, low_memory: bool, device: str = "cuda", banked: int = 0, growing: bool = True
-) -> Plan:
+def plan(shape: Shape, length: int, *, banked: int = 0, growing: bool = True) -> Plan:
     """What a prefill of `length` tokens needs at most.
 
     Args:
         shape: the model.
         length: tokens of the prompt.
-        low_memory: applied with low_memory=True.
-        device: where it computes, which says how large tiles are.
         banked: full-attention layers whose keys and values go to the bank in CPU memory (`offload`).
         growing: the cache is one of new_cache, which keeps an eighth free.
     """
@@ -106,31 +101,13 @@ def plan(
     token = 2 * shape.kv_heads * shape.head_dim * e
     room = length + (max(256, length // _ROOM) if growing else 0)
     kept = token * ((full - banked) * room + shape.sliding * min(length, shape.window))
-    passing = _tiled(shape, length, device, token, token * bool(banked)) if low_memory else _whole(shape, length, token)
     # Cosines and sines, identifiers and positions.
-    passing += length * (2 * shape.head_dim * e + 16)
+    passing = _whole(shape, length, token) + length * (2 * shape.head_dim * e + 16)
     return Plan(weights=shape.parameters * e, cache=kept, bank=token * banked * length, passing=passing)
 
 
-def _tiled(shape: Shape, length: int, device: str, token: int, banked: int) -> int:
-    """Bytes beside weights and cache with low_memory; token: of a layer's keys and values, banked: those in no cache.
-
-    Through a block go the embeddings (the model holds them to its end), its input, and what the norm makes of it. To
-    these come queries, keys and values while they are collected; queries, the output and one KV head's share of a
-    kernel's work while they are attended to; then the output and its projection; then the sum of the first half, and
-    the MLP's output. What goes to the bank is there twice: as it is attended to, and as rows on their way.
-    """
-    e, tile = shape.itemsize, min(length, tiles.TOKENS.get(device, tiles.TOKENS_ELSEWHERE))
-    hidden, queries, group = shape.hidden * e, shape.heads * shape.head_dim * e, shape.heads // shape.kv_heads
-    one = group * (shape.head_dim * e + 8) + token // shape.kv_heads
-    asking, attending = 3 * hidden + queries + token + banked, 3 * hidden + 2 * queries + one + 2 * banked
-    widest = max(asking, attending, 4 * hidden + queries, 5 * hidden)
-    in_tile = max((3 * shape.intermediate + shape.hidden) * e, shape.hidden * (8 + 2 * e), 4 * queries + 2 * token)
-    return length * widest + tile * in_tile
-
-
 def _whole(shape: Shape, length: int, token: int) -> int:
-    """Bytes beside weights and cache without: the rotation, the MLP or a norm in fp32, whichever takes most."""
+    """Bytes beside weights and cache: the rotation, the MLP or a norm in fp32, whichever takes most."""
     e = shape.itemsize
     hidden, queries = shape.hidden * e, shape.heads * shape.head_dim * e
     rotation = 3 * hidden + 4 * queries + token
@@ -163,15 +140,14 @@ def read_shape(text: str, dtype: str) -> Shape:
     return shape_of(config, dtype)
 
 
-def rows(shape: Shape, lengths: list[int], memory: int | None, device: str, banked: int) -> list[list[str]]:
-    """A table: for each length what is needed with low_memory and without, in GiB."""
-    table = [["tokens", "low_memory", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]]
+def rows(shape: Shape, lengths: list[int], memory: int | None, banked: int) -> list[list[str]]:
+    """A table: for each length what is needed, in GiB."""
+    table = [["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]]
     for length in lengths:
-        for low in (False, True):
-            found = plan(shape, length, low_memory=low, device=device, banked=banked)
-            parts = (found.weights, found.cache, found.passing, found.device, found.bank)
-            fits = [] if memory is None else ["yes" if found.device <= memory else "no"]
-            table.append([str(length), "yes" if low else "no", *(f"{part / 2**30:.1f}" for part in parts), *fits])
+        found = plan(shape, length, banked=banked)
+        parts = (found.weights, found.cache, found.passing, found.device, found.bank)
+        fits = [] if memory is None else ["yes" if found.device <= memory else "no"]
+        table.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
     return table
 
 
@@ -181,7 +157,6 @@ def parser() -> ArgumentParser:
     p.add_argument("--shape", required=True, help="config.json, a folder with one, or its JSON")
     arguments.add_length(p, "tokens of the prompt", several=True, required=True, old="--lengths")
     arguments.add_dtype(p)
-    arguments.add_device(p, default="cuda")
     p.add_argument("--banked", type=int, default=0, help="layers whose keys and values are offloaded")
     p.add_argument("--memory", help="bytes of the device, such as 139GB: which rows fit")
     return p
@@ -198,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
             f"--banked must be 0 to {shape.layers - shape.sliding}, the layers that see all: got {options.banked}"
         )
     memory = None if options.memory is None else bytes_of(options.memory, "--memory")
-    print("\n".join(aligned(rows(shape, options.length, memory, options.device, options.banked))))
+    print("\n".join(aligned(rows(shape, options.length, memory, options.banked))))
     print("GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory")
     return 0
 

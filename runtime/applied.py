@@ -35,7 +35,6 @@ def attach(
     strict: bool,
     check_weights: bool,
     backend: str,
-    low_memory: bool,
     watch: bool,
     min_recall: float | None,
     dense_kernels: bool,
@@ -68,7 +67,6 @@ def attach(
         dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
         spread=len({parameter.device for parameter in model.parameters()}) > 1,
         evicts=artifact.kv_cache is not None,
-        low_memory=low_memory,
         watch=seeing,
     )
     plans = layer_plans(artifact, arrays)

@@ -11,11 +11,10 @@ from torch import nn
 from artifacts import Artifact, HeadwiseError
 from runtime import metrics
 from runtime.allocator import keep_freed_memory
-from runtime.attention.function import ATTENTION_NAME, headwise_attention, register
+from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.paged import Batching
 from runtime.attention.state import Layer, Settings, forget, remember
 from runtime.layers import text_config
-from runtime.low_memory.model import LowMemory
 from runtime.memory import CacheBytes, cache_bytes
 from runtime.new_cache import make_cache
 from runtime.warm import warm_up
@@ -65,14 +64,12 @@ class Handle:
             remember(config, layers, settings)
             former = _implementations(config)
             config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
-            if settings.low_memory:
-                undo.callback(LowMemory(model, layers, headwise_attention, settings.say).remove)
             # A model without a head, or of an older transformers, has none.
             if hasattr(model, "init_continuous_batching"):
                 undo.callback(Batching(model, config, _no_batching(model, settings)).remove)
             # Where one of these fails the model is as it was.
             self._undo = undo.pop_all()
-        if not settings.low_memory and any(parameter.is_cpu for parameter in model.parameters()):
+        if any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
 
     @property
@@ -159,8 +156,6 @@ def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:
         return "with a decode section: transformers' pages hold every token"
     if settings.evicts:
         return "with a kv_cache section: transformers' pages hold every token"
-    if settings.low_memory:
-        return "with low_memory=True"
     if model.device.type != "cpu":
         return f"on {model.device.type}, where it has not been tried: undo() the artifact first"
     return None

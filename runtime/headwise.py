@@ -68,7 +68,6 @@ class Headwise:
         strict: bool = False,
         check_weights: bool = True,
         backend: str = "auto",
-        low_memory: bool = False,
         watch: bool = False,
         min_recall: float | None = None,
         dense_kernels: bool = True,
@@ -82,8 +81,6 @@ class Headwise:
             check_weights: compare a sample of the weights too, not only the configuration.
             backend: the kernel; "auto" takes the fastest that serves the call, and dense attention where none
                 is fast.
-            low_memory: prefill with as little memory beside weights and cache as can be: norms, MLPs and projections by
-                tiles of tokens, attention by KV heads, and no mask of query by key size. For the longest prompts.
             watch: keep density, estimated recall and times of each layer and head: see Handle.stats.
             min_recall: a head whose recall, estimated from the last queries, is lower than this is served densely, for
                 this sequence and call; implies `watch`. None leaves it.
@@ -119,7 +116,6 @@ class Headwise:
             strict=strict,
             check_weights=check_weights,
             backend=backend,
-            low_memory=low_memory,
             watch=watch,
             min_recall=min_recall,
             dense_kernels=dense_kernels,

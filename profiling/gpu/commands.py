@@ -53,7 +53,7 @@ def _command(name: str, lengths: Sequence[str], setting: Setting, to: Path) -> l
         small = ["--repeats", "1", "--steps", "1", "--context", "200"]
         return ["profiling.decode", *model, "--trials", "0", *(small if setting.small else how)]
     how = ["--offload", "packed", "--dense", "--length", "131072", "262144", "524288", "1048576"]
-    return ["profiling.memory", *model, *(["--low-memory", "no", "--length", "200"] if setting.small else how)]
+    return ["profiling.memory", *model, *(["--length", "200"] if setting.small else how)]
 
 
 def lines(rows: Rows) -> list[Sequence[str]]:

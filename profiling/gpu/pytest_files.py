@@ -23,25 +23,20 @@ FILES = {
     "tests/runtime/caches/test_gpu_policies.py": 1,
     "tests/runtime/test_gpu_watch.py": 1,
     "tests/runtime/test_traffic.py": 1,
-    "tests/runtime/test_gpu_low_memory.py": 1,
 }
 _KERNELS = "tests/kernels/"
 # Of the kernels' files the few tests marked `core`, which come before anything is timed: each sort of build once.
 _CORE = {"tests/kernels/test_gpu.py": 12, "tests/kernels/test_gpu_decode.py": 6}
-# Has parts of minutes, which are a step of their own.
-_LONG = "tests/runtime/test_gpu_low_memory.py"
 # What shows on the CPU that the pieces run: two tests of one file.
 _REHEARSED = "tests/kernels/test_growth.py"
 
 
 def pieces(step: str, setting: Setting) -> list[str]:
     """See profiling.gpu.steps."""
-    if not (_ROOT / _LONG).is_file():
+    if not all((_ROOT / file).is_file() for file in FILES):
         return []
     if setting.small:
         return [f"{_REHEARSED} 0/20"]
-    if step == "slow tests":
-        return [f"{_LONG} {at}/2 slow" for at in range(2)]
     if step == "core":
         return [f"{file} {at}/{count} core" for file, count in _CORE.items() for at in range(count)]
     wanted = {file: n for file, n in FILES.items() if file.startswith(_KERNELS) == (step == "conformance")}
@@ -81,13 +76,7 @@ def run(piece: str, setting: Setting) -> dict[str, Any]:
 
     file, share, *which = piece.split()
     at, count = (int(part) for part in share.split("/"))
-    mark = (
-        ""
-        if setting.small
-        else f"gpu and {which[0]}"
-        if which
-        else f"gpu and not {'slow' if file == _LONG else 'core'}"
-    )
+    mark = "" if setting.small else f"gpu and {which[0]}" if which else "gpu and not core"
     part = _Slice(at, count)
     os.chdir(_ROOT)
     status = pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", mark, file], plugins=[part])

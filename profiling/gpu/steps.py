@@ -101,5 +101,4 @@ STEPS = (
     Step(name="others", title="FlexAttention, FlashInfer and vLLM", module="profiling.gpu.attention", seconds=150),
     Step(name="costs", title="The cost table of a search", module="profiling.gpu.commands", seconds=240),
     Step(name="commands", title="A model of your own", module="profiling.gpu.commands", seconds=600),
-    Step(name="slow tests", title="Tests of 512K and 1M tokens", module="profiling.gpu.pytest_files", seconds=300),
 )

@@ -1,6 +1,6 @@
 """The most memory that a prefill needs beside the model, in a process of its own: what was freed before is no help.
 
-python -m profiling.memory_use.peak_memory cfg.yaml --model smollm2 --length 8192 --low-memory
+python -m profiling.memory_use.peak_memory cfg.yaml --model smollm2 --length 8192
 
 `python -m profiling.memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
 at most. On Linux it is the growth of the resident set's high-water mark, which is set back once model and kernels are
@@ -80,7 +80,6 @@ def peak_apart(
     *,
     config: Path | None = None,
     own: bool = False,
-    low_memory: bool = False,
     offload: str = "auto",
     dtype: str = "bfloat16",
     device: str = "cpu",
@@ -88,7 +87,7 @@ def peak_apart(
 ) -> Grown:
     """What a prefill takes in a process of its own; `name` is what a message calls it.
 
-    config: the artifact to apply, with or without low_memory; None for dense attention in transformers' own cache, by
+    config: the artifact to apply; None for dense attention in transformers' own cache, by
         Headwise's kernel with `own`.
 
     Raises:
@@ -99,7 +98,6 @@ def peak_apart(
     command += ["--revision", revision] if revision else []
     command += [str(config)] if config else []
     command += ["--own-dense"] if own else []
-    command += ["--low-memory"] if low_memory else []
     # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the prefill.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -122,7 +120,7 @@ def measure(options: argparse.Namespace) -> Grown:
     if options.config is None:
         with dense(model, KERNEL if options.own_dense else MODEL):
             return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
-    with load(options.config).apply(model, check_weights=False, strict=True, low_memory=options.low_memory) as handle:
+    with load(options.config).apply(model, check_weights=False, strict=True) as handle:
         return _grown(model, options.length, lambda: handle.new_cache(offload=options.offload))
 
 
@@ -170,7 +168,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_revision(p)
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--own-dense", action="store_true", help="without an artifact: dense attention by Headwise's kernel")
-    p.add_argument("--low-memory", action="store_true", help="apply the artifact with low_memory=True")
     p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
     found = measure(p.parse_args(argv))
     print(json.dumps({"bytes": found.peak, "cache": found.cache}))

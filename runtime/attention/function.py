@@ -20,7 +20,7 @@ from runtime.attention.masks import headwise_mask, starts_of
 from runtime.attention.own import attend_alone, attend_as_before, attend_dense, fastest_dense, with_spans
 from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
-from runtime.attention.state import NOTHING, layer_of, tape_of
+from runtime.attention.state import NOTHING, layer_of
 from runtime.omnikv.offload import fetched
 from runtime.omnikv.rounds import round_of
 from runtime.standin import NewTokens
@@ -52,9 +52,6 @@ def headwise_attention(
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where asked for.
     """
     layer = layer_of(module)
-    if layer is not None and layer.settings.low_memory and (tape := tape_of(module)) is not None:
-        asked = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return tape.attend(query, key, value, attention_mask, asked)
     call = Call(module, layer or NOTHING, query, key, value, attention_mask, dropout, scaling, kwargs)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.

@@ -63,27 +63,14 @@ def attend_layer(
 
     plan: the layer's, or None for every key. sinks: (H,). verdict: for calls like this one; None where nobody has asked
     and the settings' backend serves. kv_heads: those of the layer's that k and v hold, with the query heads that read
-    them in q; None for all. With low_memory an index, and what a kernel packs, is of one KV head. Heads that see every
-    key go to sdpa where that is the faster.
+    them in q; None for all. Heads that see every key go to sdpa where that is the faster.
     """
     settings = layer.settings
     if verdict is None:
         if k.shape[:3] != v.shape[:3]:
             raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
         verdict = Verdict(settings.backend)
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    if settings.low_memory and k.shape[1] > 1:
-        batch, heads, q_len, _ = q.shape
-        group = heads // k.shape[1]
-        out = q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
-        for head in range(k.shape[1]):
-            mine, its = slice(head * group, (head + 1) * group), slice(head, head + 1)
-            how["sinks"] = None if sinks is None else sinks[mine]
-            which = (head if kv_heads is None else kv_heads[head],)
-            where: dict[str, Any] = {"window": window, "ragged": ragged, "kv_heads": which}
-            out[:, mine] = attend_layer(layer, plan, q[:, mine], k[:, its], v[:, its], verdict=verdict, **how, **where)
-        return out
-    how["backend"] = verdict.kernel
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": verdict.kernel}
     if plan is None:
         return dense_attention(q, k, v, window=window, ragged=ragged, **how)
     if settings.watch is not None:

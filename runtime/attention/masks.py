@@ -24,9 +24,6 @@ from runtime.attention.rules import Rule, real_slots, rule_of
 from runtime.attention.state import MIN_QUERIES, Settings, settings_of
 from runtime.standin import StandIn
 
-# Entries from which on a mask counts as memory.
-LARGE = 1 << 24
-
 
 class PrefillMask(StandIn):
     """A causal mask over sequences of contiguous tokens, (B, 1, Q, K), without memory until it is read.
@@ -66,11 +63,6 @@ class PrefillMask(StandIn):
         rows = self._once(False, first, count)
         assert rows is not None
         return rows
-
-    def empty(self) -> PrefillMask:
-        """One over no tokens, to be told by who it is."""
-        nothing = torch.empty(0, dtype=self.dtype)
-        return PrefillMask(Layout(0, 0, 0, ()), lambda _: nothing, dtype=self.dtype, device=self.device)
 
     def _once(self, *which: Any) -> Tensor | None:
         if which not in self._made:
@@ -163,9 +155,8 @@ class _Asked:
         if self.gone and window is None:
             return None
         slides = window is not None and k_len > window
-        large = settings.low_memory and q_len * k_len >= LARGE
         ours = settings.kernel_from is not None and q_len > MAX_QUERIES and k_len >= settings.kernel_from
-        wanted = large or (settings.dense_kernels if slides else k_len >= settings.dense_below)
+        wanted = settings.dense_kernels if slides else k_len >= settings.dense_below
         if not (ours or (wanted and q_len >= MIN_QUERIES)):
             return None
         start, last = self.start - self.gone, self.start + q_len

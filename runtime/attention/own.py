@@ -103,8 +103,7 @@ def _how(call: Call, layout: Layout | None, verdict: Verdict) -> str | None:
     may = layout.window is None and settings.kernel_from is not None and k.shape[2] >= settings.kernel_from
     if may and (settings.dense_by == "kernel" or (right(q, k, v) if weights else faster(q, k, v) == "kernel")):
         return "dense by kernel"
-    needs_mask = settings.low_memory and many and (weights or not layout.needs_no_mask)
-    return "" if needs_mask and right(q, k, v) else None
+    return None
 
 
 def attend_as_before(call: Call, *, by: str | None = None) -> tuple[Tensor, Tensor | None]:

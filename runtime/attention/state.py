@@ -70,7 +70,6 @@ class Settings:
     evicts: bool = False
     dense_by: str = "auto"
     spread: bool = False
-    low_memory: bool = False
     watch: Any = None
     calls: Calls = field(default_factory=Calls)
     said: set[str] = field(default_factory=set)
@@ -83,10 +82,8 @@ class Settings:
         self.kernel_from = {"auto": LEAST, "kernel": 0}.get(self.dense_by)
         # Whether our kernel may serve a step of decode on the CPU.
         self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
-        # Whether sdpa may serve single heads. Who names a backend, or what serves densely, gets that; copies of heads
-        # are no saving of memory.
-        free = self.backend, self.dense_by, self.dense, self.low_memory
-        self.heads_by_torch = free == ("auto", "auto", "sdpa", False)
+        # Whether sdpa may serve single heads. Who names a backend, or what serves densely, gets that.
+        self.heads_by_torch = (self.backend, self.dense_by, self.dense) == ("auto", "auto", "sdpa")
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -177,26 +174,6 @@ class Layer:
 NOTHING = Layer(
     Settings(dense_below=sys.maxsize, dense="sdpa", strict=False, backend="auto", dense_by="model"), -1, None
 )
-
-_tapes = threading.local()
-
-
-@contextmanager
-def taping(tape: Any) -> Iterator[None]:
-    """Let this thread's calls of tape.module go to tape.attend: tiles of a module run (runtime.low_memory)."""
-    former = getattr(_tapes, "now", None)
-    _tapes.now = tape
-    try:
-        yield
-    finally:
-        _tapes.now = former
-
-
-def tape_of(module: nn.Module) -> Any | None:
-    """The tape that this thread runs tiles of the module for, None where it does not."""
-    tape = getattr(_tapes, "now", None)
-    return tape if tape is not None and tape.module is module else None
-
 
 # Where a module keeps what is applied to it: a table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"

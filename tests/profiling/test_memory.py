@@ -28,20 +28,18 @@ LLAMA = {
 
 def test_an_8b_shape_counted_by_hand() -> None:
     shape, length = read_shape(json.dumps(LLAMA), "bfloat16"), 2**19
-    low, plain = (plan(shape, length, low_memory=low, growing=False) for low in (True, False))
+    plain = plan(shape, length, growing=False)
     assert shape.parameters == 8_030_261_248
     # 32 layers of 8 heads of 128 keys and as many values, two bytes each, 2**19 times.
-    assert low.cache == plain.cache == 64 * GIB and low.bank == 0
-    # A hidden state is 4 GiB: five of them, a rotary table of half a GiB, and a tile of 0.4 GiB.
-    assert 20 * GIB < low.passing < 22.5 * GIB
-    # Four hidden states and three times the width of the MLP, 3.5 hidden states each.
+    assert plain.cache == 64 * GIB and plain.bank == 0
+    # Four hidden states of 4 GiB and three times the width of the MLP, 3.5 hidden states each.
     assert plain.passing == pytest.approx((4 + 3 * 3.5) * 4 * GIB, rel=0.01)
-    assert plan(shape, length, low_memory=True).cache == 72 * GIB
+    assert plan(shape, length).cache == 72 * GIB
 
 
 def test_banked_layers_are_in_cpu_memory() -> None:
     shape = read_shape(json.dumps(LLAMA), "bfloat16")
-    found = plan(shape, 2**20, low_memory=True, banked=27, growing=False)
+    found = plan(shape, 2**20, banked=27, growing=False)
     assert (found.cache, found.bank) == (5 * 4 * GIB, 27 * 4 * GIB)
     assert found.device == found.weights + found.cache + found.passing
 
@@ -51,19 +49,14 @@ def test_layers_that_slide_keep_a_window() -> None:
     shape = read_shape(json.dumps(gemma | {"num_attention_heads": 4, "num_key_value_heads": 1}), "bfloat16")
     token = 2 * 256 * 2
     assert (shape.layers, shape.sliding) == (18, 15)
-    assert plan(shape, 10_000, low_memory=True, growing=False).cache == token * (3 * 10_000 + 15 * 512)
+    assert plan(shape, 10_000, growing=False).cache == token * (3 * 10_000 + 15 * 512)
 
 
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert memory_plan.main(["--shape", str(tmp_path), "--length", "524288", "1048576", "--memory", "139GB"]) == 0
+    assert memory_plan.main(["--shape", str(tmp_path), "--length", "131072", "524288", "--memory", "139GB"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
-    assert [(line[0], line[1], line[-1]) for line in lines] == [
-        ("524288", "no", "no"),
-        ("524288", "yes", "yes"),
-        ("1048576", "no", "no"),
-        ("1048576", "yes", "no"),
-    ]
+    assert [(line[0], line[-1]) for line in lines] == [("131072", "yes"), ("524288", "no")]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +81,9 @@ def test_memory_by_length_is_measured_beside_what_was_predicted(tmp_path: Path) 
     model = save_tiny(tmp_path / "tiny")
     run(HeadSearch(model=str(model), out=tmp_path / "cfg.yaml", length=512, budget="0.8", dtype="float32", command="x"))
     command = ["--model", str(model), str(tmp_path / "cfg.yaml"), "--dtype", "float32", "--dense"]
-    memory.main([*command, "--low-memory", "yes", "--length", "4096", "--json", str(tmp_path / "out.json")])
+    memory.main([*command, "--length", "4096", "--json", str(tmp_path / "out.json")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["length"], row["method"]) for row in rows] == [(4096, "dense"), (4096, "headwise low_memory")]
+    assert [(row["length"], row["method"]) for row in rows] == [(4096, "dense"), (4096, "headwise")]
     assert all(row["predicted"] > 0 and row["peak"] >= row["passing"] >= 0 for row in rows)
     # 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
     assert rows[0]["cache"] == 3 * 2 * 16 * 4 * 2 * 4096 <= rows[1]["cache"]

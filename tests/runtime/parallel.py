@@ -19,15 +19,12 @@ from transformers.distributed import DistributedConfig
 
 from artifacts import HeadwiseError
 from runtime import load
-from runtime.low_memory import tiles
 
 
 def main() -> None:
     # A process that aborts says where.
     faulthandler.enable()
     torch.set_num_threads(1)
-    # Of which the prompt has several.
-    tiles.TOKENS["cpu"] = 48
     for folder in sys.argv[2:]:
         answer(Path(folder), int(sys.argv[1]))
     # Nobody leaves while another still talks to it, and gloo's threads are not there to see the interpreter go.
@@ -46,8 +43,7 @@ def answer(folder: Path, size: int) -> None:
     answers: dict[str, object] = {}
     for config in sorted(folder.glob("*.yaml")):
         try:
-            low_memory = config.stem == "low_memory"
-            with torch.no_grad(), load(config).apply(model, low_memory=low_memory) as handle:
+            with torch.no_grad(), load(config).apply(model) as handle:
                 out = model.generate(
                     prompt,
                     past_key_values=handle.new_cache(),

@@ -57,12 +57,12 @@ def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, mon
     dense = model(prompt).logits
 
     def fails(*_):
-        raise RuntimeError("no tiles")
+        raise RuntimeError("no manager")
 
     with monkeypatch.context() as broken:
-        broken.setattr("runtime.handle.LowMemory", fails)
-        with pytest.raises(RuntimeError, match="no tiles"):
-            Headwise(artifact_for(model)).apply(model, low_memory=True)
+        broken.setattr("runtime.handle.Batching", fails)
+        with pytest.raises(RuntimeError, match="no manager"):
+            Headwise(artifact_for(model)).apply(model)
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(prompt).logits, dense)
     with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:

@@ -128,12 +128,11 @@ def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for
     assert str(error.value) == f"{name} {REFUSED[name]['cause']}"
 
 
-@pytest.mark.parametrize("how", [{"low_memory": True}, {"watch": True}], ids=str)
-def test_sinks_of_each_head_however_heads_are_served(how, build, artifact_for, apply, ids):
+def test_sinks_of_each_head_where_heads_are_watched(build, artifact_for, apply, ids):
     model, prompt = build("GptOss"), ids(200)
     with apply(model, strict=True):
         expected = model(prompt).logits
-    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference", **how) as handle:
+    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference", watch=True) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
         assert handle.stats()["sparse"] == 1
 

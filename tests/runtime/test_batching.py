@@ -128,7 +128,6 @@ def test_what_is_not_served_is_refused_by_name(build: Any, artifact_for: Any, id
     for changes, options, says in (
         ({"decode": artifacts.Decode(omnikv=DECODE)}, {}, "with a decode section"),
         ({"kv_cache": cache}, {}, "with a kv_cache section"),
-        ({}, {"low_memory": True}, "with low_memory=True"),
     ):
         with Headwise(plain.model_copy(update=changes)).apply(model, **options):
             with pytest.raises(HeadwiseError, match=f"generate_batch is not served {says}"):

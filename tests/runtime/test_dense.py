@@ -248,14 +248,13 @@ def test_windows_wait_until_a_device_has_passed_its_check(build: Any, artifact_f
     assert not dense.right(q, k, v)
 
 
-@pytest.mark.parametrize("low_memory", [False, True])
 def test_layers_that_slide_are_the_model_s_where_the_check_failed(
-    low_memory: bool, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
+    build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("runtime.attention.own.right", lambda *_: False)
     model, prompt = build("Gemma3"), ids(200)
     expected = model(prompt).logits
-    with Headwise(artifact_for(model, rows=[None] * 3)).apply(model, low_memory=low_memory) as handle:
+    with Headwise(artifact_for(model, rows=[None] * 3)).apply(model) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
         assert handle.stats()["dense"] == {"layer left alone": 3}
 

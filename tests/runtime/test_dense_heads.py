@@ -115,7 +115,6 @@ def test_flash_s_mask_of_a_chunk_is_the_causal_one(monkeypatch: Any) -> None:
         ({"dense_by": "kernel"}, {}),
         ({"dense_by": "model"}, {}),
         ({"dense": "eager"}, {}),
-        ({"low_memory": True}, {}),
         ({}, {"softcap": 20.0}),
         ({}, {"sinks": torch.zeros(6)}),
     ],

@@ -61,7 +61,6 @@ def test_two_processes_give_the_tokens_of_one_and_refuse_heads_that_do_not_divid
         "omnikv": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=DECODE)}),
         "mapped": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=ACROSS)}),
         "kept": sparse.model_copy(update={"kv_cache": mixed}),
-        "low_memory": sparse,
     }
     expected, logits = {}, {}
     for name, artifact in configs.items():

@@ -12,7 +12,6 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from artifacts import HeadwiseError
 from runtime import Headwise
-from runtime.attention import masks
 from runtime.attention.masks import PrefillMask
 from runtime.attention.reasons import SLIDES
 from tests.runtime.omnikv import CLOSE, steps
@@ -176,31 +175,9 @@ def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_s
         model(prompt)
 
 
-@pytest.mark.parametrize("low_memory", [False, True])
-def test_layers_that_see_everything_are_not_counted_as_windows(
-    low_memory: bool, build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(masks, "LARGE", 1)
+def test_layers_that_see_everything_are_not_counted_as_windows(build: Any, artifact_for: Any, ids: Any) -> None:
     model, prompt = build("Gemma2"), ids(300)
     expected = model(prompt).logits
-    with Headwise(artifact_for(model, rows=[None, None])).apply(model, low_memory=low_memory) as handle:
+    with Headwise(artifact_for(model, rows=[None, None])).apply(model) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
         assert handle.stats()["dense"] == {BY_KERNEL: 1, "layer left alone": 1}
-
-
-def test_what_fails_sparsely_with_low_memory_makes_no_mask(
-    build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any) -> Tensor:
-        raise MemoryError
-
-    monkeypatch.setattr(masks, "LARGE", 1)
-    monkeypatch.setattr("runtime.attention.function._by_patterns", fails)
-    made: list[bool] = []
-    once = PrefillMask._once
-    monkeypatch.setattr(PrefillMask, "_once", lambda self, skip: made.append(skip) or once(self, skip))
-    model, prompt = build("Gemma2"), ids(300)
-    expected = model(prompt).logits
-    with Headwise(artifact_for(model)).apply(model, low_memory=True) as handle:
-        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-        assert handle.stats()["dense"] == {BY_KERNEL: 1, "out of memory": 1} and not made
