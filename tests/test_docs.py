@@ -99,3 +99,13 @@ def test_the_version_is_one() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert project is not None and cited["version"] == project[1]
     assert f"version = {{{project[1]}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_results_fit_and_name_their_files() -> None:
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 350
+    files = list(DOCS.glob("results/*.json"))
+    named = set(re.findall(r"\(results/([\w.]+)\)", text))
+    assert named == {path.name for path in files}
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 300 for path in files)
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 120
