@@ -35,13 +35,9 @@ def attach(
     strict: bool,
     check_weights: bool,
     backend: str,
-    watch: bool,
-    min_recall: float | None,
     dense_kernels: bool,
 ) -> Handle:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply."""
-    if min_recall is not None and not (isinstance(min_recall, int | float) and 0 < min_recall <= 1):
-        raise HeadwiseError(f"min_recall must be above 0 and at most 1, got {min_recall!r}")
     if backend not in ("auto", *BACKENDS):
         raise HeadwiseError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
     model, modules = _servable(model)
@@ -51,12 +47,6 @@ def attach(
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
     dense = _dense_of(model)
-    seeing = None
-    if watch or min_recall is not None:
-        # What watches nothing does not load it.
-        from runtime.watch import Watch
-
-        seeing = Watch(min_recall)
     settings = Settings(
         dense_below=artifact.prefill.dense_below,
         dense=dense,
@@ -67,7 +57,6 @@ def attach(
         dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
         spread=len({parameter.device for parameter in model.parameters()}) > 1,
         evicts=artifact.kv_cache is not None,
-        watch=seeing,
     )
     plans = layer_plans(artifact, arrays)
     if missing := plans.keys() - modules.keys():
@@ -77,9 +66,7 @@ def attach(
     for number, module in modules.items():
         shard = shards[number]
         plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
-        layers[module] = Layer(
-            settings, number, plan, roles.get(number), shard.heads.start, before=_before(module, dense)
-        )
+        layers[module] = Layer(settings, number, plan, roles.get(number), before=_before(module, dense))
     return Handle(artifact, model, layers, settings)
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 from torch import nn
 
 from artifacts import Artifact, HeadwiseError
-from runtime import metrics
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.paged import Batching
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
     from runtime.lossless.generate import Lossless
+
+
+# How a call was served, by the name that it is counted under; all other names are reasons for dense attention.
+_SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
 
 
 class _Name(str):
@@ -53,7 +56,6 @@ class Handle:
     ) -> None:
         self._artifact = artifact
         self._model: PreTrainedModel | None = model
-        self._first_heads = {layer.number: layer.first_head for layer in layers.values()}
         self._lossless: Lossless | None = None
         self.settings = settings
         config = text_config(model)
@@ -133,21 +135,21 @@ class Handle:
         After lossless(), "lossless" has of its latest loop the "rounds", tokens "drafted" and "accepted", "dense_steps"
         without drafts, "tokens_per_round", each verification's own token included, and "off_below", the length of
         context below which drafts were found to gain nothing (0: none was).
-
-        Where the artifact was applied with `watch` or `min_recall`, "layers" has for each layer its "calls" in the same
-        form and, of what the patterns served, "sequences" and "seconds" of build, attention and estimate. By query
-        head, from "first_head" on: mean "density", "skipped" of it, mean "recall" and "lowest_recall" as estimated from
-        the last queries (None where there was none), and "fallbacks", sequences that went dense for want of recall.
-        Reading waits for devices.
         """
-        result = metrics.stats(self._artifact, self.settings, self._first_heads)
+        artifact, counts = self._artifact, self.settings.calls.total()
+        sections = {
+            "sparse": artifact,
+            "chosen": artifact and artifact.decode,
+            "kept": artifact and artifact.kv_cache,
+        }
+        result: dict[str, Any] = {
+            _SERVED[name]: counts[name] for name, section in sections.items() if section is not None
+        }
+        result["dense"] = {how: count for how, count in counts.items() if how not in _SERVED}
+        decode = self.settings.decode
+        if decode is not None and (tokens := decode.tokens_read) is not None:
+            result["tokens"] = tokens
         return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
-
-    def prometheus(self, *, model: str | None = None) -> str:
-        """What stats() says in Prometheus' text format, by layer and head; `model` names the model in every line."""
-        if model is None:
-            model = type(self._applied_to).__name__ if self._artifact is None else self._artifact.model.name
-        return metrics.prometheus(model, self.settings, self._first_heads)
 
 
 def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:

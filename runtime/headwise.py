@@ -68,8 +68,6 @@ class Headwise:
         strict: bool = False,
         check_weights: bool = True,
         backend: str = "auto",
-        watch: bool = False,
-        min_recall: float | None = None,
         dense_kernels: bool = True,
         check_fingerprint: bool = False,
     ) -> Handle:
@@ -81,9 +79,6 @@ class Headwise:
             check_weights: compare a sample of the weights too, not only the configuration.
             backend: the kernel; "auto" takes the fastest that serves the call, and dense attention where none
                 is fast.
-            watch: keep density, estimated recall and times of each layer and head: see Handle.stats.
-            min_recall: a head whose recall, estimated from the last queries, is lower than this is served densely, for
-                this sequence and call; implies `watch`. None leaves it.
             dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa; that is measured
                 once for a machine, dtype, head dim and class of lengths (runtime.dense). Prefills on 1,024 keys or
                 more ("dense by kernel" in stats()); layers that slide compute their window and no mask ("window by
@@ -116,8 +111,6 @@ class Headwise:
             strict=strict,
             check_weights=check_weights,
             backend=backend,
-            watch=watch,
-            min_recall=min_recall,
             dense_kernels=dense_kernels,
         )
 

@@ -21,7 +21,6 @@ FILES = {
     "tests/kernels/test_gpu_decode.py": 12,
     "tests/runtime/test_gpu_offload.py": 2,
     "tests/runtime/caches/test_gpu_policies.py": 1,
-    "tests/runtime/test_gpu_watch.py": 1,
     "tests/runtime/test_traffic.py": 1,
 }
 _KERNELS = "tests/kernels/"

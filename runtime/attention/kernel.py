@@ -73,9 +73,6 @@ def attend_layer(
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": verdict.kernel}
     if plan is None:
         return dense_attention(q, k, v, window=window, ragged=ragged, **how)
-    if settings.watch is not None:
-        done: Tensor = settings.watch.attend(layer, kv_heads, q, k, v, ragged=ragged, **how)
-        return done
     some = plan if kv_heads is None else plan.of(kv_heads)
     dense = () if softcap is not None or sinks is not None else by_torch(settings, some, q, k, v, ragged, verdict)
     if not dense:

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,26 +29,22 @@ _log = logging.getLogger("headwise")
 
 
 class Calls:
-    """How the calls of each attention layer were served, counted by any number of threads at once."""
+    """How the calls of attention layers were served, counted by any number of threads at once."""
 
     def __init__(self) -> None:
-        self._counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._counts: Counter[str] = Counter()
         # Adding to a Counter reads and writes: a thread that comes between loses a call.
         self._lock = threading.Lock()
 
-    def add(self, layer: int, how: str) -> None:
+    def add(self, how: str) -> None:
         """One more call of a layer served so."""
         with self._lock:
-            self._counts[layer][how] += 1
-
-    def by_layer(self) -> dict[int, dict[str, int]]:
-        """Calls so far by layer, in order, and by how they were served."""
-        with self._lock:
-            return {layer: dict(counts) for layer, counts in sorted(self._counts.items())}
+            self._counts[how] += 1
 
     def total(self) -> Counter[str]:
         """Calls so far of all layers together, by how they were served."""
-        return sum((Counter(calls) for calls in self.by_layer().values()), Counter())
+        with self._lock:
+            return Counter(self._counts)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,8 +54,7 @@ class Settings:
     `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
     `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel" ours, "model" `dense`.
     `spread`: the model lies on several devices, and masks are moved.
-    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask. `watch` (runtime.watch) serves
-    sparse prefills and keeps what it sees; None where nobody asked.
+    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask.
     """
 
     dense_below: int
@@ -70,7 +65,6 @@ class Settings:
     evicts: bool = False
     dense_by: str = "auto"
     spread: bool = False
-    watch: Any = None
     calls: Calls = field(default_factory=Calls)
     said: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -88,15 +82,15 @@ class Settings:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """What is served while it lasts is in no count. Nobody else may be served meanwhile."""
-        calls, watch, decode = self.calls, self.watch, self.decode
+        calls, decode = self.calls, self.decode
         reads = None if decode is None else decode.reads
-        self.calls, self.watch = Calls(), None if watch is None else type(watch)(watch.min_recall)
+        self.calls = Calls()
         if decode is not None:
             decode.reads = Reads()
         try:
             yield
         finally:
-            self.calls, self.watch = calls, watch
+            self.calls = calls
             if decode is not None and reads is not None:
                 decode.reads = reads
 
@@ -120,15 +114,13 @@ class Settings:
 class Layer:
     """The part of an application that one attention module needs.
 
-    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone. first_head: the first
-    query head that this process has of it.
+    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone.
     """
 
     settings: Settings
     number: int
     plan: LayerPlan | None
     role: Role | None = None
-    first_head: int = 0
     # The module as it was, for attention that reads its own name there; None where sdpa or eager is dense.
     before: Any = None
     # By which code that was compiled finds the module.
@@ -155,13 +147,11 @@ class Layer:
         """Whether the patterns gain with these of a call's queries and keys; None where that is to be measured."""
         if self.settings.backend == "reference":
             return True
-        gained = self.turns.gains(q, k, q_len, k_len)
-        # What is watched is served once.
-        return True if gained is None and self.settings.watch is not None else gained
+        return self.turns.gains(q, k, q_len, k_len)
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""
-        self.settings.calls.add(self.number, how)
+        self.settings.calls.add(how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module has nothing applied."""

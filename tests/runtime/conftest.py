@@ -131,12 +131,10 @@ def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Hand
         *,
         strict: bool = False,
         backend: str = "reference",
-        watch: bool = False,
-        min_recall: float | None = None,
         **changes: Any,
     ) -> Handle:
         made = Headwise(artifact_for(model, **changes))
-        return made.apply(model, strict=strict, backend=backend, watch=watch, min_recall=min_recall)
+        return made.apply(model, strict=strict, backend=backend)
 
     return apply
 

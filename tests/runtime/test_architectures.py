@@ -128,15 +128,6 @@ def test_what_cannot_be_served_is_refused_by_the_cause(name, build, artifact_for
     assert str(error.value) == f"{name} {REFUSED[name]['cause']}"
 
 
-def test_sinks_of_each_head_where_heads_are_watched(build, artifact_for, apply, ids):
-    model, prompt = build("GptOss"), ids(200)
-    with apply(model, strict=True):
-        expected = model(prompt).logits
-    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference", watch=True) as handle:
-        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-        assert handle.stats()["sparse"] == 1
-
-
 @pytest.mark.parametrize("family", ["Mistral", "Mixtral"])
 def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply, ids, warnings):
     model, prompt = build(family, sliding_window=40), ids(200)

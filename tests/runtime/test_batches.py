@@ -137,9 +137,8 @@ def packing(prompts):
     return batch, [slice(end - len(p), end) for p, end in zip(prompts, ends, strict=True)]
 
 
-@pytest.mark.parametrize("watch", [False, True], ids=["", "watched"])
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3"])
-def test_packed_sequences_are_each_alone(family, watch, build, artifact_for, masked, ids):
+def test_packed_sequences_are_each_alone(family, build, artifact_for, masked, ids):
     model = build(family)
     prompts = [ids(n, seed=n)[0] for n in (310, 90, 400, 305, 7)]
     batch, places = packing(prompts)
@@ -147,7 +146,7 @@ def test_packed_sequences_are_each_alone(family, watch, build, artifact_for, mas
         expected = [model(prompt[None]).logits[0] for prompt in prompts]
     dense = model(**batch, use_cache=False).logits[0]
     headwise = Headwise(artifact_for(model, dense_below=DENSE_BELOW))
-    with headwise.apply(model, strict=True, backend="reference", watch=watch) as handle:
+    with headwise.apply(model, strict=True, backend="reference") as handle:
         together = model(**batch, use_cache=False).logits[0]
         assert handle.stats()["sparse"] == 2
     for logits, place in zip(expected, places, strict=True):

@@ -264,16 +264,13 @@ def nan_hook() -> Iterator[Callable[[Any, int, int], None]]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("options", [{}, {"min_recall": 0.5}])
 @pytest.mark.parametrize("padded", [False, True])
-def test_nan_in_one_sequence_stays_in_it(
-    padded: bool, options: dict[str, Any], backend: str, build, artifact_for, ids, nan_hook
-) -> None:
+def test_nan_in_one_sequence_stays_in_it(padded: bool, backend: str, build, artifact_for, ids, nan_hook) -> None:
     model, prompt = build(), ids(300, batch=3)
     real = torch.ones_like(prompt)
     if padded:
         real[0, :30] = 0
-    with Headwise(artifact_for(model)).apply(model, backend=backend, **options) as handle:
+    with Headwise(artifact_for(model)).apply(model, backend=backend) as handle:
         clean = model(prompt, attention_mask=real).logits
         nan_hook(model, 1, 250)
         found = model(prompt, attention_mask=real).logits

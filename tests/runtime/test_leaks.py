@@ -51,13 +51,13 @@ def works(build: Any, artifact_for: Any, decoding: Any, ids: Any) -> dict[str, C
     handle = chosen.apply(filtering)
 
     def apply_and_undo() -> None:
-        with plain.apply(model, watch=True):
+        with plain.apply(model):
             pass
 
     def apply_serve_and_drop() -> None:
-        served = plain.apply(model, watch=True, min_recall=0.9)
+        served = plain.apply(model)
         model(prompt)
-        served.prometheus()
+        served.stats()
         served.undo()
 
     def generate() -> None:
@@ -99,7 +99,7 @@ def test_a_thousand_times(name: str, works: dict[str, Callable[[], object]]) -> 
 def test_a_model_that_is_dropped_while_applied_is_freed(build: Any, artifact_for: Any, ids: Any) -> None:
     def apply_and_drop() -> None:
         model = build()
-        Headwise(artifact_for(model)).apply(model, watch=True)
+        Headwise(artifact_for(model)).apply(model)
         model(ids(140))
 
     flat(apply_and_drop, 10)

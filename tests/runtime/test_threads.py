@@ -37,7 +37,7 @@ def test_two_models_with_two_artifacts_in_two_threads(build: Any, artifact_for: 
     plain, choosing = build(), build(seed=1, **LAYERS)
     prompts = [ids(length, seed=length) for length in (200, 90, 150, 300)] * 3
     handles = {
-        id(plain): Headwise(artifact_for(plain)).apply(plain, watch=True),
+        id(plain): Headwise(artifact_for(plain)).apply(plain),
         id(choosing): decoding(choosing).apply(choosing),
     }
 
@@ -72,7 +72,7 @@ def test_one_model_is_applied_and_undone_while_another_serves(build: Any, artifa
         def change(_: int) -> None:
             # A model that has an artifact takes no second one.
             with one_at_a_time:
-                headwise.apply(other, watch=True).undo()
+                headwise.apply(other).undo()
 
         with ThreadPoolExecutor(3) as pool:
             served, changed = pool.map(serve, range(20)), pool.map(change, range(20))

@@ -21,7 +21,7 @@ def test_dense_attention_is_measured_before_the_first_request(
     monkeypatch.setattr(measured, "folder", lambda: tmp_path)
     monkeypatch.setattr(dense, "_known", {})
     model, prompt = build(max_position_embeddings=2048), ids(1100)
-    with Headwise(artifact_for(model, rows=[None, None])).apply(model, watch=True) as handle:
+    with Headwise(artifact_for(model, rows=[None, None])).apply(model) as handle:
         seconds = handle.warm_up([50, 1024])
         assert list(seconds) == [50, 1024]
         assert min(seconds.values()) > 0
