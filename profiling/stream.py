@@ -7,7 +7,7 @@ dense         everything is kept
 original      sinks and a window, positions as they are in the text
 
 Feeding --chunk tokens at a time gives what one by one gives. A killed run goes on where it was: each finished block of
-tokens is kept, and a cache that does not grow is written down after it; one that grows is fed again.
+tokens is kept, and the cache is fed again up to there.
 
 python -m profiling.stream --model smollm2 --text book.txt --tokens 20000 --out stream/
 python -m profiling.stream --model smollm2 --text book.txt --tokens 1000000 --methods streaming --out stream/

@@ -73,6 +73,6 @@ def _held(*layers: CacheLayerMixin) -> int:
         if (policies := getattr(layer, "policies", None)) is None:
             found += [getattr(layer, name, None) for name in ("keys", "values", "history")]
         else:
-            found += [tensor for policy in policies for tensor in policy.tensors().values()] + layer.recorded
+            found += [tensor for policy in policies for tensor in policy.tensors().values()]
     memories = [tensor.untyped_storage() for tensor in found if tensor is not None]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from profiling.prompts.tokens import Encoder
 from profiling.streams.methods import METHODS, Cached, Method, Recomputed, Stretch, blocks, method_of
 from profiling.streams.report import Row, Series, draw, plain, rows
 from profiling.streams.speed import speeds
-from profiling.streams.state import load_cache, save_cache
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
 
 TASKS = ("text", "stream_eval")
@@ -185,33 +183,23 @@ def _measure(
     units: Sequence[Unit],
     shown: Phase,
 ) -> None:
-    # A file of the ledger's folder, which goes with it; written again after each block.
-    path = ledger.folder / f"{method.name.replace(':', '_')}.cache"
-    digest = _digest(config, loaded, method, stream)
-    done = next((number for number, unit in enumerate(units) if unit not in ledger), len(units))
+    done = 0
     runner: Cached | Recomputed
     if method.recomputed:
         runner = Recomputed(loaded, method, stream)
+        done = next((number for number, unit in enumerate(units) if unit not in ledger), len(units))
     else:
+        # A cache is fed again from the stream's start.
         runner = Cached(loaded, method, stream, config.chunk)
-        # The block's unit is written first: a cache on disk is never ahead of it.
-        done = load_cache(path, runner.cache, digest, done, loaded.model.device)
     with runner.applied():
         for number, (begin, end) in enumerate(parts):
             if number >= done:
                 made = runner.feed(begin, end)
                 if units[number] not in ledger:
                     ledger.put(units[number], made.plain())
-                if isinstance(runner, Cached):
-                    save_cache(path, runner.cache, number + 1, digest)
                 shown.update(end - begin)
             else:
                 shown.skip(end - begin)
-
-
-def _digest(config: Streamed, loaded: LoadedModel, method: Method, stream: TokenStream) -> str:
-    content = [method.name, _settings(config, loaded, stream)]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:

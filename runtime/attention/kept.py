@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from artifacts import HeadwiseError
+from kernels.dense import dense_attention
 from runtime.attention.calls import Call
 from runtime.attention.kernel import attend_layer
 from runtime.attention.reasons import attempt, kernel_for
 from runtime.attention.state import MIN_QUERIES
-from runtime.caches.step import attend_all
 
 
 def attend_kept(call: Call, cache: Any) -> Tensor:
@@ -50,7 +50,7 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
             if isinstance(served, Tensor):
                 layer.count("sparse")
                 return served
-        return attend_all(q, k, v, backend=backend, **how)[0]
+        return dense_attention(q, k, v, backend=backend, **how)
 
     out: Tensor = cache.attend(call.query, spans, **how, backend=backend, prefill=prefill)
     return out.transpose(1, 2)

@@ -38,7 +38,6 @@ class H2O(Policy):
     positions (B, G, room) int32: its place in the text.
     """
 
-    overwrites = True
     scores: Tensor
     positions: Tensor
 

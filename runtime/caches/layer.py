@@ -21,9 +21,6 @@ from runtime.caches.policy import Policy
 from runtime.caches.step import Step
 from runtime.standin import NewTokens
 
-# Tokens that can be taken back while drafts are being verified: more than anybody drafts at a time.
-_RECORDED = 64
-
 Spans = Sequence[tuple[int, int]]
 
 
@@ -43,33 +40,20 @@ class _Part:
     policies: tuple[Policy, ...]
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """A state to come back to: how many slots there were, what the policies held, and the calls since.
-
-    A state between two marks is the earlier one's with the tokens up to there taken in once more. With each call is
-    said which of its slots hold tokens.
-    """
-
-    slots: int
-    parts: tuple[_Part, ...]
-    calls: list[tuple[Step, Spans]]
-
-
 class PolicyLayer(CacheLayerMixin):
     """Keys and values under policies. update() hands out stand-ins, by which Headwise's attention finds the layer.
 
     transformers counts slots, padding included; a policy counts the tokens of a sequence.
     """
 
-    is_croppable = True
+    # crop() refuses what a policy cannot undo: transformers must not run ahead of itself and come back.
+    is_croppable = False
 
     def __init__(self, groups: Sequence[KVHeads], *, sliding: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # The mask of sliding layers is asked for by this.
         self.is_sliding = sliding
         self.groups = tuple(groups)
-        self.record_past = False
         # Each group's KV heads where they are needed: made once, for no step may wait for a device.
         self._heads: dict[torch.device, list[Tensor]] = {}
         self._start()
@@ -78,9 +62,6 @@ class PolicyLayer(CacheLayerMixin):
         self._slots = 0
         self._new: tuple[Tensor, Tensor] | None = None
         self._parts: tuple[_Part, ...] = ()
-        # The last two: at least _RECORDED tokens can be taken back once so many have come. Until the second call that
-        # of the first one, which may end in drafts.
-        self._marks: list[_Mark] = []
         # The slots of each sequence that hold tokens, in runs [begin, end).
         self._runs: list[list[tuple[int, int]]] = []
         self.is_initialized = False
@@ -133,24 +114,7 @@ class PolicyLayer(CacheLayerMixin):
             if begin < end:
                 joins = runs and runs[-1][1] == first + begin
                 runs.append((runs.pop()[0] if joins else first + begin, first + end))
-        if not self.record_past:
-            self._marks = []
-            return self._attend(call, spans)
-        # Nobody wants the attention when tokens are taken in again: so a recording is plain data, and can be copied.
-        recorded = replace(call, prefill=_nothing)
-        if not first or call.length > _RECORDED:
-            self._marks = [] if first else [_Mark(0, _copies(self._parts), [(recorded, spans)])]
-            return self._attend(call, spans)
-        self._marks = [mark for mark in self._marks if mark.slots]
-        outs = []
-        for i in range(call.length):
-            # Token by token, so that any number of them can be taken back.
-            if not self._marks or len(self._marks[-1].calls) == _RECORDED:
-                self._marks = [*self._marks[-1:], _Mark(first + i, _copies(self._parts), [])]
-            one = [(0, int(begin <= i < end)) for begin, end in spans]
-            self._marks[-1].calls.append((recorded.slots(i, i + 1), one))
-            outs.append(self._attend(call.slots(i, i + 1), one))
-        return torch.cat(outs, dim=2)
+        return self._attend(call, spans)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
         """Whether the tokens taken in before those of the last update are in these slots, [begin, end) by sequence."""
@@ -208,15 +172,11 @@ class PolicyLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def activate_past_recording(self) -> None:
-        """From now on crop() can take back what was added since, whatever was dropped for it."""
-        self.record_past = True
-
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` slots.
 
         Raises:
-            HeadwiseError: tokens were dropped since, and no states were recorded (activate_past_recording).
+            HeadwiseError: other tokens were dropped since, or sequences are padded.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
@@ -224,63 +184,23 @@ class PolicyLayer(CacheLayerMixin):
         left = max(self._slots + int(tokens_to_remove), 0)
         if left == self._slots:
             return
-        marks = [mark for mark in self._marks if mark.slots <= left]
         if left == 0:
             self._start()
-        elif marks:
-            self._go_back(marks, left)
         elif len(self._parts) > 1 or self.policies[0].seen != self._slots:
             raise HeadwiseError(f"cannot take {-tokens_to_remove} slots back from a batch with padding")
         elif any(policy.settled > left for policy in self.policies):
             raise HeadwiseError(
                 f"cannot take {-tokens_to_remove} tokens back: the cache has dropped others since; "
-                "call activate_past_recording before the tokens that may be taken back"
+                "drafts need policies that keep every token, or a window that is not full yet"
             )
         else:
-            self._marks = []
             for policy in self.policies:
                 policy.truncate(left)
         self._slots = left
         self._runs = [[(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs]
 
-    def _go_back(self, marks: list[_Mark], left: int) -> None:
-        """To the state of `left` slots: the last mark's, with so much of the calls since as stays."""
-        last = marks[-1]
-        calls, stays = list(last.calls), left - last.slots
-        last.calls.clear()
-        self._marks, self._parts = marks, _copies(last.parts)
-        for call, spans in calls:
-            count = min(call.length, stays)
-            if count > 0:
-                last.calls.append(
-                    (call.slots(0, count), [(min(begin, count), min(end, count)) for begin, end in spans])
-                )
-                self._attend(*last.calls[-1])
-            stays -= count
-
     def reset(self) -> None:
         self._start()
-
-    def state(self) -> list[Any]:
-        """All that it holds, in plain containers that share its tensors: torch.save can write it."""
-        parts = [[list(part.rows), [policy.state() for policy in part.policies]] for part in self._parts]
-        return [self._slots, self._runs, parts]
-
-    def load_state(self, state: list[Any]) -> None:
-        """Go on from where a layer of the same groups was asked for its state(); the tensors are taken over."""
-        self._start()
-        slots, runs, parts = state
-        if not parts:
-            return
-        made = []
-        for rows, states in parts:
-            policies = tuple(group.make() for group in self.groups)
-            for policy, held in zip(policies, states, strict=True):
-                policy.load_state(held)
-            made.append(_Part(tuple(rows), policies))
-        some = next(iter(made[0].policies[0].tensors().values()))
-        self.dtype, self.device, self.is_initialized = some.dtype, some.device, True
-        self._slots, self._runs, self._parts = slots, [list(of_row) for of_row in runs], tuple(made)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -302,23 +222,6 @@ class PolicyLayer(CacheLayerMixin):
             _Part(tuple(rows), _selected(part.policies, taken)) for part, taken, rows in wanted.values()
         )
         self._runs = [list(self._runs[row]) for row in indices.tolist()]
-        self._marks = []
-
-    @property
-    def recorded(self) -> list[Tensor]:
-        """What is held beside the policies' own, to take tokens back."""
-        policies = [policy for mark in self._marks for part in mark.parts for policy in part.policies]
-        held = [tensor for policy in policies for tensor in policy.tensors().values()]
-        return held + [tensor for mark in self._marks for call, _ in mark.calls for tensor in (call.q, call.k, call.v)]
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-    """No attention, (B, H, Q, E)."""
-    return q.new_zeros(*q.shape[:3], v.shape[3])
-
-
-def _copies(parts: Sequence[_Part]) -> tuple[_Part, ...]:
-    return tuple(replace(part, policies=tuple(policy.mark() for policy in part.policies)) for part in parts)
 
 
 def _selected(policies: Sequence[Policy], rows: Sequence[int]) -> tuple[Policy, ...]:

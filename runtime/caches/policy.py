@@ -41,9 +41,6 @@ class Policy(ABC):
     keys: Tensor
     values: Tensor
 
-    # Whether a slot is written to again: if not, copies to come back to share memory.
-    overwrites = False
-
     def __init__(self) -> None:
         self.seen = self.kept = self.settled = 0
 
@@ -58,22 +55,6 @@ class Policy(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What it holds, by attribute."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def state(self) -> dict[str, Tensor | float]:
-        """Its tensors, shared, and numbers by attribute: what load_state() needs to go on from here."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor | int | float)}
-
-    def load_state(self, state: dict[str, Tensor | float]) -> None:
-        """Become the policy that state() was asked of; the tensors are taken over."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
-    def mark(self) -> Self:
-        """A copy to come back to, whatever this one takes in."""
-        made = copy.copy(self)
-        for name, tensor in self.tensors().items() if self.overwrites else ():
-            setattr(made, name, tensor.clone())
-        return made
 
     def select(self, rows: Tensor) -> Self:
         """A copy that shares no memory, with these sequences, each as often as it is named."""

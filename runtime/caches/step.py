@@ -9,17 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.breaker import CannotBuildError
-from kernels.decode import MAX_QUERIES
 from kernels.dense import dense_attention
-from runtime.dense import right
-
-# Queries of one turn of plain torch: few, for all their weights are written down.
-_ROWS = 128
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,58 +44,6 @@ class Step:
         return replace(self, q=q, k=k, v=v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """See attend_all."""
-        return attend_all(q, k, v, window=window, scale=self.scale, softcap=self.softcap, backend=self.backend)
-
-
-def attend_all(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E) and lse (B, H, Q).
-
-    Many queries, with the backend "auto", go to plain torch where no fast kernel serves or is known to be right: there
-    is no attention of the model's that could read what is kept, and the reference is too slow for them.
-    """
-    how: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
-    if backend == "auto" and q.shape[2] > MAX_QUERIES:
-        if dispatch.why_slow(q, k, v) is not None or not right(q, k, v):
-            return _by_torch(q, k, v, **how)
-        try:
-            return dense_attention(q, k, v, return_lse=True, backend=dispatch.fastest(q, k, v), **how)
-        except ValueError as error:
-            if not isinstance(error.__cause__, CannotBuildError):
-                raise
-        return _by_torch(q, k, v, **how)
-    return dense_attention(q, k, v, return_lse=True, backend=backend, **how)
-
-
-def _by_torch(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """attend_all in matrix products of float32, some queries at a time."""
-    batch, heads, q_len, _ = q.shape
-    kv_heads, before = k.shape[1], k.shape[2] - q_len
-    out = q.new_empty(batch, heads, q_len, v.shape[3])
-    lse = torch.empty(batch, heads, q_len, device=q.device)
-    for begin in range(0, q_len, _ROWS):
-        end = min(begin + _ROWS, q_len)
-        first, last = 0 if window is None else max(before + begin - window + 1, 0), before + end
-        keys, values = (x[:, :, None, first:last].float() for x in (k, v))
-        logits = q[:, :, begin:end].float().unflatten(1, (kv_heads, -1)) @ keys.transpose(3, 4) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        at = torch.arange(before + begin, last, device=q.device)[:, None]
-        distance = at - torch.arange(first, last, device=q.device)
-        seen = (distance >= 0) & (distance < (last if window is None else window))
-        logits = logits.masked_fill(~seen, float("-inf"))
-        whole = logits.logsumexp(-1)
-        out[:, :, begin:end] = ((logits - whole[..., None]).exp() @ values).flatten(1, 2)
-        lse[:, :, begin:end] = whole.flatten(1, 2)
-    return out, lse
+        """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E), lse (B, H, Q)."""
+        how: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
+        return dense_attention(q, k, v, window=window, return_lse=True, **how)

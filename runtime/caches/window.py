@@ -30,7 +30,6 @@ class Window(Policy):
     stand where the newest query has to see them; first (B, G, s, D): the sinks' keys as they came.
     """
 
-    overwrites = True
     first: Tensor
 
     def __init__(self, sinks: int, window: int, rotation: Rotation | None = None) -> None:

@@ -139,7 +139,7 @@ def test_memory_is_bounded_but_for_dense(loaded: LoadedModel, config: Callable[.
 def test_a_killed_run_ends_as_if_it_had_not_been(
     loaded: LoadedModel, config: Callable[..., Streamed], after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after a block was kept and before the cache was written down, the worst of moments, in any method."""
+    """Killed after a block was kept, in any method."""
     _, whole = run(config("whole"), loaded)
     put = Ledger.put
 
@@ -163,35 +163,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
         method: blocks["nll"] for method, blocks in whole["blocks"].items()
     }
     assert [path.name for path in config().out.iterdir()] == ["stream.json"]
-
-
-def test_a_cache_on_disk_is_gone_on_from(
-    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fed: list[tuple[int, int]] = []
-    feed = stream_run.Cached.feed
-
-    def counted(runner: Any, begin: int, end: int) -> Any:
-        if len(fed) == 3:
-            raise KeyboardInterrupt
-        fed.append((begin, end))
-        return feed(runner, begin, end)
-
-    monkeypatch.setattr(stream_run.Cached, "feed", counted)
-    with pytest.raises(KeyboardInterrupt):
-        run(config(methods=("streaming",)), loaded)
-    fed.append((0, 0))
-    run(config(methods=("streaming",)), loaded)
-    assert fed[4:] == [(96, 128), (128, 130)]
-
-
-def test_a_damaged_cache_on_disk_is_not_used(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
-    rows, _ = run(config("whole", methods=("streaming",)), loaded)
-    folder = config().out / "stream.json.stream.ledger"
-    folder.mkdir(parents=True)
-    (folder / "streaming.cache").write_bytes(b"PK\x03\x04 not a cache")
-    again, _ = run(config(methods=("streaming",)), loaded)
-    assert again[0].perplexity == rows[0].perplexity
 
 
 def test_another_stream_does_not_go_on(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:

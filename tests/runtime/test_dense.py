@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-import artifacts
 from artifacts import HeadwiseError
 from kernels import dispatch
 from runtime import Headwise, apply_dense, dense, measured
-from runtime.caches import step
 from tests.runtime.omnikv import CLOSE
 
 BY_KERNEL = "dense by kernel"
@@ -256,39 +254,3 @@ def test_layers_that_slide_are_the_model_s_where_the_check_failed(
     with Headwise(artifact_for(model, rows=[None] * 3)).apply(model) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
         assert handle.stats()["dense"] == {"layer left alone": 3}
-
-
-@pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
-def test_rolling_buffers_are_plain_torch_s_where_the_check_failed(
-    family: str, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
-) -> None:
-    """Layers that slide came to kernels that nobody had checked on this GPU, only because of a kv_cache section."""
-    model, tokens, asked = build(family), ids(200), []
-    kinds = model.config.layer_types
-    rows = tuple("full" if kind == "full_attention" else None for kind in kinds)
-    section = artifacts.KVCache(policies={"full": artifacts.Full()}, layers=rows)
-    artifact = artifact_for(model, rows=[None] * len(kinds)).model_copy(update={"kv_cache": section})
-    expected = model(tokens).logits
-    monkeypatch.setattr("runtime.caches.step.right", lambda *_: False)
-    real = step.dense_attention
-
-    def noting(q: Tensor, *rest: Any, **how: Any) -> Any:
-        asked.append(q.shape[2])
-        return real(q, *rest, **how)
-
-    monkeypatch.setattr(step, "dense_attention", noting)
-    with Headwise(artifact).apply(model) as handle:
-        cache = handle.new_cache()
-        found = [model(part, past_key_values=cache).logits for part in tokens.split([110, 80, 1, 9], dim=1)]
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, **CLOSE)
-    assert max(asked) <= 16
-
-
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_plain_torch_is_the_reference(softcap: float | None, window: int | None) -> None:
-    q, k, v = made(300, 420)
-    how = {"window": window, "scale": 0.2, "softcap": softcap}
-    found = step._by_torch(q, k, v, **how)
-    expected = dense.every_key(q, k, v, return_lse=True, backend="reference", **how)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

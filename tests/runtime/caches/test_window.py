@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from artifacts import HeadwiseError, Streaming
 from runtime import memory_report
 from runtime.caches.rotation import Rotation
-from runtime.caches.step import Step, attend_all
+from runtime.caches.step import Step
 from runtime.caches.window import Window
 from tests.runtime.caches.feeding import fed
 
@@ -202,13 +202,3 @@ def test_backends_agree(build, keeping, ids):
         with headwise.apply(model, backend=backend) as handle:
             found.append(fed(model, tokens, (60, 1), handle.new_cache()))
     torch.testing.assert_close(*found, **CLOSE)
-
-
-def test_attend_all_is_one_function_for_few_and_many_queries() -> None:
-    q, k, v = torch.randn(1, 4, 40, 64), torch.randn(1, 2, 90, 64), torch.randn(1, 2, 90, 64)
-    how: dict[str, Any] = {"scale": 0.1, "softcap": None, "backend": "auto", "window": 33}
-    many, lse = attend_all(q, k, v, **how)
-    for i in range(40):
-        few, few_lse = attend_all(q[:, :, i : i + 1], k[:, :, : 51 + i], v[:, :, : 51 + i], **how)
-        torch.testing.assert_close(few, many[:, :, i : i + 1], **CLOSE)
-        torch.testing.assert_close(few_lse, lse[:, :, i : i + 1], **CLOSE)
