@@ -31,7 +31,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "rivals": ("profiling.rivals", "an artifact beside OpenVINO GenAI, dense and with XAttention"),
         "peers": ("profiling.peers", "caches beside kvpress's presses, on the same prompts"),
         "fidelity": ("profiling.fidelity", "what each head keeps, and what a conversion costs"),
-        "scaling": ("profiling.scaling", "how much attention a fixed loss takes as the context grows"),
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
         "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
