@@ -11,7 +11,6 @@ from torch import nn
 from artifacts import Artifact, HeadwiseError
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
-from runtime.attention.paged import Batching
 from runtime.attention.state import Layer, Settings, forget, remember
 from runtime.layers import text_config
 from runtime.memory import CacheBytes, cache_bytes
@@ -66,9 +65,6 @@ class Handle:
             remember(config, layers, settings)
             former = _implementations(config)
             config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
-            # A model without a head, or of an older transformers, has none.
-            if hasattr(model, "init_continuous_batching"):
-                undo.callback(Batching(model, config, _no_batching(model, settings)).remove)
             # Where one of these fails the model is as it was.
             self._undo = undo.pop_all()
         if any(parameter.is_cpu for parameter in model.parameters()):
@@ -150,17 +146,6 @@ class Handle:
         if decode is not None and (tokens := decode.tokens_read) is not None:
             result["tokens"] = tokens
         return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
-
-
-def _no_batching(model: PreTrainedModel, settings: Settings) -> str | None:
-    """Why transformers' continuous batching is not served, None where it is."""
-    if settings.decode is not None:
-        return "with a decode section: transformers' pages hold every token"
-    if settings.evicts:
-        return "with a kv_cache section: transformers' pages hold every token"
-    if model.device.type != "cpu":
-        return f"on {model.device.type}, where it has not been tried: undo() the artifact first"
-    return None
 
 
 def _implementations(config: Any) -> dict[str, Any]:

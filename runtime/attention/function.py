@@ -18,7 +18,6 @@ from runtime.attention.kernel import attend, attend_step
 from runtime.attention.layout import Launch
 from runtime.attention.masks import headwise_mask, starts_of
 from runtime.attention.own import attend_alone, attend_as_before, attend_dense, fastest_dense, with_spans
-from runtime.attention.paged import PAGED_NAME, attend_paged
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
 from runtime.attention.state import NOTHING, layer_of
 from runtime.omnikv.offload import fetched
@@ -32,9 +31,8 @@ def register() -> None:
     """Make the name known to transformers. Any number of times."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for name in (ATTENTION_NAME, PAGED_NAME):
-        AttentionInterface.register(name, headwise_attention)
-        AttentionMaskInterface.register(name, headwise_mask)
+    AttentionInterface.register(ATTENTION_NAME, headwise_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, headwise_mask)
 
 
 def headwise_attention(
@@ -62,8 +60,6 @@ def headwise_attention(
         return attend_as_before(call)
     if isinstance(key, NewTokens):
         return attend_kept(call, key.layer), None
-    if "cu_seq_lens_k" in kwargs and kwargs.get("cache") is not None:
-        return attend_paged(call), None
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         layer.settings.say(NOT_OURS)
     fault = None

@@ -54,7 +54,6 @@ class Layout:
     window: how many tokens a query sees, itself included, where the layer slides; None for all.
     packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
     spans: the slots of each row's spans whose tokens see each other both ways; None where there are none.
-    pages: the sequences that have queries, where these lie in another order than keys; `ranges` is None then.
     """
 
     q_start: int
@@ -66,7 +65,6 @@ class Layout:
     window: int | None = None
     packed: Rows | None = None
     spans: Rows | None = None
-    pages: tuple[Part, ...] | None = None
     # By the kind of tensors what serves them: see runtime.attention.reasons.
     verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _launches: dict[Any, Launch] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -102,8 +100,6 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The sequences that have queries in the call."""
-        if self.pages is not None:
-            return self.pages
         begun = ((row, max(start, self.q_start), start, end) for row, start, end in self.sequences or ())
         return tuple(
             Part(row, first - self.q_start, end - first, start, end - start)

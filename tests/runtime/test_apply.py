@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from transformers import GenerationConfig
 
 import artifacts
 from artifacts import HeadwiseError
@@ -57,17 +58,25 @@ def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, mon
     dense = model(prompt).logits
 
     def fails(*_):
-        raise RuntimeError("no manager")
+        raise RuntimeError("no name")
 
     with monkeypatch.context() as broken:
-        broken.setattr("runtime.handle.Batching", fails)
-        with pytest.raises(RuntimeError, match="no manager"):
+        broken.setattr("runtime.handle._Name", fails)
+        with pytest.raises(RuntimeError, match="no name"):
             Headwise(artifact_for(model)).apply(model)
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(prompt).logits, dense)
     with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:
         model(prompt)
     assert handle.stats()["sparse"] == 2
+
+
+def test_transformers_itself_refuses_continuous_batching(build, apply):
+    model = build()
+    options = {"generation_config": GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)}
+    with apply(model), pytest.raises(ValueError, match="headwise is not supported for continuous batching"):
+        model.generate_batch([[5, 6, 7]], progress_bar=False, **options)
+    assert implementations(model) == ["sdpa"]
 
 
 def test_undo_restores_after_a_failed_forward_and_a_changed_implementation(build, apply, ids):
