@@ -43,28 +43,24 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     """Draw an artifact's pattern map.
 
     Args:
-        config: the artifact; its sidecar holds the recall of every head.
+        config: the artifact; its sidecar holds the recall of every head, but for an import.
         stem: <stem>.png, <stem>.svg and <stem>.csv are written.
 
     Returns:
         The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall, error, density.
 
     Raises:
-        HeadwiseError: the artifact has no scores of its heads, as one that was imported, or cannot be read.
+        HeadwiseError: the artifact cannot be read, or a file cannot be written.
     """
     artifact, arrays = load_pair(config)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
-    if any(array not in arrays or arrays[array].shape != shape for array in _SCORES):
-        raise HeadwiseError(
-            f"{one_line(str(config))} has no scores of its heads ({', '.join(_SCORES)}): "
-            "python -m profiling.fidelity --update measures those of an import"
-        )
+    scores = {name: arrays[name] for name in _SCORES if name in arrays and arrays[name].shape == shape}
     if not stem.name:
         raise HeadwiseError("--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing")
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
     for path in paths:
         check_writable(path)
-    drawn = figure(artifact, arrays["chosen.recall"])
+    drawn = figure(artifact, scores.get("chosen.recall"))
     made = []
     for path in paths[:2]:
         stream = io.BytesIO()
@@ -72,13 +68,13 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
         metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
         drawn.savefig(stream, format=path.suffix[1:], metadata=metadata)
         made.append(stream.getvalue())
-    for path, data in zip(paths, (*made, _numbers(artifact, arrays)), strict=True):
+    for path, data in zip(paths, (*made, _numbers(artifact, scores)), strict=True):
         atomic_write(path, data)
     return paths
 
 
-def figure(artifact: Artifact, recall: np.ndarray) -> Any:
-    """The map as a matplotlib figure; recall (layers, heads)."""
+def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
+    """The map as a matplotlib figure; recall (layers, heads), None draws every head in its kind's full colour."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "headwise"
@@ -99,7 +95,9 @@ def figure(artifact: Artifact, recall: np.ndarray) -> Any:
             counts[kind] = counts.get(kind, 0) + 1
             if kind in LETTERED:
                 marks.append((layer, head, LETTERS[kind]))
-            strength = np.clip((recall[layer, head] - PALEST) / (1 - PALEST), 0.0, 1.0)
+            strength = 1.0
+            if recall is not None:
+                strength = np.clip((recall[layer, head] - PALEST) / (1 - PALEST), 0.0, 1.0)
             colour = np.array(to_rgb(COLOURS[kind]))
             image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
 
@@ -119,17 +117,17 @@ def figure(artifact: Artifact, recall: np.ndarray) -> Any:
         axes.set_yticks(np.arange(-0.5, heads), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="minor", length=0)
-    caption = f"{one_line(artifact.model.name)}: pattern of each head, shade by recall\n{_origin(artifact)}"
+    shades = "" if recall is None else ", shade by recall"
+    caption = f"{one_line(artifact.model.name)}: pattern of each head{shades}\n{_origin(artifact)}"
     # A name is no formula, and moves no cursor where the SVG is printed.
     lines = [one_line(line).replace("$", r"\$") for line in caption.split("\n")]
     axes.set_title("\n".join(lines), loc="left", fontsize=8)
     handles = [Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}") for kind, count in sorted(counts.items())]
     if None in artifact.prefill.layers:
         handles.append(Patch(color=LEFT_ALONE, label="slides already"))
-    handles += [
-        Patch(color=str(1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))), label=f"recall {value:.2f}")
-        for value in (1.0, 0.75, PALEST)
-    ]
+    for value in () if recall is None else (1.0, 0.75, PALEST):
+        grey = 1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))
+        handles.append(Patch(color=str(grey), label=f"recall {value:.2f}"))
     # The names with letters are longer: six of them are wider than a small map.
     drawn.legend(handles=handles, loc="outside lower left", ncols=5 if marks else 6, fontsize=7, frameon=False)
     return drawn
@@ -152,13 +150,13 @@ def _label(kind: str) -> str:
     return f"{LETTERS[kind]}: {kind}" if kind in LETTERED else kind
 
 
-def _numbers(artifact: Artifact, arrays: dict[str, np.ndarray]) -> bytes:
+def _numbers(artifact: Artifact, scores: dict[str, np.ndarray]) -> bytes:
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
     writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
     for layer, row in enumerate(artifact.prefill.layers):
         for head, name in enumerate(row or ()):
-            measures = [f"{arrays[array][layer, head]:.6g}" for array in _SCORES]
+            measures = [f"{scores[score][layer, head]:.6g}" if score in scores else "" for score in _SCORES]
             writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
     return stream.getvalue().encode()
 

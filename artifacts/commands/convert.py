@@ -158,8 +158,9 @@ def _measure(config: Config, form: Format, artifact: Path, flags: str | None) ->
     if not form.patterns:
         return ""
     model = shlex.quote(config.model) if config.model else "MODEL"
-    run = f"python -m profiling.fidelity {shlex.quote(str(artifact))} --model {model}"
+    run = f"python -m profiling.evaluate {shlex.quote(str(artifact))}"
+    options = f"--model {model} --fidelity --no-speed --out report/"
     if flags is None:
-        return f"measure it with: {run}"
+        return f"measure it with: {run} {options}"
     back = f"python -m artifacts convert {shlex.quote(str(config.out))} --from {config.target} {flags} --out back.yaml"
-    return f"measure what it costs with: {one_line(back)} && {run} --against back.yaml"
+    return f"measure what it costs with: {one_line(back)} && {run} back.yaml {options}"

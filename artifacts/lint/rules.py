@@ -58,19 +58,19 @@ _WARNINGS = {
     "low-recall": "{heads} keep less than {share:.0%} of their attention (down to {worst:.2f}; most in layer {layer}, "
     "{layers} in all): whatever the budget, these heads lose; give them dense or a larger pattern",
     "no-scores": "the imported file has no scores: nobody can say how good its patterns are; measure them with python "
-    "-m profiling.fidelity",
+    "-m profiling.evaluate --fidelity",
     "mixed-scales": "{shares} have scores between 0 and 1 and {larger} up to {most:,.6g}: two scales in one file, no "
     "mean means anything; was the file put together of two searches?",
     "foreign-scores": "scores run from {least} to {most}: no recalls, most likely how many elements of the output were "
     "off (less is better), and not to be compared between heads of other sizes; measure recall with python -m "
-    "profiling.fidelity",
+    "profiling.evaluate --fidelity",
     "constant-scores": "every head has the score {score:.6g}: made up or left at a default; measure with python -m "
-    "profiling.fidelity",
+    "profiling.evaluate --fidelity",
     "mixed-precision": "the recalls of {names} ({heads}) are multiples of 1/512, those of other patterns are not: they "
     "were measured in half precision beside full, and won or lost by their rounding; measure recall with python -m "
-    "profiling.fidelity",
+    "profiling.evaluate --fidelity",
     "no-fingerprint": "is open: the artifact is applied to any model of this shape without a word; python -m "
-    "profiling.fidelity --update fills it in",
+    "search.gate --out fills it in",
     "unsearched": "the patterns were taken over from {file}: no prompts, lengths or seed say on what they hold; "
     "measure them, or search",
     "searched-below": "prompts below {below:,} tokens are served densely, but the search saw none above {longest:,}: "
@@ -80,7 +80,7 @@ _WARNINGS = {
     "slower": "{name} took {value}{length}, {baseline_name} {baseline:.4g}: raise dense_below above that length, or "
     "take smaller sizes",
     "unfitted-growth": "sizes go with powers of the length, but {seen}: they are guessed; search on several lengths, "
-    "or measure at others with python -m profiling.fidelity",
+    "or measure at others with python -m profiling.evaluate --fidelity",
     "front-below": "the points' figures are for {length:,} tokens, but prompts below {below:,} are served densely: no "
     "target holds where the patterns are used; search on longer prompts",
     "no-sparse-layer": "every layer filters or is dense: decode attends to everything and chooses for nobody; name "
@@ -109,7 +109,7 @@ _NOTES = {
     "search with --samples 3 or more",
     "one-length": "was searched at {longest:,} tokens only: sizes that fit one length may not fit another",
     "short-search": "was searched on prompts of up to {longest:,} tokens, the model takes {most:,}: nothing is known "
-    "of the patterns there; measure them with python -m profiling.fidelity",
+    "of the patterns there; measure them with python -m profiling.evaluate --fidelity",
     "edited": "{field} was set from {before} to {after}{more}: search and evidence are of the artifact before; measure "
     "again what matters",
     "no-baseline": "{name} has no baseline: {value} beside nothing says little; measure dense attention in the same "

@@ -57,15 +57,6 @@ class Evaluation:
     fidelity: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("samples", "seeds"):
-            if getattr(self, name) < 1:
-                raise HeadwiseError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.share <= 1:
-            raise HeadwiseError(f"--share must be above 0 and at most 1, got {self.share}")
-        if self.density is not None and not 0 < self.density <= 1:
-            raise HeadwiseError(f"--density must be above 0 and at most 1, got {self.density}")
-        if wrong := next((depth for depth in self.depths if not 0 <= depth <= 1), None):
-            raise HeadwiseError(f"--depths must be from 0 to 1, got {wrong}")
         for task in self.tasks:
             parse_task(task)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -127,12 +126,6 @@ class Methods:
         """The methods of the artifact beside that a name is of, and what it is called there."""
         base = name.removesuffix(NO_TAIL)
         return (self._beside[base], HEADWISE + name[len(base) :]) if base in self._beside else None
-
-    def at(self, density: float) -> Methods:
-        """The same with sizes fitted to another density; what passes over prompts found is shared."""
-        made = copy.copy(self)
-        made._density = density
-        return made
 
     def make(self, name: str, length: int) -> Method:
         """The method of that name for prompts of `length` tokens.
@@ -314,9 +307,7 @@ def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
     found: dict[str, Headwise] = {}
     for file in files:
         if file.stem in method_names(artifact, found):
-            raise HeadwiseError(
-                f"--beside {shorten(str(file))}: there is a method {file.stem} already, rename the file"
-            )
+            raise HeadwiseError(f"{shorten(str(file))}: there is a method {file.stem} already, rename the file")
         found[file.stem] = Headwise(*load_pair(file))
     return found
 

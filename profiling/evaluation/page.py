@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.files import atomic_write
-from profiling.evaluation import equal_time
 from profiling.evaluation.fronts import section
 from profiling.evaluation.measure import OUTPUT
 from profiling.evaluation.record import (
@@ -42,7 +41,6 @@ def page(record: dict[str, Any]) -> str:
         *[_length(record, length) for length in record["settings"]["lengths"]],
         _nearness(record),
         section(record),
-        equal_time.section(record),
         _needle(record),
         _positions(record),
         _speed(record),

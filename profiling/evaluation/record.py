@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +25,6 @@ from profiling.evaluation.rows import (
     curves,
     figures,
     grid,
-    marked,
 )
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
@@ -34,10 +32,7 @@ from profiling.models.loading import LoadedModel
 from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import overlap_sentence
 from profiling.prompts.settings import HIGH, LOW, settings
-from profiling.quality.intervals import holm
 from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells, speedup
-
-FORMAT = 3
 
 
 def record_of(
@@ -49,13 +44,11 @@ def record_of(
     *,
     loaded: LoadedModel,
     command: str,
-    same_time: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Everything that was found and what it was found with; same_time: what equal_time compared, as looks beside."""
-    found = figures(outcomes, [row["p"] for row in _compared(same_time)])
+    """Everything that was found and what it was found with."""
+    found = figures(outcomes)
     device, dtype = str(loaded.model.device), str(loaded.model.dtype).removeprefix("torch.")
     return {
-        "format": FORMAT,
         "command": command,
         "model": {"name": artifact.model.name, "weights_sha256": artifact.model.weights_sha256},
         "artifact": {
@@ -71,40 +64,8 @@ def record_of(
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
         "seen_by_search": _seen(outcomes),
-        "equal_time": _corrected(found, same_time),
         **timed_record(times),
     }
-
-
-def _compared(same_time: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [row for each in same_time for row in each["rows"] if row.get("p") is not None]
-
-
-def _corrected(found: Sequence[Figure], same_time: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The comparisons in equal time, with Holm's correction for all looks of the page in place of their own."""
-    rows = _compared(same_time)
-    looks = [*(figure.p for figure in found if figure.p is not None), *(row["p"] for row in rows)]
-    told = iter(holm(looks)[len(looks) - len(rows) :])
-    return [
-        {
-            **each,
-            "rows": [{**row, **({} if row.get("p") is None else {"corrected": next(told)})} for row in each["rows"]],
-        }
-        for each in same_time
-    ]
-
-
-def renewed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of any version as this one has it: all looks corrected together, seconds of one dense figure."""
-    kept = [Figure(**{**each, "by_seed": tuple(each.get("by_seed", ()))}) for each in record["figures"]]
-    found = marked(kept, [row["p"] for row in _compared(record.get("equal_time", []))])
-    same_time = _corrected(found, record.get("equal_time", []))
-    prefill = []
-    dense = {each["length"]: each["rounds"] for each in record["prefill"] if each["method"] == KERNEL}
-    for each in record["prefill"]:
-        seconds = statistics.median(dense[each["length"]]) / speedup_of(each).over[KERNEL]
-        prefill.append({**each, "seconds": seconds, "build": each["build"] * seconds / each["seconds"]})
-    return {**record, "figures": [asdict(figure) for figure in found], "equal_time": same_time, "prefill": prefill}
 
 
 def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
@@ -286,8 +247,8 @@ def speedup_of(timed: dict[str, Any]) -> Speedup:
 
 
 def told_seen(record: dict[str, Any]) -> list[str]:
-    """A sentence for each task of which the search had seen prompts; none in records from before that was looked at."""
-    return [overlap_sentence(**each) for each in record.get("seen_by_search", [])]
+    """A sentence for each task of which the search had seen prompts."""
+    return [overlap_sentence(**each) for each in record["seen_by_search"]]
 
 
 def crossover_sentence(record: dict[str, Any]) -> str:

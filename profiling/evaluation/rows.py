@@ -88,11 +88,8 @@ class Figure:
     by_seed: tuple[float, ...] = ()
 
 
-def figures(outcomes: Sequence[Outcome], others: Sequence[float] = ()) -> list[Figure]:
-    """All figures; answers of all tasks together as well, where there are several.
-
-    others: p-values of what else the page compares, which are looks as well.
-    """
+def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
+    """All figures; answers of all tasks together as well, where there are several."""
     found, pooled = [], dict[int, dict[str, list[dict[str, Any]]]]()
     answered: dict[int, set[str]] = {}
     asked: dict[tuple[int, str], set[str]] = {}
@@ -108,16 +105,16 @@ def figures(outcomes: Sequence[Outcome], others: Sequence[float] = ()) -> list[F
         whole = {name: records for name, records in methods.items() if asked[length, name] == answered[length]}
         if len(answered[length]) > 1:
             found += _of_task(ALL, length, whole)
-    return marked(found, others)
+    return _marked(found)
 
 
-def marked(found: Sequence[Figure], others: Sequence[float] = ()) -> list[Figure]:
-    """With verdicts, all looks of a page corrected together: those of the figures, and `others` beside them."""
+def _marked(found: Sequence[Figure]) -> list[Figure]:
+    """The figures with their verdicts, corrected over all comparisons of the page."""
     tested = [at for at, figure in enumerate(found) if figure.p is not None]
-    corrected = holm([*(found[at].p or 0.0 for at in tested), *others])
-    ordered = sorted([*(found[at].p or 0.0 for at in tested), *others])
+    corrected = holm([found[at].p or 0.0 for at in tested])
+    ordered = sorted(found[at].p or 0.0 for at in tested)
     told = list(found)
-    for at, p in zip(tested, corrected[: len(tested)], strict=True):
+    for at, p in zip(tested, corrected, strict=True):
         difference = found[at].difference or 0.0
         # Sums in another order are another number, and always on the same side.
         apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN

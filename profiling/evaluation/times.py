@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from artifacts import HeadwiseError
 from profiling.environment import environment
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
@@ -40,11 +39,6 @@ class Speed:
     memory: bool = True
     crossover: bool = True
     low: int = 512
-
-    def __post_init__(self) -> None:
-        for name in ("repeats", "steps"):
-            if getattr(self, name) < 1:
-                raise HeadwiseError(f"--{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

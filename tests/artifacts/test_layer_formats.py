@@ -69,7 +69,7 @@ def test_modelopt_there_and_back(tmp_path):
     assert artifact.patterns[name] == artifacts.SkipSoftmax(scale_factor=182.135)
     assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
     assert effects(there) == {("keeps less", 8), ("not carried over", 8)} and len(there["notes"]) == 3
-    assert "profiling.fidelity" in there["measure"]
+    assert "profiling.evaluate" in there["measure"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_modelopt_of_patterns_that_were_searched(tmp_path):
     assert made["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
     assert made["ignore"] == ["model.layers.1.self_attn"] and made["targets"] == ["LlamaAttention"]
     assert (said["heads"], said["exact"]) == (12, 4) and "threshold_scale_factor" not in made
-    assert "--model my/model --against back.yaml" in said["measure"]
+    assert "cfg.yaml back.yaml --model my/model --fidelity" in said["measure"]
     with pytest.raises(HeadwiseError, match="must have one group of skip_softmax, got 0"):
         convert(_write(tmp_path, {"config_groups": {}}), tmp_path / "y.yaml", source="modelopt", **SHAPE)
 

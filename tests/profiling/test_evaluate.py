@@ -15,6 +15,7 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
+from artifacts.options import config_of
 from profiling import evaluate
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation
@@ -52,8 +53,9 @@ def command(searched: Path, tmp_path: Path) -> Command:
     for file in searched.glob("cfg*"):
         shutil.copy(file, tmp_path / file.name)
 
-    def call(*more: str, out: str = "report") -> dict[str, Any]:
-        base = ["--model", str(searched / "tiny"), str(tmp_path / "cfg.yaml"), "--out", str(tmp_path / out)]
+    def call(*more: str, out: str = "report", beside: Path | None = None) -> dict[str, Any]:
+        configs = [str(tmp_path / "cfg.yaml"), *([] if beside is None else [str(beside)])]
+        base = ["--model", str(searched / "tiny"), *configs, "--out", str(tmp_path / out)]
         main([*base, "--length", str(LENGTH), "--dtype", "float32", "--no-memory", *more])
         found: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
         return found
@@ -126,20 +128,20 @@ def test_other_artifacts_are_rows_of_their_own(command: Command, searched: Path,
         model=str(searched / "tiny"), out=tmp_path / "paper.yaml", length=LENGTH, budget="0.8", preset="paper"
     )
     run(replace(paper, calibration="passkey", dtype="float32", picture=False, command="x"))
-    asked = ("--task", "passkey", "--samples", "1", "--no-speed", "--beside", str(paper.out), "--methods", "headwise")
-    rows = {each["name"]: each for each in command(*asked, "paper-tail")["methods"]}
+    asked = ("--task", "passkey", "--samples", "1", "--no-speed", "--methods", "headwise")
+    rows = {each["name"]: each for each in command(*asked, "paper-tail", beside=paper.out)["methods"]}
     assert list(rows) == ["dense", "headwise", "paper-tail", "paper"]
     assert rows["paper"]["source"] == "MInference 1.0's own search" != rows["headwise"]["source"]
     # Searched without a dense tail, it has that of the others here.
     assert rows["paper"]["density"] > rows["paper-tail"]["density"] > 0.5
     shutil.copy(tmp_path / "cfg.yaml", tmp_path / "headwise.yaml")
     with pytest.raises(HeadwiseError, match="there is a method headwise already, rename the file"):
-        command(*asked[:-3], str(tmp_path / "headwise.yaml"))
+        command(*asked, beside=tmp_path / "headwise.yaml")
 
 
 def test_quick_is_a_first_look(command: Command) -> None:
     record = command("--quick", "--repeats", "1", "--steps", "1")
-    assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "headwise_static", "a_shape"]
+    assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "vertical_slash", "a_shape"]
     assert {each["task"] for each in record["figures"]} == {"line_turns@questions=4", *DEFAULT_TASKS[1:], "all answers"}
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
@@ -190,7 +192,8 @@ def test_a_model_with_settings_is_asked_those_tasks(searched: Path, monkeypatch:
 
     def asked(*more: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         base = [str(searched / "cfg.yaml"), "--model", "elsewhere", "--out", "report"]
-        quality = evaluate.job_from(evaluate.parser().parse_args([*base, *more]), "x").quality
+        config = config_of(evaluate.Config, vars(evaluate.parser().parse_args([*base, *more])))
+        quality = evaluate.quality_of(config, artifacts.load(config.configs[0]))
         return quality.tasks, quality.lengths
 
     assert asked() == asked("--quick") == (("vt", "cwe", "prose"), (LENGTH,))
@@ -333,23 +336,3 @@ def test_windows_that_the_search_saw_are_told(
     ]
     said = "2 of 2 prompts of text:text.txt at 900 tokens overlap what the search looked at"
     assert said in capsys.readouterr().out and said in (tmp_path / "out" / "index.html").read_text()
-
-
-def test_the_answers_in_the_folders_of_kvpress(command: Command, tmp_path: Path) -> None:
-    record = command(
-        *("--task", "niah_single_1", "--samples", "2", "--methods", "headwise", "headwise+snapkv", "--no-speed"),
-        *("--kvpress", str(tmp_path / "results")),
-    )
-    folders = {path.name: path for path in (tmp_path / "results").iterdir()}
-    model = record["model"]["name"]
-    start = f"ruler__{LENGTH}__{model}__"
-    kept = next(each["kept"] for each in record["methods"] if each["name"] == "headwise+snapkv")
-    assert set(folders) == {
-        f"{start}dense__0.00__query_aware",
-        f"{start}headwise__0.00__query_aware",
-        f"{start}headwise+snapkv__{1 - kept:.2f}__query_aware",
-    }
-    for name in ("dense", "headwise"):
-        found = json.loads((folders[f"{start}{name}__0.00__query_aware"] / "metrics.json").read_text())
-        (figure,) = (f for f in record["figures"] if (f["method"], f["measure"]) == (name, "score"))
-        assert found == {"niah_single_1": {"string_match": round(100 * figure["value"], 2)}}

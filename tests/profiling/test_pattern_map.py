@@ -64,14 +64,16 @@ def test_no_stem_is_refused_in_one_line(scored: Path) -> None:
         main([str(scored), "--out", ""])
 
 
-def test_an_artifact_without_scores_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path: Path) -> None:
     artifact, arrays = build_every_kind()
-    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
-    with pytest.raises(
-        artifacts.HeadwiseError, match=r"cfg.yaml has no scores of its heads .* profiling.fidelity --update"
-    ):
-        draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
-    assert len(list(tmp_path.iterdir())) == 2
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays | {"chosen.recall": np.zeros((1, 1), dtype=np.float32)})
+    _, _, numbers = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
+    with numbers.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows and all(row["recall"] == row["error"] == row["density"] == "" for row in rows)
+    drawn = figure(artifact, None)
+    (legend,) = drawn.legends
+    assert not any("recall" in text.get_text() for text in legend.get_texts())
 
 
 def test_kinds_that_shades_could_be_taken_for_carry_their_letter() -> None:

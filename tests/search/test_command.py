@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError, arguments, command_line
-from profiling import report
 from search.__main__ import GROUPS, NAMES, VERBS, main
 from search.reference import _parser, page
 
@@ -146,12 +145,3 @@ def test_the_page_of_commands_is_current() -> None:
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == page(), (
         "python -m search.reference --out docs/commands.md"
     )
-
-
-@pytest.mark.parametrize(("text", "says"), [(None, "cannot be read"), ("{}", "is of no evaluation"), ("[", "is of no")])
-def test_a_report_of_no_evaluation_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
-    if text is not None:
-        (tmp_path / "evaluation.json").write_text(text)
-    with pytest.raises(HeadwiseError, match=says):
-        report.main([str(tmp_path)])
-    assert not (tmp_path / "index.html").exists()

@@ -92,10 +92,12 @@ def test_many_looks_at_a_table_are_corrected_together() -> None:
     outcomes = [outcome("dense", right), outcome("m", wrong)]
     alone = of(figures(outcomes), "m", SCORE)
     assert (alone.p, alone.corrected, alone.verdict, alone.few) == (2 / 256, 3 * 2 / 256, "worse", False)
-    many = of(figures(outcomes, others=[0.5] * 4), "m", SCORE)
-    assert (many.corrected, many.verdict, many.few) == (7 / 128, "", True), "all that a page compares is one family"
-    # What others' looks leave: with four of them called, three are left to correct the least p of 8 for.
-    assert not of(figures(outcomes, others=[1e-6] * 4), "m", SCORE).few
+    alike = [outcome(name, right) for name in ("n", "o")]
+    many = of(figures([*outcomes, *alike]), "m", SCORE)
+    assert (many.corrected, many.verdict, many.few) == (9 / 128, "", True), "all that a page compares is one family"
+    # With three comparisons of more prompts called, three are left to correct the least p of 8 for.
+    longer = [outcome("dense", right * 3, "other"), outcome("m", wrong * 3, "other")]
+    assert not of(figures([*outcomes, *longer]), "m", SCORE).few
     # Another length and task of the page is a look as well.
     other = [replace(each, task="other", length=200) for each in outcomes]
     assert of(figures([*outcomes, *other]), "m", SCORE).corrected == 6 / 128

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from profiling.evaluation.fronts import fronts, sentences
-from profiling.evaluation.record import renewed, timed_record
+from profiling.evaluation.record import timed_record
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
 
@@ -56,18 +54,3 @@ def test_dense_stands_at_the_better_dense() -> None:
         "Beaten by none in both time and quality: latter, dense. Worse than dense: former. "
         "Too few prompts to tell from dense: latter."
     )
-
-
-def test_a_record_of_an_earlier_version_is_read_as_this_one_has_it() -> None:
-    record = {"figures": [], **timed_record(times())}
-    as_before = [
-        {**each, "seconds": 2.0, "build": 0.5} if each["method"] == "former" else each for each in record["prefill"]
-    ]
-    assert renewed({**record, "prefill": as_before})["prefill"] == record["prefill"]
-    assert renewed(record)["prefill"] == record["prefill"]
-    # One pair of looks: what was called by tables of one measure each is called by all of the page.
-    looks = [{**figure(f"m{at}", 0.5), "difference": -0.4, "p": 0.02, "verdict": "worse"} for at in range(3)]
-    assert [each["verdict"] for each in renewed({**record, "figures": looks[:1]})["figures"]] == ["worse"]
-    found = renewed({**record, "figures": looks, "equal_time": [{"rows": [{"p": None}, {"p": 0.001}]}]})
-    assert [each["corrected"] for each in found["figures"]] == [pytest.approx(0.06)] * 3
-    assert [row.get("corrected") for row in found["equal_time"][0]["rows"]] == [None, pytest.approx(0.004)]

@@ -1,0 +1,123 @@
+"""Evaluations within minutes: what fits is measured, the rest is named, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts import HeadwiseError, load
+from profiling.evaluate import main
+from profiling.evaluation import rounds
+from profiling.evaluation.measure import evaluate
+from profiling.prompts.settings import Setting
+from search.published.config import HeadSearch
+from search.published.head_budget import run
+from tests.search.conftest import save_tiny
+
+LENGTH = 900
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rounds")
+    model = save_tiny(folder / "tiny")
+    run(
+        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8", dtype="float32", command="x")
+    )
+    return folder
+
+
+def asked(searched: Path, out: Path, *more: str) -> list[str]:
+    base = [str(searched / "cfg.yaml"), "--model", str(searched / "tiny"), "--out", str(out), "--dtype", "float32"]
+    return [*base, "--length", str(LENGTH), "--methods", "headwise", "a_shape", "random_tiles", "--seeds", "2", *more]
+
+
+def test_what_fits_is_measured_and_the_rest_is_named(
+    searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, int, tuple[str, ...]]] = []
+
+    def counted(config: Any, *given: Any) -> Any:
+        ran.append((config.tasks[0], config.samples, config.methods))
+        return evaluate(config, *given)
+
+    monkeypatch.setattr(rounds, "evaluate", counted)
+    monkeypatch.setattr(rounds, "least_units", lambda comparisons: 3)
+    monkeypatch.setattr(rounds, "FURTHER", ("random_tiles",))
+    monkeypatch.setattr(rounds, "ROUNDS", (1, 2))
+    out = tmp_path / "out"
+    tasks = ("--task", "passkey", "--task", "babilong_qa1")
+    # The first task is always run; after it the time is up.
+    assert main(asked(searched, out, *tasks, "--minutes", "0.0001")) == 0
+    record = json.loads((out / "evaluation.json").read_text())
+    first, further = ("dense", "headwise", "a_shape"), ("random_tiles",)
+    # Three prompts of two seeds: as many of each.
+    assert ran == [("passkey", 2, first)]
+    assert record["left_out"]["what"] == [
+        "babilong_qa1 at 900 tokens, 4 prompts",
+        "passkey at 900 tokens, 4 prompts under random_tiles",
+        "babilong_qa1 at 900 tokens, 4 prompts under random_tiles",
+        "passkey at 900 tokens, 8 prompts",
+        "babilong_qa1 at 900 tokens, 8 prompts",
+        "passkey at 900 tokens, 8 prompts under random_tiles",
+        "babilong_qa1 at 900 tokens, 8 prompts under random_tiles",
+    ]
+    html = (out / "index.html").read_text()
+    assert "Left out of 0.0001 minutes: babilong_qa1 at 900 tokens, 4 prompts" in html
+    assert "Prompts of seed 1000, 1001. Searched with seed: headwise 0." in html
+    ran.clear()
+    assert main(asked(searched, out, *tasks, "--minutes", "30")) == 0
+    assert ran == [
+        (task, samples, methods)
+        for samples in (2, 4)
+        for methods in (first, further)
+        for task in ("passkey", "babilong_qa1")
+    ]
+    record = json.loads((out / "evaluation.json").read_text())
+    assert record["left_out"]["what"] == []
+    assert record["settings"]["tasks"] == ["passkey", "babilong_qa1"] and record["settings"]["samples"] == 4
+    counts = {(f["task"], f["measure"]): f["count"] for f in record["figures"] if f["method"] == "random_tiles"}
+    assert counts["passkey", "score"] == counts["babilong_qa1", "forced choice"] == 8
+    assert all(len(f["by_seed"]) == 2 for f in record["figures"] if f["method"] == "random_tiles")
+    timed = {each["method"] for each in record["prefill"]}
+    assert timed == {"dense", "dense_kernel", "headwise", "a_shape"}, "what chooses by scores is not timed"
+    assert "Left out" not in (out / "index.html").read_text()
+
+
+def test_tasks_and_lengths_are_the_models_settings(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = load(searched / "cfg.yaml")
+    base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9, seconds=1.0)
+    some = (
+        base,
+        replace(base, task="short", length=20),
+        replace(base, task="hopeless", dense=0.0),
+        replace(base, task="forced", dense=0.95, low=0.6, measure="choice", chance=0.5, difference=-0.1),
+        replace(base, task="guessed", dense=0.5, low=0.2, measure="choice", chance=0.25, difference=-0.1),
+        replace(base, task="given up", dense=0.95, low=0.6, measure="choice", chance=0.25),
+    )
+    monkeypatch.setattr(rounds, "settings", {"m": some, "smollm2": some[:1]}.__getitem__)
+    places, left = rounds.places_of("m", artifact, (), ())
+    assert places == [("prose", LENGTH), ("a", LENGTH), ("forced", LENGTH)]
+    assert left == ["short at 20 tokens, which the artifact serves densely"]
+    assert rounds.places_of("m", artifact, (), (600,))[0] == [(t, 600) for t in ("prose", "a", "short", "forced")]
+    monkeypatch.setattr(rounds, "settings", {"new": (), "smollm2": some[:1]}.__getitem__)
+    assert rounds.places_of("new", artifact, (), (600,))[0] == [("prose", 600), ("a", 600)]
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (("--seeds", "0"), "--seeds must be at least 1, got 0"),
+        (("--minutes", "0"), "--minutes must be a positive number, got 0"),
+        (("--minutes", "1", "--quick"), "leave --quick, --samples and --text away"),
+        (("--minutes", "1", "--task", "riddle"), "unknown task 'riddle'"),
+    ],
+)
+def test_bad_use(searched: Path, tmp_path: Path, more: tuple[str, ...], line: str) -> None:
+    with pytest.raises(HeadwiseError, match=line):
+        main(asked(searched, tmp_path / "out", *more))
+    assert not list(tmp_path.iterdir())
