@@ -178,7 +178,7 @@ def accepted_files() -> Iterator[tuple[str, Artifact, dict[str, np.ndarray]]]:
     yield "a policy for all", nothing.model_copy(update={"kv_cache": cache}), {}
     shape = {"num_layers": 16, "num_heads": 1024, "num_kv_heads": 8, "max_positions": 2**31 - 1}
     searched = build().search
-    for name, size, below in (("a pattern a head", 16_384, 4096), ("strided far away", 500, 2**23)):
+    for name, size, below in (("a pattern a head", 6_000, 4096), ("strided far away", 500, 2**23)):
         patterns = {f"p{i}": artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(size)}
         rows = tuple(tuple(f"p{(layer * 1024 + head) % size}" for head in range(1024)) for layer in range(16))
         prefill = artifacts.Prefill(dense_below=below, layers=rows)

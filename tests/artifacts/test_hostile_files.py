@@ -146,7 +146,7 @@ def test_nothing_in_a_file_is_executed(saved, monkeypatch, tmp_path):
     trace = tmp_path / "trace"
     for tag in ("object/apply:os.system", "object/new:os.system", "name:os.system", "module:os", "object:os.system"):
         saved.write_text(f"schema_version: !!python/{tag} ['touch {trace}']\n")
-        with pytest.raises(ArtifactError, match=r"line 1: tag .* is not allowed"):
+        with pytest.raises(ArtifactError, match="line 1: anchors, aliases and tags are not allowed"):
             load(saved)
     assert not trace.exists()
 
