@@ -134,7 +134,7 @@ def test_an_export_says_what_does_not_fit(tmp_path, every_kind):
     assert by_what["skip-softmax is written as dense: nothing is skipped"] == ("computes more", 1)
     told = "memory units are written as stream_llm: what they look up is left out"
     assert by_what[told] == ("keeps less", 1) and names[4][3] == ["stream_llm", 128, 1024]
-    assert said["lossy"] and "--against back.yaml" in said["measure"]
+    assert said["lossy"] and "cfg.yaml back.yaml --model MODEL --fidelity" in said["measure"]
 
 
 def test_an_export_for_vllm_takes_minferences_own_substitutes(tmp_path, make):
