@@ -60,7 +60,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "gpu-build": ("profiling.gpu_build", "what is known of the GPU kernels without a GPU"),
         "gpu-report": ("profiling.gpu_report", "everything worth knowing about a GPU, in minutes"),
         "costs": ("profiling.kernels", "what attention costs on it, as a table for searches"),
-        "turns": ("profiling.turns", "short turns on a long past, by patterns and densely"),
         "startup": ("profiling.startup", "what loading costs before the first token"),
     },
 }

@@ -5,7 +5,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
 from runtime.attention.kept import attend_kept
 from runtime.attention.kernel import attend, attend_step
-from runtime.attention.layout import Launch
 from runtime.attention.masks import headwise_mask, starts_of
-from runtime.attention.own import attend_alone, attend_as_before, attend_dense, fastest_dense, with_spans
+from runtime.attention.own import attend_alone, attend_as_before, attend_dense, with_spans
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
 from runtime.attention.state import NOTHING, layer_of
 from runtime.omnikv.offload import fetched
@@ -99,25 +97,13 @@ def _prefill(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _by_patterns(call: Call, verdict: Verdict) -> Tensor | None:
-    """(B, Q, H, E) by the layer's patterns; None where dense attention is known, or found, to be faster."""
+    """(B, Q, H, E): long sequences by the layer's patterns, others densely; None where none is long."""
     layer, layout = call.layer, call.tokens
-    assert layout is not None
-    long = layout.long(layer.settings.dense_below, layer.fewest)
-    # Turns on a past: not all are worth an index.
-    if layout.q_start:
-        q, k = call.query, call.key
-        gains = {part: layer.gains(q, k, part.q_len, part.k_len) for part in long.parts}
-        long = layout.launch(tuple(part for part, gained in gains.items() if gained is not False))
-        if None in gains.values() and layout.together.ragged is None:
-            lengths = long.parts[0].q_len, long.parts[0].k_len
-            ways = partial(_sparse, call, verdict, long), partial(fastest_dense, call, verdict)
-            return layer.turns.measure(q, k, lengths, *ways)
-    return _sparse(call, verdict, long) if long.parts else None
-
-
-def _sparse(call: Call, verdict: Verdict, long: Launch) -> Tensor:
-    """(B, Q, H, E): the long sequences by patterns, others and spans densely, zeros for padded queries."""
-    out = attend(call, long, call.layer.plan, verdict)
+    assert layout is not None and layer.plan is not None
+    long = layout.long(layer.settings.dense_below, layer.plan.dense_tail)
+    if not long.parts:
+        return None
+    out = attend(call, long, layer.plan, verdict)
     for part in long.others:
         row, queries, _ = part.places
         out[row, queries] = attend_alone(call.part(part), verdict)

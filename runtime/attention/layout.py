@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kernels.ragged import Ragged
 from runtime.attention.rules import Rows
+from runtime.attention.state import enough_queries
 
 
 class Part(NamedTuple):
@@ -119,12 +120,16 @@ class Layout:
         """All sequences that have queries."""
         return self.launch(self.parts)
 
-    def long(self, dense_below: int, fewest: int) -> Launch:
-        """The sequences of at least `fewest` queries and `dense_below` keys."""
-        if (dense_below, fewest) not in self._launches:
-            parts = tuple(part for part in self.parts if part.k_len >= dense_below and part.q_len >= fewest)
-            self._launches[dense_below, fewest] = self.launch(parts)
-        return self._launches[dense_below, fewest]
+    def long(self, dense_below: int, dense_tail: int) -> Launch:
+        """The sequences of at least `dense_below` keys whose queries are worth an index."""
+        if (dense_below, dense_tail) not in self._launches:
+            parts = tuple(
+                part
+                for part in self.parts
+                if part.k_len >= dense_below and enough_queries(part.q_len, part.k_len, dense_tail)
+            )
+            self._launches[dense_below, dense_tail] = self.launch(parts)
+        return self._launches[dense_below, dense_tail]
 
     def launch(self, parts: tuple[Part, ...]) -> Launch:
         """These of the sequences, maybe none."""

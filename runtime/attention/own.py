@@ -50,12 +50,6 @@ def attend_dense(call: Call, why: str) -> tuple[Tensor, Tensor | None]:
     return attend_as_before(call)
 
 
-def fastest_dense(call: Call, verdict: Verdict) -> Tensor:
-    """(B, Q, H, E) as attend_dense gives it, uncounted: what patterns are measured against."""
-    by_kernel = _how(call, call.tokens, verdict) is not None
-    return every_key(call, verdict) if by_kernel else attend_as_before(call)[0]
-
-
 def every_key(call: Call, verdict: Verdict) -> Tensor:
     """(B, Q, H, E) by our kernel over every key, or those of the layer's window."""
     layout = call.tokens

@@ -14,18 +14,26 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
-from runtime.attention.turns import Turns
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import Reads, Role
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
 MIN_QUERIES = 64
+# New tokens behind a past from which on patterns serve. An index over a long past costs as much for few tokens as for
+# many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense attention for 64, 0.78 and 0.67 for 200.
+MIN_BEHIND_A_PAST = 128
 _log = logging.getLogger("headwise")
+
+
+def enough_queries(q_len: int, k_len: int, dense_tail: int) -> bool:
+    """Whether an index pays for the queries of a sequence, the last `q_len` of its `k_len` keys."""
+    least = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
+    return q_len >= max(least, dense_tail + 1)
 
 
 class Calls:
@@ -136,18 +144,6 @@ class Layer:
         """Query and KV heads that the plan is for."""
         assert self.plan is not None
         return len(self.plan.patterns), self.plan.num_kv_heads
-
-    @cached_property
-    def turns(self) -> Turns:
-        """From how many queries on a past the patterns gain."""
-        assert self.plan is not None
-        return Turns(self.plan)
-
-    def gains(self, q: Tensor, k: Tensor, q_len: int, k_len: int) -> bool | None:
-        """Whether the patterns gain with these of a call's queries and keys; None where that is to be measured."""
-        if self.settings.backend == "reference":
-            return True
-        return self.turns.gains(q, k, q_len, k_len)
 
     def count(self, how: str) -> None:
         """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""

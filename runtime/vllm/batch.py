@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.attention.state import MIN_QUERIES
+from runtime.attention.state import MIN_QUERIES, enough_queries
 
 # The attribute of a parent's metadata that holds the Batch, where something of a step is served here.
 KEY = "headwise"
@@ -193,7 +193,7 @@ def special(common: Any) -> bool:
 
 def is_long(piece: Piece, dense_below: int, dense_tail: int) -> bool:
     """Whether a piece may be served sparsely: as in transformers, by the keys so far, and not where all is the tail."""
-    return piece.q_len >= max(MIN_QUERIES, dense_tail + 1) and piece.k_len >= dense_below
+    return piece.k_len >= dense_below and enough_queries(piece.q_len, piece.k_len, dense_tail)
 
 
 def part_of(common: Any, pieces: Sequence[Piece]) -> Any:

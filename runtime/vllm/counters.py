@@ -33,9 +33,8 @@ class Counters:
         # By section of the report and by how: all steps before the latest, and that one as it was meant to be served.
         self._before: Counter[tuple[str, str]] = Counter()
         self._latest: Counter[tuple[str, str]] = Counter()
-        # What became of that: why it fell back, and whether patterns, or dense attention as the faster, served a layer.
+        # Why that fell back.
         self._why: str | None = None
-        self._indexed = self._slower = False
         # Tokens that a request reads in a step of decode, on average: only when somebody asks, as it waits for a GPU.
         self.read: Callable[[], float | None] = lambda: None
         self._indices: Counter[int] = Counter()
@@ -55,7 +54,7 @@ class Counters:
         chosen: how many requests decode by chosen tokens in it.
         """
         self._before = self._so_far()
-        self._why, self._indexed, self._slower = None, False, False
+        self._why = None
         self._latest = Counter({("decode", CHOSEN): chosen})
         for how, tokens in pieces:
             self._latest["prefills", how] += 1
@@ -68,11 +67,6 @@ class Counters:
             self._computed[tiles.device] = tiles + self._computed.get(tiles.device, 0)
             self._causal += index.causal_tiles * index.num_heads * index.batch
         self._indices[layer] += 1
-        self._indexed = True
-
-    def slower(self) -> None:
-        """In a layer dense attention serves a prefill of the step, since it is the faster there."""
-        self._slower = True
 
     def fell_back(self, reason: str, detail: str = "") -> None:
         """A layer left what the step has here to dense attention: all of it counts as dense, by the first reason.
@@ -132,9 +126,6 @@ class Counters:
         instead = {}
         if self._why is not None:
             instead = {SPARSE: self._why, CHOSEN: self._why}
-        elif self._slower and not self._indexed:
-            # In every layer.
-            instead = {SPARSE: "dense attention is faster"}
         found = self._before.copy()
         for (section, how), count in self._latest.items():
             found[section, instead.get(how, how)] += count

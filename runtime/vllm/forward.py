@@ -7,7 +7,6 @@ Shapes: T tokens of a step, H query heads and G KV heads of this process, K key 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from artifacts import HeadwiseError, Streaming
 from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
+from kernels.patterns import LayerPlan
 from runtime.attention.reasons import message, name_of
 from runtime.vllm.batch import KEY, Batch, Piece
 from runtime.vllm.layers import ServedLayer
@@ -75,7 +75,7 @@ class SparseImpl(_Parent):
         if attn_metadata is None:
             self._rehearse(at, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
-        if batch is None or not (at.owns or (at.turns and batch.pieces) or (at.role and batch.chosen)):
+        if batch is None or not (at.owns or (at.plan and batch.pieces) or (at.role and batch.chosen)):
             return super().forward(*arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
             self._served.counters.fell_back("the output is to be quantised")
@@ -94,17 +94,15 @@ class SparseImpl(_Parent):
         """Write what patterns and chosen tokens serve of a step; which requests that is, none where a kernel fails."""
         assert at.number is not None
         chooser, counters = self._served.chooser, self._served.counters
-        pieces = () if at.turns is None else step.batch.pieces
+        pieces = () if at.plan is None else step.batch.pieces
         chosen = () if at.role is None else step.batch.chosen
         done: list[Piece] = []
         indices = []
         try:
             for piece in pieces:
-                if (index := self._by_patterns(at, step, piece)) is not None:
-                    indices.append(index)
-                    done.append(piece)
-                else:
-                    counters.slower()
+                assert at.plan is not None
+                indices.append(self._by_patterns(at.plan, step, piece))
+                done.append(piece)
             for few in chosen:
                 assert at.role is not None and chooser is not None
                 chooser.attend(at.number, at.role, few, step)
@@ -121,13 +119,9 @@ class SparseImpl(_Parent):
             counters.index(at.number, index)
         return done
 
-    def _by_patterns(self, at: ServedLayer, step: LayerStep, piece: Piece) -> SparseIndex | None:
-        """Write the sparse attention of a piece and give its index; None where dense attention is the faster."""
-        assert at.turns is not None
-        (q, out, pages), turns, lengths = step.of(piece), at.turns, (piece.q_len, piece.k_len)
-        known = q, step.pages.k.transpose(1, 2)
-        if (gains := turns.gains(*known, *lengths)) is False:
-            return None
+    def _by_patterns(self, plan: LayerPlan, step: LayerStep, piece: Piece) -> SparseIndex:
+        """Write the sparse attention of a piece and give its index."""
+        q, out, pages = step.of(piece)
         table: Tensor | None = pages
         (k, v, _, v_scale), how = step.pages, step.how
         _, _, key, value, _ = step.given
@@ -135,23 +129,11 @@ class SparseImpl(_Parent):
             # No other keys than those of this step, which are there as they were before they were stored.
             k, v = (x[piece.rows].transpose(0, 1)[None] for x in (key, value))
             table, v_scale, how = None, 1.0, self._how()
-        built: list[SparseIndex] = []
-
-        def sparse(out: Tensor) -> Tensor:
-            built.append(turns.plan.build(q, k, scale=how["scale"], block_table=table, k_len=piece.k_len))
-            sparse_attention(q, k, v, built[-1], block_table=table, out=out, **how)
-            return out if v_scale == 1 else out.mul_(v_scale)
-
-        if gains:
-            sparse(out)
-        else:
-            # Both ways are tried: the output is the last one's, so patterns write beside it.
-            beside = torch.empty_like(out)
-            dense = partial(self._densely, at, step, (piece,))
-            if (found := turns.measure(*known, lengths, partial(sparse, beside), dense)) is None:
-                return None
-            out.copy_(found)
-        return built[-1]
+        index = plan.build(q, k, scale=how["scale"], block_table=table, k_len=piece.k_len)
+        sparse_attention(q, k, v, index, block_table=table, out=out, **how)
+        if v_scale != 1:
+            out.mul_(v_scale)
+        return index
 
     def _densely(self, at: ServedLayer, step: LayerStep, pieces: tuple[Piece, ...]) -> Tensor:
         """Write the dense attention of these requests, here or by the parent; the step's output."""
@@ -181,9 +163,9 @@ class SparseImpl(_Parent):
         table = torch.zeros(1, -(-k_len // PAGE), dtype=torch.int32, device=query.device)
         step = LayerStep(Batch(block_table=table), query, Pages(*parted(cache, self.ours)), query, self._how())
         piece = Piece(0, 0, len(query), k_len, prompt=k_len)
-        if at.turns is not None and self._served.is_long(piece):
+        if at.plan is not None and self._served.is_long(piece):
             q = query.transpose(0, 1)[None]
-            at.turns.plan.build(q, step.pages.k, scale=self.scale, block_table=table, k_len=k_len)
+            at.plan.build(q, step.pages.k, scale=self.scale, block_table=table, k_len=k_len)
         if at.role is not None and at.role.filters:
             assert at.number is not None and self._served.chooser is not None
             self._served.chooser.rehearse(at.number, at.role, step)

@@ -10,8 +10,8 @@ import torch
 
 from artifacts import Streaming
 from artifacts.errors import shorten
+from kernels.patterns import LayerPlan
 from runtime.attention.calls import no_kernel
-from runtime.attention.turns import Turns
 from runtime.omnikv.roles import Role
 from runtime.vllm.snapkv import Snap
 
@@ -24,14 +24,14 @@ class ServedLayer:
     """What is served of one attention layer of vLLM in this process.
 
     number: by vLLM's name for it, None where the name has none or several. why_dense: why no prefill of it is sparse.
-    turns: the plan of its heads and when that gains, where it has patterns. role: what it does by the decode section,
+    plan: that of its heads, where it has patterns. role: what it does by the decode section,
     None where that is nothing. keeps: the tokens that it keeps by the kv_cache section, None for all. owns: all of its
     requests are served here alone. eight_bits: what its cache of 8 bits holds, which vLLM hands out as bytes.
     """
 
     number: int | None
     why_dense: str | None = None
-    turns: Turns | None = None
+    plan: LayerPlan | None = None
     role: Role | None = None
     keeps: Streaming | Snap | None = None
     owns: bool = False
@@ -40,7 +40,7 @@ class ServedLayer:
     @property
     def served(self) -> bool:
         """Whether anything of it is."""
-        return self.owns or self.turns is not None or self.role is not None
+        return self.owns or self.plan is not None or self.role is not None
 
 
 def number_of(layer_name: str) -> int | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Streaming
 from runtime.allocator import keep_freed_memory
-from runtime.attention.turns import Turns
 from runtime.omnikv.decode import OmniKV
 from runtime.plans import layer_plans, part_of
 from runtime.vllm.batch import Piece, is_long
@@ -140,7 +139,7 @@ class Served:
         why = why_unserved(layer, self._every.values(), num_layers=num_layers, both_ways=self._both_ways)
         if number is None or why is not None:
             return ServedLayer(number=number, why_dense=why)
-        keeps, turns = self._keeps.get(number), None
+        keeps, plan = self._keeps.get(number), None
         if isinstance(keeps, Snap):
             keeps = Snap(keeps.policies[self._kv_heads()], self._requests)
         if self.dense:
@@ -152,13 +151,12 @@ class Served:
         if why is None:
             first, heads = _rank() * layer.impl.num_heads, layer.impl.num_heads
             plan = part_of(self._plans.get(number), slice(first, first + heads), layer.impl.num_kv_heads)
-            turns = None if plan is None else Turns(plan)
         role = None if self.chooser is None else self.chooser.role(number)
-        ours = layer.impl.ours and (turns is not None or role is not None)
+        ours = layer.impl.ours and (plan is not None or role is not None)
         return ServedLayer(
             number=number,
             why_dense=why,
-            turns=turns,
+            plan=plan,
             role=role,
             keeps=keeps,
             owns=bool(ours or self.dense or keeps is not None),

@@ -122,6 +122,12 @@ def artifact_for() -> Callable[..., artifacts.Artifact]:
     return artifact_for
 
 
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of tiny prompts are worth an index from 64 tokens on, also behind a past."""
+    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 64)
+
+
 @pytest.fixture
 def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Handle]:
     """apply(model, **options, **artifact) -> the handle of a fresh artifact applied to it, by the reference."""

@@ -112,6 +112,17 @@ def test_several_turns_on_one_cache(build, apply, masked, ids):
         assert turns().tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize(("new", "count"), [(127, 0), (128, 2)])
+def test_short_turns_behind_a_past_are_dense(new, count, build, apply, ids, monkeypatch):
+    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    model, first, second = build(), ids(150), ids(new, seed=1)
+    with apply(model, strict=True) as handle:
+        cache = DynamicCache(config=model.config)
+        model(first, past_key_values=cache)
+        model(second, past_key_values=cache)
+        assert handle.stats()["sparse"] == 2 + count
+
+
 @pytest.mark.parametrize("dump", ["pickle", "torch"])
 @pytest.mark.parametrize("selector", [None, "last", "uniform"])
 @pytest.mark.parametrize("offload", ["never", "packed", "brutal"])

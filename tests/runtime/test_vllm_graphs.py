@@ -166,7 +166,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     omni = OmniKV(section, range(4), slice(0, G), backend="auto")
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
-    engine.layer["turns"], served.counters.tell = None, lambda: None
+    engine.layer["plan"], served.counters.tell = None, lambda: None
     return section
 
 

@@ -20,7 +20,6 @@ from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from runtime import load
-from runtime.attention.turns import Turns
 from runtime.vllm.__main__ import _layers, main
 from runtime.vllm.batch import Batch, Piece, is_long, part_of, prefills_of, requests_of, rows_of
 from runtime.vllm.builder import SparseBuilder
@@ -251,7 +250,7 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         _size=1,
     )
     # What is served of every layer, as tests change it; the chooser says what it does in decode.
-    layer: dict[str, Any] = {"turns": Turns(LayerPlan(patterns * 2, G)), "owns": ours, "eight_bits": stored}
+    layer: dict[str, Any] = {"plan": LayerPlan(patterns * 2, G), "owns": ours, "eight_bits": stored}
 
     def of(asked: Any) -> ServedLayer:
         number = number_of(asked.layer_name)
@@ -380,7 +379,7 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
     ],
 )
 def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artifacts.Streaming) -> None:
-    engine.layer.update(owns=True, keeps=stream, turns=None)
+    engine.layer.update(owns=True, keeps=stream, plan=None)
     engine.builder._owned = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
@@ -539,7 +538,7 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: p
         "memory_units": {"sink": 1, "window": 1, "units": 1},
     }
     plan = LayerPlan([make("a_shape", sink=64, window=64), make(kind, **sizes[kind])] * 2, G)
-    engine.layer["turns"] = Turns(plan)
+    engine.layer["plan"] = plan
     seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
     monkeypatch.setattr(
@@ -574,30 +573,16 @@ def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
     assert built == [(200, k_len) for k_len in wanted] and not output.any()
 
 
-@pytest.mark.parametrize("verdict", [True, False, None])
-def test_patterns_serve_where_they_gain(engine: Any, monkeypatch: pytest.MonkeyPatch, verdict: bool | None) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def measure(self: Turns, q: Tensor, k: Tensor, lengths: Any, sparse: Any, dense: Any) -> Tensor | None:
-        # As it does: each way once or more, dense last, and here patterns win with the longer chunk alone.
-        asked.append(lengths)
-        done = sparse()
-        assert dense() is not None
-        return done if lengths[0] > 100 else None
-
-    monkeypatch.setattr(Turns, "gains", lambda *_: verdict)
-    monkeypatch.setattr(Turns, "measure", measure)
-    requests = [(1, 40), (100, 300), (130, 400), (10, 200)]
+def test_short_chunks_behind_a_past_are_dense(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    requests = [(1, 40), (127, 300), (128, 400), (130, 130), (10, 200)]
     outputs, inputs, _ = serve(engine, step(*requests))
-    sparse = {True: [1, 2], False: [], None: [2]}[verdict]
     for i, (out, parts) in enumerate(zip(outputs, inputs, strict=True)):
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        plan = LayerPlan(engine.patterns if i in sparse else [make("dense")] * H, G)
+        plan = LayerPlan(engine.patterns if i in (2, 3) else [make("dense")] * H, G)
         expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
         torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
-    assert asked == ([(100, 300), (130, 400)] if verdict is None else [])
-    told = {"dense attention is faster": 2} if verdict is False else {"sparse": 2}
-    assert engine.served.counters.report()["prefills"] == told | {"short": 1}
+    assert engine.served.counters.report()["prefills"] == {"sparse": 2, "short": 2}
 
 
 def test_names_of_layers() -> None:

@@ -124,7 +124,7 @@ def test_what_is_kept_and_what_is_generated(
     engine: Any, policies: tuple[artifacts.SnapKV, ...], cuts: list[list[int]]
 ) -> None:
     snap = Snap(policies, 8)
-    engine.layer.update(owns=True, keeps=snap, turns=None)
+    engine.layer.update(owns=True, keeps=snap, plan=None)
     engine.builder.__dict__.update(_owned=True, _snaps=True, _told_prompts=True)
     prompts = [200] if len(cuts) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
@@ -178,7 +178,7 @@ def test_the_profiling_run_moves_the_longest_prompt(
     gathered = snapkv.gathered
     monkeypatch.setattr(snapkv, "gathered", lambda *args: (copied.append((found := gathered(*args)).shape), found)[1])
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
-    engine.layer.update(keeps=Snap(policies), turns=None)
+    engine.layer.update(keeps=Snap(policies), plan=None)
     query = torch.randn(10, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
     assert copied == [(1, G, engine.served.longest, D)] * 2
