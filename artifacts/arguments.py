@@ -74,7 +74,7 @@ def add_task(
     default: str | None = None,
     old: str | None = None,
 ) -> None:
-    """--task with its parameters, such as needle@depth=0.5 or text:FILE; `several`: repeatable, a list or None."""
+    """--task with its parameters, such as passkey@depth=0.5 or text:FILE; `several`: repeatable, a list or None."""
     if several:
         p.add_argument("--task", dest=dest, metavar="TASK", action="append", help=f"{help}; repeatable")
     else:

@@ -38,6 +38,7 @@ from artifacts.options import (
 )
 from profiling.evaluation.measure import (
     DEPTHS,
+    GRID,
     Evaluation,
     check_lengths,
     evaluate,
@@ -238,7 +239,7 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     else:
         tasks, lengths = _asked(config, artifact)
     if config.text:
-        tasks = [f"{task}:{config.text}" if task == "needle" else task for task in tasks]
+        tasks = [f"{task}:{config.text}" if task == GRID else task for task in tasks]
         tasks.append(f"text:{config.text}")
     methods = config.methods or tuple(name for name in usual if name in known)
     if "all" in methods:

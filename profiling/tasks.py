@@ -46,7 +46,7 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.tasks."""
     p = ArgumentParser(prog="python -m profiling.tasks", description=__doc__)
-    arguments.add_task(p, "make prompts of this task, such as needle@depth=0.5", several=False, old="--show")
+    arguments.add_task(p, "make prompts of this task, such as passkey@depth=0.5", several=False, old="--show")
     arguments.add_model(p, "whose tokenizer to use (default smollm2)", default="smollm2")
     arguments.add_length(p, "tokens of a prompt (default 1024)", default=1024)
     p.add_argument("--samples", type=int, default=1, help="how many prompts (default 1)")
@@ -72,9 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = load_tokenizer(options.model)
     if options.lm_eval is not None:
         return _write(task, tokenizer, options)
-    prompts = make_prompts(
-        task, tokenizer, length=options.length, samples=options.samples, seed=options.seed, shorter=True
-    )
+    prompts = make_prompts(task, tokenizer, length=options.length, samples=options.samples, seed=options.seed)
     print("\n\n".join(shown(prompt, tokenizer, whole=not options.ends) for prompt in prompts))
     return 0
 

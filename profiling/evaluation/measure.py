@@ -30,7 +30,7 @@ from profiling.speed.baselines import MODEL
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
-GRID = "needle"
+GRID = "niah_single_2"
 OUTPUT = "evaluation.json"
 # What prompts have in common that are no samples of their own, and which of the seeds they are of.
 UNIT, SEED = "unit", "seed"
@@ -115,7 +115,7 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
     seeds = range(config.seed, config.seed + config.seeds)
-    how: dict[str, Any] = {"seeds": seeds, "seen": seen, "shorter": True}
+    how: dict[str, Any] = {"seeds": seeds, "seen": seen}
     sets = []
     for name in config.tasks:
         task = parse_task(name)

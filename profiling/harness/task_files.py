@@ -52,7 +52,7 @@ def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples
         HeadwiseError: see make_prompts; the prompts ask for no answer after their end, or for others inside; the folder
             cannot be made.
     """
-    prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed, shorter=True)
+    prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
     if why := _unfit(prompts):
         raise HeadwiseError(f"the task {task.kind!r} cannot be written for lm-evaluation-harness: {why}")
     name = re.sub(r"\W+", "_", f"{PREFIX} {task.name} {length}")
@@ -80,7 +80,6 @@ def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
         finds,
         metric=doc["metric"],
         references=tuple(doc["references"]),
-        choices=tuple(doc["choices"]),
     )
     return {"score": score(prompt, results[0].strip())}
 
@@ -114,7 +113,6 @@ def _document(tokenizer: Any, prompt: Prompt, text: str) -> dict[str, Any]:
         "answer": prompt.answer,
         "metric": prompt.metric,
         "references": prompt.references,
-        "choices": prompt.choices,
         "finds": [find.expected for find in prompt.finds],
         # As the harness puts them behind the prompt, and how many tokens each has there.
         "compared": [f" {choice}" for choice in choices],

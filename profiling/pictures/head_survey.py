@@ -24,9 +24,9 @@ from profiling.inside.attention_rows import cover, logits, pooled_map, sparsity_
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
-from profiling.prompts.filler import sentences
 from profiling.prompts.prompt import Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
+from profiling.prompts.words import sentences
 from runtime.layers import attention_layers, text_config
 from runtime.plans import layer_plans
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 
 from artifacts import HeadwiseError
-from profiling.prompts.filling import laid_out
+from profiling.prompts.haystacks import laid_out
 from profiling.prompts.kind import RULER, SHARE, Kind, Parameter, Prompt, Wanted
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import compounds

@@ -1,4 +1,4 @@
-"""Haystacks of whole sentences, of exactly so many tokens, and things hidden between the sentences.
+"""Haystacks of whole sentences, of exactly so many tokens, things hidden between the sentences, and whole items.
 
 A haystack is a list of pieces, the token ids of a sentence each, so that nothing is hidden inside a word. Its start may
 be cut.
@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from artifacts import HeadwiseError
-from profiling.prompts.filler import sentences
 from profiling.prompts.kind import Wanted
 from profiling.prompts.texts import read_text
 from profiling.prompts.tokens import Encoder, Ids, flat
+from profiling.prompts.words import sentences
 
 Haystack = Callable[[int, random.Random], list[Ids]]
 # The same few words over and over: nothing in it is like what is hidden.
@@ -25,6 +25,7 @@ _SENTENCE_END = re.compile("(?<=[.!?\n])(?=\\s)|(?<=[\u3002\uff01\uff1f])")
 # A text without full stops is cut all the same.
 _LONGEST = 500
 _BATCH = 256
+_ITEMS = 32
 
 
 def noise(encode: Encoder) -> Haystack:
@@ -121,9 +122,28 @@ def hide(
     return tuple(ids), [spans[which] for which in range(len(hidden))]
 
 
-def padding(encode: Encoder, room: int) -> Ids:
-    """`room` tokens that say nothing, the same ones always, to make up what whole items leave."""
-    return flat(filler(encode)(room, random.Random("padding")))
+def whole_items(encode: Encoder, items: Iterable[str], room: int) -> list[Ids]:
+    """The ids of the first items, all of each, that fit `room` tokens together."""
+    source = iter(items)
+    taken: list[Ids] = []
+    while batch := list(itertools.islice(source, _ITEMS)):
+        for ids in encode.each(batch):
+            if len(ids) > room:
+                return taken
+            taken.append(ids)
+            room -= len(ids)
+    return taken
+
+
+def laid_out(wanted: Wanted, *parts: Ids) -> Ids:
+    """Exactly as many ids as wanted: prefix, padding to make up what whole items leave, and the parts.
+
+    Raises:
+        HeadwiseError: the parts alone take more.
+    """
+    room = wanted.room(*parts)
+    padding = flat(filler(wanted.encode)(room, random.Random("padding")))
+    return wanted.ids(padding, *parts)
 
 
 def _nearest(bounds: Sequence[int], wanted: float) -> int:

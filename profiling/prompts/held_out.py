@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 # Made anew from a file or a text by every seed, and so possibly out of what a search has seen.
-_OF_TEXTS = ("text", "prose", "jsonl", "infinitebench", "longbench", "ruler")
+_OF_TEXTS = ("text", "prose", "jsonl")
 # A prompt's windows of so many tokens, one after the other, are remembered.
 _ALIKE = 64
 # Seeds of searches that differ by little must not meet.
@@ -92,9 +92,7 @@ class Unseen(NamedTuple):
     apart: bool = True
 
 
-def unseen_prompts(
-    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, shorter: bool = False
-) -> Unseen:
+def unseen_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen) -> Unseen:
     """Prompts as make_prompts makes them, with those of other seeds in place of those that searches have seen.
 
     What replaces them is apart from the rest where the text is long enough for that.
@@ -102,7 +100,7 @@ def unseen_prompts(
 
     def made(turn: int) -> list[Prompt]:
         at = seed + SEED * turn
-        return make_prompts(task, tokenizer, length=length, samples=samples, seed=at, shorter=shorter)
+        return make_prompts(task, tokenizer, length=length, samples=samples, seed=at)
 
     first = made(0)
     if not of_texts(task):
@@ -161,13 +159,11 @@ def seeded_prompts(
     samples: int,
     seeds: Sequence[int],
     seen: Seen,
-    shorter: bool = False,
 ) -> Unseen:
     """As unseen_prompts makes them, as many of each seed; a text's windows of one seed are none of those before."""
     known, found = Seen(digests=seen.digests), list[Unseen]()
     for seed in seeds:
-        how: dict[str, Any] = {"length": length, "samples": samples, "seed": seed, "shorter": shorter}
-        found.append(unseen_prompts(task, tokenizer, seen=known, **how))
+        found.append(unseen_prompts(task, tokenizer, length=length, samples=samples, seed=seed, seen=known))
         if of_texts(task) and len(seeds) > 1:
             known.add(*found[-1].prompts)
     prompts = [prompt for made in found for prompt in made.prompts]

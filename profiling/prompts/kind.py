@@ -14,7 +14,7 @@ from profiling.prompts.tokens import Encoder, Ids, flat
 
 BEGINS = "the answer begins with the right one"
 SHARE = "the share of the answers that are named"
-RULER, LONGPROC = "RULER, Hsieh et al. 2024", "LongProc, Ye et al. 2025"
+RULER = "RULER, Hsieh et al. 2024"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class Wanted:
     """What a maker is asked for: `samples` prompts of `length` tokens each.
 
     name: of the kind. text: the user's file, where one was given.
-    shorter: whether records of a suite that have fewer tokens are wanted, too.
     """
 
     name: str
@@ -100,7 +99,6 @@ class Wanted:
     length: int
     samples: int
     seed: int
-    shorter: bool = False
 
     @property
     def file(self) -> Path:
@@ -143,18 +141,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a task can be told after an @, as in `needle@depth=0.5`; `low` and `high` are bounds, both included."""
+    """What a task can be told after an @, as in `passkey@depth=0.5`; `low` and `high` are bounds, both included."""
 
     name: str
-    type: type[float] | type[int] | type[str]
+    type: type[float] | type[int]
     says: str
     low: float = 0
     high: float = float("inf")
 
-    def read(self, text: str, kind: str) -> float | int | str:
+    def read(self, text: str, kind: str) -> float | int:
         """The value that a user wrote; HeadwiseError where it is none."""
-        if self.type is str:
-            return text
         try:
             value = self.type(text)
         except ValueError:
@@ -169,7 +165,6 @@ class Parameter:
 DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
 QUESTION_FIRST = Parameter("question_first", int, "1 asks before the text, and only points back at its end (0)", 0, 1)
 QUESTIONS = Parameter("questions", int, "how many questions share a context (8)", 1, 1000)
-PARTIAL = Parameter("partial", int, "1 scores the share of the answer before its first mistake (0)", 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +184,7 @@ class Kind:
 
     @property
     def usage(self) -> str:
-        """How it is written, such as `needle[@depth=D][:FILE]`."""
+        """How it is written, such as `passkey[@depth=D][:FILE]`."""
         told = ",".join(f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters)
         file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
         return self.name + (f"[@{told}]" if told else "") + file

@@ -17,24 +17,14 @@ from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from profiling.prompts import (
     babi,
-    countdown,
-    documents,
     frequencies,
-    graphs,
     hops,
-    infinitebench,
+    jsonl,
     lines,
-    long_answers,
-    longbench,
-    minds,
     needles,
     recalls,
-    repeated_asks,
     retrieval,
-    routes,
-    ruler_files,
     stories,
-    suites,
     texts,
     turns,
     variables,
@@ -45,9 +35,8 @@ from profiling.prompts.tokens import Encoder
 __all__ = ["CALIBRATED_TASKS", "DEFAULT_TASKS", "GATE_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
 __all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
 
-_FILES: tuple[ModuleType, ...] = (retrieval, lines, hops, turns, recalls, needles, variables, frequencies, documents)
-_FILES += (graphs, countdown, routes, minds, stories, repeated_asks, babi, long_answers)
-_FILES += (texts, suites, infinitebench, longbench, ruler_files)
+_FILES: tuple[ModuleType, ...] = (retrieval, lines, hops, turns, recalls, needles, variables, frequencies)
+_FILES += (stories, babi, texts, jsonl)
 KINDS: dict[str, Kind] = {kind.name: kind for file in _FILES for kind in file.KINDS}
 # What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions of a later turn
 # share a context: 16 of them cost little more than one.
@@ -65,20 +54,17 @@ class Task:
 
     kind: str
     file: Path | None = None
-    parameters: tuple[tuple[str, float | int | str], ...] = ()
+    parameters: tuple[tuple[str, float | int], ...] = ()
 
     @property
     def name(self) -> str:
         told = ",".join(f"{name}={value}" for name, value in self.parameters)
         name = self.kind + (f"@{told}" if told else "")
-        if self.file is None:
-            return name
-        folder = f"{self.file.parent.resolve().name}/" if ruler_files.of_folder(self.kind, self.file) else ""
-        return f"{name}:{folder}{self.file.name}"
+        return name if self.file is None else f"{name}:{self.file.name}"
 
 
 def parse_task(text: str) -> Task:
-    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or `needle@depth=0.5:FILE`.
+    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or `passkey@depth=0.5:FILE`.
 
     Raises:
         HeadwiseError: none of these, a parameter that the task does not have, or the file is not there.
@@ -105,10 +91,10 @@ def parse_name(name: str) -> str:
     return name.partition(":")[0].partition("@")[0]
 
 
-def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int | str], ...]:
+def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int], ...]:
     """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
     known = {parameter.name: parameter for parameter in kind.parameters}
-    found: dict[str, float | int | str] = {}
+    found: dict[str, float | int] = {}
     for item in told.split(","):
         name, equals, value = item.partition("=")
         if name not in known or not equals or name in found:
@@ -118,9 +104,7 @@ def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int | str], .
     return tuple((name, found[name]) for name in known if name in found)
 
 
-def make_prompts(
-    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, shorter: bool = False
-) -> list[Prompt]:
+def make_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int) -> list[Prompt]:
     """Make `samples` prompts of exactly `length` tokens.
 
     Args:
@@ -129,7 +113,6 @@ def make_prompts(
         length: in tokens.
         samples: how many prompts; different ones.
         seed: the same seed, tokenizer and file give the same prompts.
-        shorter: take also those prompts of a published suite that have fewer than `length` tokens.
 
     Raises:
         HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length that the
@@ -139,11 +122,17 @@ def make_prompts(
     for name, value in (("length", length), ("samples", samples)):
         if value < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {value}")
-    how: dict[str, Any] = {"length": length, "samples": samples, "seed": seed, "shorter": shorter}
-    wanted = Wanted(name=task.kind, encode=Encoder(tokenizer), text=task.file, **how)
+    wanted = Wanted(
+        name=task.kind,
+        encode=Encoder(tokenizer),
+        text=task.file,
+        length=length,
+        samples=samples,
+        seed=seed,
+    )
     prompts = KINDS[task.kind].make(wanted, **dict(task.parameters))
     assert len(prompts) == samples
-    assert shorter or all(len(prompt.input_ids) == length for prompt in prompts)
+    assert all(len(prompt.input_ids) == length for prompt in prompts)
     return [replace(prompt, task=task.name) for prompt in prompts]
 
 

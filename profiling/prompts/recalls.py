@@ -19,7 +19,7 @@ from operator import itemgetter
 
 from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Kind, Prompt, Wanted
 from profiling.prompts.tokens import flat
-from profiling.prompts.words import compounds, plain_words, words
+from profiling.prompts.words import compounds, words
 
 # Items come back from further than this share of the prompt.
 FAR = 4
@@ -28,9 +28,6 @@ _TAIL = 128
 # First items, which may be cut.
 _CUT = 8
 _LABELS = "red blue green black white yellow brown pink gold grey"
-_PASSAGE, _CUE = 24, 4
-# Words of an entry in a dictionary.
-_ENTRY = 5
 # Names by which the usual length of a question is known.
 _NAMES = 64
 
@@ -85,19 +82,6 @@ def _labelled(rng: random.Random) -> Iterator[Thing]:
     return (Thing(name, f" {rng.choice(labels)}") for name in compounds(rng))
 
 
-def _entries(rng: random.Random) -> Iterator[Thing]:
-    source = plain_words()
-    return (Thing(name, "".join(f" {rng.choice(source)}" for _ in range(_ENTRY))) for name in compounds(rng))
-
-
-def _passages(rng: random.Random) -> Iterator[Thing]:
-    source = plain_words()
-    while True:
-        chosen = [rng.choice(source) for _ in range(_PASSAGE)]
-        yield Thing(" ".join(chosen[:_CUE]), "".join(f" {word}" for word in chosen[_CUE:]))
-
-
-_HEADS = "induction heads, Olsson et al. 2022"
 _FACT = ("The value of {name} is", ".\n")
 _ASKED = Again("Question: What is the value of {name}? Answer: The value of {name} is", ".\n", label="asked")
 _CHAINED = Again("The value of {new} is that of {name}, which is", ".\n", gives=True, label="chained")
@@ -135,22 +119,6 @@ FORMS = {
         _labelled,
         ("{name}:", "\n"),
         (Again("{name}:", "\n"),),
-    ),
-    "repeats": Form(
-        "passages of random words that came far before",
-        _HEADS,
-        "",
-        _passages,
-        ("\n{name}", ".\n"),
-        (Again("\n{name}", ".\n"),),
-    ),
-    "dictionary": Form(
-        "entries of a dictionary that came far before",
-        _HEADS,
-        "Below is a dictionary. A word that comes again has the same entry again.\n\n",
-        _entries,
-        ("{name}:", ".\n"),
-        (Again("{name}:", ".\n"),),
     ),
 }
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from profiling.prompts.filler import sentences
 from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Kind, Prompt, Wanted
 from profiling.prompts.texts import read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
-from profiling.prompts.words import names, words
+from profiling.prompts.words import sentences
 
 _KV_HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 _KV_QUESTION = '\n\nKey: "{key}"\nCorresponding value: "'
@@ -25,30 +22,9 @@ _KEY_HEAD = (
 )
 _KEY_NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 _KEY_QUESTION = "\n\nWhat is the pass key? The pass key is"
-_NUMBER_HEAD = (
-    "Somewhere in the text below there is a sequence of digits. Keep it in mind: you will be asked for it.\n\n"
-)
-_NUMBER_NEEDLE = "\nThe sequence of digits is {number}. Once more: {number} is the sequence of digits.\n"
-_NUMBER_QUESTION = "\n\nWhat is the sequence of digits? The sequence of digits is"
-_NEEDLE_HEAD = "Read the text below. There is a question about it at the end.\n\n"
-_NEEDLE = "\nThe thing that {who} likes best in {where} is the {what}.\n"
-_NEEDLE_QUESTION = "\n\nWhat does {who} like best in {where}? The thing that {who} likes best in {where} is the"
-_NEEDLE_FIRST = "Question: What does {who} like best in {where}? The answer is in the text.\n\n"
-_NEEDLE_BACK = "\n\nThe answer to the question at the start: it is the"
 _KV_FIRST = 'You will be asked for the value of the key "{key}".\n\n'
 _KV_BACK = '\n\nThe value that was asked for at the start: "'
-_DIGITS = 10
 _BATCH = 256
-
-
-@dataclass(frozen=True)
-class _Hidden:
-    """What is put into a text: `head` stands before the text, `question` after it, `needle` somewhere in it."""
-
-    head: str
-    needle: str
-    question: str
-    expected: str
 
 
 def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
@@ -60,42 +36,27 @@ def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
 
 
 def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
-    """A seven-digit key at some depth of a text (the user's, or a generated one), then the question for it."""
+    """A seven-digit key at some depth of a text (the user's, or a generated one), then the question for it.
 
-    def key(rng: random.Random, text: str) -> _Hidden:
-        key = str(rng.randrange(10**6, 10**7))
-        return _Hidden(_KEY_HEAD, _KEY_NEEDLE.format(key=key), _KEY_QUESTION, key)
-
-    return _hidden(wanted, key, depth)
-
-
-def number(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
-    """Ten digits at some depth of a text, each like the one before it half of the time: harder to copy than a key."""
-
-    def digits(rng: random.Random, text: str) -> _Hidden:
-        found = rng.choice("123456789")
-        while len(found) < _DIGITS:
-            found += found[-1] if rng.random() < 0.5 else rng.choice("0123456789")
-        return _Hidden(_NUMBER_HEAD, _NUMBER_NEEDLE.format(number=found), _NUMBER_QUESTION, found)
-
-    return _hidden(wanted, digits, depth)
-
-
-def needle(wanted: Wanted, *, depth: float | None = None, question_first: int = 0) -> list[Prompt]:
-    """A sentence about somebody who is not in the text, at some depth of it, then the question for what it says.
-
-    With `question_first` the question stands before the text only.
+    The same seed hides the same key in the same text at every depth, so that depths can be compared.
     """
+    encode = wanted.encode
+    hay = Hay(wanted)
+    head = encode(_KEY_HEAD)
+    question = encode(_KEY_QUESTION)
 
-    def sentence(rng: random.Random, text: str) -> _Hidden:
-        who, where = names(rng, 2, apart_from=text)
-        what = next(words(rng))
-        said = _NEEDLE.format(who=who, where=where, what=what)
-        if question_first:
-            return _Hidden(_NEEDLE_FIRST.format(who=who, where=where), said, _NEEDLE_BACK, what)
-        return _Hidden(_NEEDLE_HEAD, said, _NEEDLE_QUESTION.format(who=who, where=where), what)
+    def one(rng: random.Random) -> Prompt:
+        key = str(rng.randrange(10**6, 10**7))
+        needle = encode(_KEY_NEEDLE.format(key=key))
+        room = wanted.room(head, needle, question)
+        anywhere = rng.randint(0, room)
+        text = hay.tokens(room, rng)
+        at = anywhere if depth is None else round(depth * room)
+        before = wanted.ids(head, text[:at])
+        span = len(before), len(before) + len(needle)
+        return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {key}", span))
 
-    return _hidden(wanted, sentence, depth)
+    return wanted.prompts(one)
 
 
 def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
@@ -126,24 +87,6 @@ def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
 
 def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-def _hidden(wanted: Wanted, make: Callable[[random.Random, str], _Hidden], depth: float | None) -> list[Prompt]:
-    """The same seed hides the same thing in the same text at every depth, so that depths can be compared."""
-    encode, hay = wanted.encode, Hay(wanted)
-
-    def one(rng: random.Random) -> Prompt:
-        hidden = make(rng, hay.text)
-        head, needle, question = encode(hidden.head), encode(hidden.needle), encode(hidden.question)
-        room = wanted.room(head, needle, question)
-        at = rng.randint(0, room)
-        text = hay.tokens(room, rng)
-        at = at if depth is None else round(depth * room)
-        before = wanted.ids(head, text[:at])
-        span = len(before), len(before) + len(needle)
-        return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {hidden.expected}", span))
-
-    return wanted.prompts(one)
 
 
 class Hay:
@@ -197,21 +140,5 @@ KINDS = (
         parameters=(DEPTH,),
         asks="a seven-digit number hidden in a text",
         source="Mohtashami & Jaggi 2023",
-    ),
-    Kind(
-        name="number",
-        make=number,
-        takes_file="may",
-        parameters=(DEPTH,),
-        asks="ten digits, many of them alike, hidden in a text",
-        source="Retrieve.Number of InfiniteBench, Zhang et al. 2024",
-    ),
-    Kind(
-        name="needle",
-        make=needle,
-        takes_file="may",
-        parameters=(DEPTH, QUESTION_FIRST),
-        asks="one sentence about an invented person, hidden in a text",
-        source="needle in a haystack, Kamradt 2023",
     ),
 )

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
-from profiling.prompts.filler import sentences
-from profiling.prompts.filling import laid_out, whole_items
+from profiling.prompts.haystacks import laid_out, whole_items
 from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
-from profiling.prompts.words import names
+from profiling.prompts.words import names, sentences
 
 _HERO = "Mirabel"
 _HEAD = f"The context holds chapters about {_HERO}'s travels. Answer from it, within <answer> and </answer>.\n\n"

@@ -1,4 +1,4 @@
-"""Prompts out of texts: windows of the user's, or of Python's own reference."""
+"""Prompts out of texts: windows of the user's, or of Python's own reference; and which tokens of a text copy others."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ _LIBRARY: tuple[str, ...] = (
 )
 _LIBRARY += ("multiprocessing", "unittest", "urllib", "xml/dom", "xml/sax")
 _LEAST = 80
+# Tokens in a row before a token by which it is known to be a copy, and the share of the text that it is from further
+# back than.
+_CONTEXT = 4
+_FAR = 4
 # Where statements have others, in the order of their fields.
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
@@ -101,6 +105,25 @@ def _statements(tree: ast.Module) -> list[ast.AST]:
         # The growing list is the queue.
         for name in _BLOCKS:
             found += getattr(node, name, ())
+    return found
+
+
+def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> list[int]:
+    """Positions of tokens that continue a repetition: they and the `context` before them came before, and not lately.
+
+    What a pattern drops shows there, whatever the rest of a text is.
+
+    far: how many tokens the latest occurrence must at least be back; a quarter of the text if None.
+    """
+    least = len(ids) // _FAR if far is None else far
+    latest: dict[Ids, int] = {}
+    found = []
+    for at in range(context, len(ids)):
+        piece = ids[at - context : at + 1]
+        before = latest.get(piece)
+        if before is not None and at - before >= least:
+            found.append(at)
+        latest[piece] = at
     return found
 
 

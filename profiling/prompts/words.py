@@ -1,4 +1,4 @@
-"""Words and names that generated prompts give to things: as many as a prompt needs, none twice."""
+"""Words, names and sentences that generated prompts are made of: as many as a prompt needs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ _NOUNS = (
     "paper pearl pencil piano pillow pine planet plum pond raven ribbon river road rocket rose saddle sail shell ship "
     "spoon star stone stove stream sword table tiger torch tower tree violin wagon wheel whistle window wolf"
 )
+_WHO = "the farmer|a traveller|the old clerk|my neighbour|the captain|a young painter|the baker|her brother"
+_DID = "walked past|remembered|described|looked for|painted|wrote about|asked about|forgot|returned to|admired"
+_WHAT = "the harbour|a broken clock|the north road|an empty house|the market|a letter|the river|the stone bridge"
+_WHEN = "before sunrise|in the rain|that winter|after supper|on the way home|without a word|for the last time"
+_THEN = "and nobody minded|while the wind rose|as everyone did then|though it was late|because the road was long"
+
+
+def sentences(rng: random.Random) -> Iterator[str]:
+    """Sentences that say nothing, without end, each followed by a space."""
+    who, did, what, when, then = (words.split("|") for words in (_WHO, _DID, _WHAT, _WHEN, _THEN))
+    while True:
+        parts = [rng.choice(who), rng.choice(did), rng.choice(what), rng.choice(when)]
+        if rng.random() < 0.5:
+            parts.append(rng.choice(then))
+        sentence = " ".join(parts)
+        yield f"{sentence[0].upper()}{sentence[1:]}. "
 
 
 def words(rng: random.Random) -> Iterator[str]:
@@ -49,18 +65,8 @@ def _pairs() -> tuple[str, ...]:
 
 @functools.cache
 def _compounds() -> tuple[str, ...]:
-    parts = plain_words()
+    parts = [*_ADJECTIVES.split(), *_NOUNS.split()]
     return tuple(dict.fromkeys(one + other for one in parts for other in parts if one != other))
-
-
-def plain_words() -> list[str]:
-    """The words that others are put together from."""
-    return [*_ADJECTIVES.split(), *_NOUNS.split()]
-
-
-def nouns() -> list[str]:
-    """Those of them that are things."""
-    return _NOUNS.split()
 
 
 def five_digits(rng: random.Random) -> str:

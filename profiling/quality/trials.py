@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.prompts.copies import far_copies
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
+from profiling.prompts.texts import far_copies
 from profiling.quality.answers import ends, negative_log_likelihood, new_tokens
 from profiling.quality.contexts import Prefilled, fed, prefilled
 from profiling.quality.forced import answer_ids, asks, forced, scored_answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from profiling.prompts.filler import sentences
+from profiling.prompts.words import sentences
 
 
 def story(path: Path, characters: int) -> str:

@@ -81,14 +81,14 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     command: Command, tmp_path: Path, searched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = command(
-        *("--task", "needle", "--task", "passkey", "--depths", "0", "1", "--samples", "2"),
+        *("--task", "niah_single_2", "--task", "passkey", "--depths", "0", "1", "--samples", "2"),
         *("--text", str(searched / "text.txt"), "--methods", *METHODS, "--repeats", "2", "--steps", "2", "--attach"),
     )
     methods = ("dense", *METHODS)
     assert tuple(each["name"] for each in record["methods"]) == methods
     keys = {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
     for name in methods:
-        assert keys["needle:text.txt", name, "score"]["count"] == 2
+        assert keys["niah_single_2:text.txt", name, "score"]["count"] == 2
         assert keys["passkey", name, "nll of the answer"]["count"] == 2
         assert keys["all answers", name, "score"]["count"] == 4
         assert (("text:text.txt", name, "perplexity") in keys) == ("+" not in name)

@@ -33,7 +33,7 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
     assert all(
         f"    {p.name}: " in entry for entry, kind in zip(listed, KINDS.values(), strict=True) for p in kind.parameters
     )
-    assert "needle[@depth=D,question_first=Q][:FILE]" in listed[3]
+    assert "passkey[@depth=D][:FILE]" in listed[1]
 
 
 def test_the_page_has_every_task_and_its_parameters() -> None:
@@ -79,7 +79,7 @@ def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--task", "riddle"], "unknown task 'riddle'; known: kv_retrieval, passkey, number, needle, line_retrieval"),
+        (["--task", "riddle"], "unknown task 'riddle'; known: kv_retrieval, passkey, line_retrieval, two_stage"),
         (["--task", "vt", "--length", "0"], "length must be at least 1, got 0"),
         (["--length", "9"], "say which task to show: --task TASK"),
     ],

@@ -37,7 +37,7 @@ PATTERNS: dict[str, Any] = {
 }
 ROWS = (("vs", "a", "bs", "vs_8", "bs", "vs"), ("bs", "vs", "a", "a", "vs_8", "vs"), None)
 # A task with a forced choice, and one of later turns.
-MORE, MORE_LENGTH = ("mrcr", "line_turns@questions=3"), 900
+MORE, MORE_LENGTH = ("babilong_qa1", "line_turns@questions=3"), 900
 CHOICES = ("a b", "c", "dd ee", "fgh")
 
 

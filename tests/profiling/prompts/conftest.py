@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from profiling.prompts.filler import sentences
+from profiling.prompts.words import sentences
 from tests.profiling.tokenizers import MAKERS
 
 

@@ -20,12 +20,11 @@ ROOT = Path(__file__).parents[3]
 # What fits into short prompts of tokenizers that know few words.
 FEWER = {
     "cwe": "cwe@words=3,common=4,uncommon=2",
-    "longproc_path": "longproc_path@steps=6",
     "story_retrieval": "story_retrieval@asked=3",
 }
 # Prose takes a tokenizer some seconds at first.
 GENERATED = [FEWER.get(name, name) for name, kind in KINDS.items() if kind.takes_file != "must" and name != "prose"]
-MORE = ["prose", "vt@chains=3,hops=2", "fwe@alpha=1.5", "line_turns@questions=1", "needle@depth=0.5:STORY"]
+MORE = ["prose", "vt@chains=3,hops=2", "fwe@alpha=1.5", "line_turns@questions=1", "passkey@depth=0.5:STORY"]
 OF_STORY = [f"{name}:STORY" for name, kind in KINDS.items() if kind.takes_file == "may" or name == "text"]
 
 
@@ -58,12 +57,11 @@ def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) 
 
 LONG, LONGEST = 131_072, 1_048_576
 # One of each file of tasks at 128K tokens, and one at 1M.
-FAMILIES = ["kv_retrieval", "line_retrieval", "multi_hop", "line_turns", "label_map", "needle", "niah_multikey_2", "vt"]
-FAMILIES += ["cwe", "graphwalks_bfs", "longproc_countdown", "longproc_path", "longproc_tom", "story_filtering", "mrcr"]
-FAMILIES += ["babilong_qa2", "state_tracking"]
+FAMILIES = ["kv_retrieval", "line_retrieval", "multi_hop", "line_turns", "label_map", "niah_multikey_2", "vt"]
+FAMILIES += ["cwe", "story_filtering", "babilong_qa2"]
 LENGTHS = [(name, length) for name in KINDS if name != "prose" for length in (LONG, LONGEST)]
 LENGTHS = [(name, length) for name, length in LENGTHS if KINDS[name].takes_file != "must"]
-KEPT = [*((name, LONG) for name in FAMILIES), ("graphwalks_parents", LONGEST)]
+KEPT = [*((name, LONG) for name in FAMILIES), ("line_asked", LONGEST)]
 
 
 @pytest.mark.parametrize(("name", "length"), sampled(LENGTHS, *KEPT))

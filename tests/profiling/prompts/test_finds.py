@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from profiling.prompts.filler import sentences
 from profiling.prompts.prompt import Find, Prompt, make_prompts
-from profiling.prompts.words import names, words
+from profiling.prompts.words import names, sentences, words
 from profiling.quality.answers import is_right
 from tests.profiling.tokenizers import MAKERS, byte_level
 
@@ -37,8 +36,6 @@ def blocks(tokenizer: Any, prompt: Prompt) -> list[str]:
     ("task", "needed"),
     [
         ("passkey", "The pass key is {0}."),
-        ("number", "digits is {0}."),
-        ("needle", "is the {0}."),
         ("kv_retrieval", '": "{0}"'),
         ("line_retrieval", "is {0}."),
         ("two_stage_retrieval", "owns the box {0}."),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError, window_arrays
-from profiling.prompts.filler import sentences
 from profiling.prompts.held_out import Seen, held_out, seeded_prompts, unseen_prompts
 from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.words import sentences
 from tests.profiling.stories import story
 from tests.profiling.tokenizers import byte_level
 

@@ -21,8 +21,8 @@ def changed(**fields: Any) -> Setting:
 
 
 def test_what_guessing_gives_shows_nothing() -> None:
-    # MRCR with two needles on SmolLM2: a forced choice of two.
-    coin = changed(task="mrcr", measure="choice", dense=0.42, low=0.19, high=0.68, chance=0.5)
+    # A forced choice of two.
+    coin = changed(task="story_multihop", measure="choice", dense=0.42, low=0.19, high=0.68, chance=0.5)
     assert not coin.shows and not coin.asked
     assert changed(measure="choice", dense=0.42, low=0.19, chance=1 / 8).shows
     # A score counts, too: answers inside a prompt out of two labels.

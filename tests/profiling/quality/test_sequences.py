@@ -46,12 +46,12 @@ def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers(to
     context = ids_of(tokenizer, "The pass key is 1234567. The river and the old clerk in the rain.")
     turns = [ids_of(tokenizer, text) for text in ("\nKey:", "\nWho:")]
     first, second = (
-        Prompt(context + turn, answer, turn=len(turn), task="kv_turns", scored=((3, 5),))
+        Prompt(context + turn, answer, turn=len(turn), task="line_turns", scored=((3, 5),))
         for turn, answer in zip(turns, ("1234567", "clerk"), strict=True)
     )
     other = Prompt(ids_of(tokenizer, "A text of its own in which nothing is asked."), None, task="prose")
     found = sequences([first, other, second], tokenizer)
-    assert [sequence.task for sequence in found] == ["kv_turns", "prose"]
+    assert [sequence.task for sequence in found] == ["line_turns", "prose"]
     shared, text = found
     assert shared.context == len(context) and shared.ids[: len(context)] == context
     assert shared.answers[0] == (3, 5) and not shared.is_text

@@ -107,9 +107,9 @@ def test_it_writes_a_valid_pair_and_nothing_else(found: Path) -> None:
     assert artifact.prefill.dense_below == LENGTH // 2 and artifact.costs == ()
 
 
-def test_graphs_and_label_maps_calibrate_and_are_held_out(tmp_path: Path) -> None:
+def test_lines_and_label_maps_calibrate_and_are_held_out(tmp_path: Path) -> None:
     """An answer behind the prompt and answers inside it: both are scored, and held out."""
-    tasks, length, out = ("graphwalks_parents", "label_map"), 2600, tmp_path / "cfg.yaml"
+    tasks, length, out = ("line_retrieval", "label_map"), 2600, tmp_path / "cfg.yaml"
     model = save_tiny(tmp_path / "tiny", max_position_embeddings=length)
     assert main(options(model, out, calibration=" ".join(tasks), length=str(length), n_trials="1")) == 0
     artifact = artifacts.load(out)
@@ -117,9 +117,9 @@ def test_graphs_and_label_maps_calibrate_and_are_held_out(tmp_path: Path) -> Non
     tokenizer = load_model(str(model), dtype="float32").tokenizer
     prompts = [p for task in tasks for p in make_prompts(task, tokenizer, length=length, samples=1, seed=0)]
     assert artifact.search.calibration.tasks == tasks and artifact.search.calibration.sha256 == digest(prompts)
-    walks, labels, _ = artifact.evidence.tasks
-    assert (walks.task, labels.task) == tasks and None not in (walks.nll_rise, labels.nll_rise)
-    assert walks.kl > 0 < labels.kl and 0 < artifact.search.summary.density < 1
+    lines, labels, _ = artifact.evidence.tasks
+    assert (lines.task, labels.task) == tasks and None not in (lines.nll_rise, labels.nll_rise)
+    assert lines.kl > 0 < labels.kl and 0 < artifact.search.summary.density < 1
 
 
 def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -> None:

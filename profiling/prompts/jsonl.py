@@ -1,0 +1,89 @@
+"""Prompts of the user's own, out of a file of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from artifacts import HeadwiseError
+from artifacts.errors import shorten
+from profiling.prompts.kind import Kind, Prompt, Wanted
+from profiling.prompts.texts import read_text
+
+_FIELDS = ("prompt", "text", "input")
+# JSON can say what no text can hold, and tokenizers fail on it.
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def jsonl(wanted: Wanted) -> list[Prompt]:
+    """Prompts of a file with one JSON object a line, in random order.
+
+    What is too long loses its start; what is too short is passed over. All lines are read before any is used: a
+    damaged one is found whatever the seed.
+    """
+    lines = _lines(wanted)
+    wanted.rng().shuffle(lines)
+    before = len(wanted.ids())
+    room = wanted.length - before
+    made: list[Prompt] = []
+    longest = 0
+    for text, answer in lines:
+        ids = wanted.encode(text)
+        longest = max(longest, len(ids) + before)
+        if len(ids) >= room > 0:
+            references = () if answer is None else (answer,)
+            made.append(Prompt(wanted.ids(ids[len(ids) - room :]), answer, references=references))
+            if len(made) == wanted.samples:
+                return made
+    raise HeadwiseError(
+        f"{wanted.file.name} has {len(made)} prompts of at least {wanted.length} tokens, {wanted.samples} are needed; "
+        f"the longest of its {len(lines)} has {longest} tokens"
+    )
+
+
+def _lines(wanted: Wanted) -> list[tuple[str, str | None]]:
+    """The text and the answer of each line that is not blank."""
+    found = []
+    for number, line in enumerate(read_text(wanted.file).split("\n"), start=1):
+        if line.strip():
+            found.append(_line(line, f"{wanted.file.name}, line {number}"))
+    if not found:
+        raise HeadwiseError(f"{wanted.file.name} is empty")
+    return found
+
+
+def _line(line: str, place: str) -> tuple[str, str | None]:
+    record = _record(line, place)
+    named = [field for field in _FIELDS if record.get(field) is not None]
+    if len(named) != 1:
+        raise HeadwiseError(f"{place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}")
+    answer = None if record.get("answer") is None else _text(record, "answer", place)
+    return _text(record, named[0], place), answer
+
+
+def _text(record: dict[str, Any], name: str, place: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise HeadwiseError(f"{place}: {name} must be a string, got {shorten(value)}")
+    return value
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    """A JSON object; HeadwiseError, which names the place, where the line is cut off or holds none."""
+    try:
+        record = json.loads(line)
+        if _HALF_PAIR.search(line):
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise HeadwiseError(f"{place}: half of a surrogate pair, which is no character") from error
+    except json.JSONDecodeError as error:
+        raise HeadwiseError(f"{place}: not JSON: {error.msg.lower()} at column {error.colno}") from error
+    except RecursionError as error:
+        raise HeadwiseError(f"{place}: not usable JSON: nested too deeply") from error
+    if not isinstance(record, dict):
+        raise HeadwiseError(f"{place}: not a JSON object: {shorten(record)}")
+    return record
+
+
+KINDS = (Kind(name="jsonl", make=jsonl, takes_file="must", asks="what your prompts ask", source="your file"),)
