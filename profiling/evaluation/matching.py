@@ -17,7 +17,6 @@ from artifacts import Artifact, HeadwiseError
 from kernels.index import TILE, SparseIndex, first_dense, num_tiles, with_dense_tail
 from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, SkipSoftmax, make
 from kernels.patterns.fixed import Fixed
-from profiling.evaluation.frozen import Frozen, frozen
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.tile_gaps import tile_gaps
 from profiling.models.loading import LoadedModel
@@ -27,7 +26,7 @@ from runtime.plans import layer_plans
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-# Prompts that sizes are fitted on and indices are frozen on: of no evaluation's seed.
+# Prompts that sizes are fitted on: of no evaluation's seed.
 CALIBRATION_TASK, CALIBRATION_SEED = "passkey", 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
 # A threshold falls to 1 / e in so many steps, and ten times at most.
@@ -86,7 +85,6 @@ class Meter:
             raise HeadwiseError("the artifact has no patterns: there is no density to compare methods at")
         self.length = length
         self.heads = artifact.model.num_heads
-        self.frozen: dict[int, list[Frozen]] = {}
         self._prepared: dict[int, dict[str, Callable[[Sequence[Any]], SparseIndex]]] = {}
         self._own: dict[int, SparseIndex] = {}
         self._gaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -100,7 +98,6 @@ class Meter:
                 return
             index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
             self._own[inputs.layer] = index
-            self.frozen[inputs.layer] = frozen(index)
             self._gaps[inputs.layer] = tile_gaps(inputs)
             heads = range(inputs.q.shape[1])
             self._prepared[inputs.layer] = {

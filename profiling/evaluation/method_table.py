@@ -38,9 +38,6 @@ METHODS: dict[str, Kind] = {
     "dense": Kind(says="the model's own attention (sdpa)", source="Dao 2023"),
     KERNEL: Kind(says="every key, by Headwise's kernel", source="this project"),
     "headwise": Kind(says="the artifact's patterns", source="this project, after MInference 1.0"),
-    "headwise_static": Kind(
-        says="the artifact's indices, frozen on one other prompt", source="MInference 1.0, Ours w/ static"
-    ),
     "vertical_slash": Kind(
         says="vertical-slash for all heads", source="MInference 1.0, ablation", sizes="vertical_slash"
     ),

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from artifacts import (
@@ -26,7 +25,6 @@ from artifacts import (
     load_pair,
     pattern_name,
 )
-from artifacts.density import density
 from artifacts.errors import shorten
 from artifacts.kv_cache import Policy
 from profiling.caches.random_eviction import drawing
@@ -57,7 +55,7 @@ from runtime.layers import attention_layers, sliding_layers
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-# Raised where the way sizes are fitted or indices are frozen changes: what was measured before is of another method.
+# Raised where the way sizes are fitted changes: what was measured before is of another method.
 _VERSION = 2
 
 
@@ -157,11 +155,6 @@ class Methods:
             make, identity = partial(Headwise, artifact, self.arrays), _identity(artifact)
         elif METHODS[kind].chosen:
             return self._chosen(name, kind, length, (tail or TAIL) if tailed else 0)
-        elif kind == "headwise_static":
-            make, sizes = partial(self._frozen, length, tail), "frozen"
-            density = self._remember(f"density/{name}", length, lambda: _counted(make(), length))
-            # The entries follow from these; looking at them would take a pass over a prompt.
-            identity = digest(_identity(self._patterns_of()), self._key(name, length))
         else:
             artifact, density = self._uniform(kind, length, (tail or TAIL) if tailed else 0)
             make, sizes, identity = partial(Headwise, artifact), ", ".join(artifact.patterns), _identity(artifact)
@@ -181,7 +174,8 @@ class Methods:
         aim = "" if self._density is None else f"/{self._density:g}"
         found = self._remember(f"sizes/{name}/{tail}{aim}", length, find)
         pattern = TypeAdapter(Pattern).validate_python(found["fields"])
-        rows = self._rows(lambda layer, head: pattern_name(pattern))
+        former = self.artifact.prefill.layers
+        rows = tuple(None if row is None else (pattern_name(pattern),) * len(row) for row in former)
         # Its size was fitted at this length.
         update = {"dense_tail": tail, "layers": rows, "growth": None, "front": None}
         prefill = self.artifact.prefill.model_copy(update=update)
@@ -214,27 +208,6 @@ class Methods:
             evicts=False,
             sizes=f"mass {TOP_P:g}" if how == "top_p" else f"density {density:.3f}",
             applied=applied,
-        )
-
-    def _frozen(self, length: int, tail: int) -> Headwise:
-        patterns, arrays = {}, {}
-        for layer, heads in self._meter(length).frozen.items():
-            for head, entries in enumerate(heads):
-                static = Static(indices=f"L{layer}H{head}")
-                patterns[pattern_name(static)] = static
-                for array, positions in zip(static.arrays, entries, strict=True):
-                    arrays[array] = np.array(positions, dtype=np.int32)
-        rows = self._rows(lambda layer, head: pattern_name(Static(indices=f"L{layer}H{head}")))
-        update = {"dense_tail": tail, "layers": rows, "growth": None, "front": None}
-        prefill = self.artifact.prefill.model_copy(update=update)
-        artifact = self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill})
-        return Headwise(artifact, arrays)
-
-    def _rows(self, name: Callable[[int, int], str]) -> tuple[tuple[str, ...] | None, ...]:
-        former = self.artifact.prefill.layers
-        return tuple(
-            None if row is None else tuple(name(layer, head) for head in range(len(row)))
-            for layer, row in enumerate(former)
         )
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
@@ -314,13 +287,6 @@ def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
 
 def _with_tail(artifact: Artifact, tail: int) -> Artifact:
     return artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": tail})})
-
-
-def _counted(headwise: Headwise, length: int) -> float:
-    artifact = headwise.artifact
-    tail, arrays = artifact.prefill.dense_tail, headwise.arrays
-    found = [density(pattern, length, dense_tail=tail, arrays=arrays) for pattern in artifact.patterns.values()]
-    return float(np.mean([value for value in found if value is not None]))
 
 
 def _identity(artifact: Artifact) -> str:

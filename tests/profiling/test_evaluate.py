@@ -212,8 +212,8 @@ def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> 
     trials.clear()
     assert command(*asked, "2", "--methods", "headwise")["figures"] == first["figures"]
     assert trials == []
-    command(*asked, "2", "--methods", "headwise", "a_shape", "headwise_static")
-    assert trials == ["a_shape"] * 2 + ["headwise_static"] * 2
+    command(*asked, "2", "--methods", "headwise", "a_shape", "vertical")
+    assert trials == ["a_shape"] * 2 + ["vertical"] * 2
     trials.clear()
     command("--task", "passkey", "--task", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
     assert trials.count("dense") <= 2 and "a_shape" not in trials
@@ -295,7 +295,7 @@ def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
     methods = Methods(loaded, *artifacts.load_pair(searched / "cfg.yaml"))
     found = {
         name: peak_of(loaded, methods.make(name, LENGTH), LENGTH, spec=spec, revision=None)
-        for name in ("dense", "dense_kernel", "headwise_static")
+        for name in ("dense", "dense_kernel", "headwise")
     }
     # Keys and values alone: 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
     assert all(value >= 3 * 2 * 16 * 4 * 2 * LENGTH // 2 for value in found.values()), found

@@ -6,15 +6,13 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import artifacts
 from artifacts import Decode, HeadwiseError, OmniKV
-from kernels.index import PAD, TILE, SparseIndex, lists
+from kernels.index import TILE
 from kernels.patterns import make
-from profiling.evaluation.frozen import frozen
 from profiling.evaluation.matching import SIZES, Meter
 from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
@@ -70,7 +68,6 @@ def test_every_method_runs_at_what_it_says_it_costs(searched: tuple[LoadedModel,
         "dilated",
         "strided",
         "slash",
-        "headwise_static",
         "dense+streaming",
     ):
         assert not torch.allclose(found[name], found["dense"], atol=1e-3), name
@@ -145,7 +142,7 @@ def test_what_was_found_is_remembered(
 ) -> None:
     loaded, artifact = searched
     ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
-    names = ("headwise", "headwise_static", "vertical", "strided")
+    names = ("headwise", "vertical", "strided")
     first = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
 
     def refuse(*_: object) -> None:
@@ -165,22 +162,3 @@ def test_what_was_found_is_remembered(
 def test_unknown_methods_are_named(searched: tuple[LoadedModel, artifacts.Artifact], name: str, says_what: str) -> None:
     with pytest.raises(HeadwiseError, match=says_what):
         Methods(*searched).make(name, LENGTH)
-
-
-def test_rows_of_tiles_freeze_into_the_columns_and_diagonals_that_hold_them() -> None:
-    n = 8
-    rows = [sorted({0, 3, max(row - 2, 0)} & set(range(row))) for row in range(n)]
-    tiles = torch.full((1, 1, n, 3), PAD, dtype=torch.int32)
-    for row, held in enumerate(rows):
-        tiles[0, 0, row, : len(held)] = torch.tensor(held, dtype=torch.int32)
-    index = SparseIndex(
-        q_len=n * TILE,
-        k_len=n * TILE,
-        diagonals=torch.zeros(1, 1, 1, dtype=torch.int32),
-        **lists(tiles),
-        columns=torch.empty(1, 1, 0, dtype=torch.int32),
-    )
-    (found,) = frozen(index)
-    assert sorted({at // TILE for at in found.columns}) == [0, 3]
-    assert found.diagonals == (0, 2)
-    np.testing.assert_array_equal(np.array(found.columns[:TILE]), np.arange(TILE))
