@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from artifacts.fields import MOST, AtLeast0, Budget, Count, Coverage, Imported, Positive, Record, Share, Text
+from artifacts.fields import MOST, AtLeast0, Budget, Count, Imported, Positive, Record, Share, Text
 
 
 def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -22,30 +22,17 @@ def _part(value: int | float) -> int | float:
     return value
 
 
-def _heads(heads: tuple[int, ...]) -> tuple[int, ...]:
-    if any(b <= a for a, b in pairwise(heads)):
-        raise ValueError("must be different KV heads in ascending order")
-    return heads
-
-
-Head = Annotated[int, Field(ge=0, lt=MOST)]
-Heads = Annotated[tuple[Head, ...], Field(min_length=1), AfterValidator(_heads)]
 Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST)], ...], AfterValidator(_ascending)]
 
 
 class Similarity(Record):
-    """Attention mass kept on held-out prompts: by the chosen filter layers, by evenly spaced ones, by random ones."""
+    """Attention mass kept on held-out prompts: by the chosen filter layers and by evenly spaced ones."""
 
     kept: Share = Field(description="attention mass kept by the chosen layers, mean over full-attention layers")
     evenly_spaced: Share = Field(description="the same by as many evenly spaced layers")
-    random: Share = Field(description="the same by randomly chosen layers, mean of `random_samples` choices")
-    random_samples: Count = Field(description="random choices")
     error: AtLeast0 | None = Field(
         default=None,
         description="squared change of the sparse layers' outputs relative to the residual stream, summed over layers",
-    )
-    pooled_error: AtLeast0 | None = Field(
-        default=None, description="the same by the best filter layers where one choice is for all heads"
     )
     top_k: Count = Field(description="tokens of each filter that count as kept")
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(description="the held-out prompts' tasks")
@@ -72,16 +59,6 @@ class OmniKV(Record):
     budget: Annotated[Budget, AfterValidator(_part)] = Field(
         default=2048, description="how many tokens a sparse layer attends to, or which share of the context"
     )
-    coverage: Coverage | None = Field(
-        default=None,
-        description="the share of a filter layer's attention that a choice has to hold: the fewest tokens that do are "
-        "chosen, at most `budget` (top-p; Twilight); null: always `budget`",
-    )
-    head_map: tuple[tuple[Heads, ...] | None, ...] | None = Field(
-        default=None,
-        description="for each layer null or, for each of its KV heads, the KV heads of its filter layer that choose "
-        "for it, such as `[2]`; null: all of them together",
-    )
     prefill_ratio: Positive | None = Field(
         default=None,
         description="in chunked prefill, how many tokens of the past a sparse layer sees for each token of the chunk "
@@ -100,23 +77,12 @@ class OmniKV(Record):
         before = [at for at in self.filter_layers if at < layer]
         return before[-1] if before and layer not in (*self.filter_layers, *self.dense_layers) else None
 
-    def fault(self, num_layers: int, num_kv_heads: int) -> str | None:
+    def fault(self, num_layers: int) -> str | None:
         """Why the section does not fit a model, None where it does."""
         for name in ("filter_layers", "dense_layers"):
             last = max(getattr(self, name), default=0)
             if last >= num_layers:
                 return f"{name} names layer {last}, the model has {num_layers} layers"
-        if self.head_map is not None and len(self.head_map) != num_layers:
-            return f"head_map has {len(self.head_map)} rows, the model has {num_layers} layers"
-        for layer, row in enumerate(self.head_map or ()):
-            if row is None:
-                continue
-            if self.filter_of(layer) is None:
-                return f"head_map[{layer}] is of a layer that attends to everything: it must be null"
-            if len(row) != num_kv_heads:
-                return f"head_map[{layer}] has {len(row)} entries, the model has {num_kv_heads} KV heads"
-            if (last := max(map(max, row))) >= num_kv_heads:
-                return f"head_map[{layer}] names KV head {last}, the model has {num_kv_heads}"
         return None
 
 

@@ -183,8 +183,6 @@ def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
         name = f"{path}.{key}" if path else key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
             yield from _flat(entry, name)
-        elif name == "decode.omnikv.head_map" and entry is not None:
-            yield from ((f"{name}[{layer}]", row) for layer, row in enumerate(entry) if row is not None)
         elif name in ("evidence.measurements", "costs"):
             # Without the commands, as in the content hash.
             yield name, [{k: v for k, v in each.items() if k != "command"} for each in entry]

@@ -87,21 +87,15 @@ def _decode(artifact: Artifact) -> Iterator[str]:
     selector = omnikv.selector + ("" if omnikv.selector == "last" else f" over {omnikv.window} queries")
     dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}" if omnikv.dense_layers else ""
     yield f"OmniKV: filter layers {', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, selector {selector}"
-    if omnikv.coverage is not None:
-        yield f"fewer tokens where they hold {omnikv.coverage:.1%} of the filter layer's attention"
-    if omnikv.head_map is not None:
-        sizes = Counter(len(heads) for row in omnikv.head_map for heads in row or ())
-        counts = ", ".join(f"{plural(size, 'KV head')} for {count}" for size, count in sorted(sizes.items()))
-        yield f"KV heads choose for KV heads: {counts}"
     if omnikv.prefill_ratio is not None:
         yield f"chunked prefill: {omnikv.prefill_ratio:g} tokens of the past for each token of the chunk"
     if kept := omnikv.similarity:
         yield (
             f"keeps {kept.kept:.4f} of the attention mass on held-out prompts ({', '.join(kept.tasks)}); evenly spaced "
-            f"{kept.evenly_spaced:.4f}, mean of {kept.random_samples} random choices {kept.random:.4f}"
+            f"{kept.evenly_spaced:.4f}"
         )
-        if kept.error is not None and kept.pooled_error is not None:
-            yield f"error {kept.error:.5f}; {kept.pooled_error:.5f} where one choice is for all heads"
+        if kept.error is not None:
+            yield f"error {kept.error:.5f}"
 
 
 def _kv_cache(artifact: Artifact) -> Iterator[str]:

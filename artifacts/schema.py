@@ -285,9 +285,7 @@ class Artifact(Record):
             raise ValueError(f"patterns.{unused} is used by no head: remove it or use it in prefill.layers")
         if fault := _unpriced(None if self.search is None else self.search.cost, self.costs, front):
             raise ValueError(fault)
-        if self.decode is not None and (
-            fault := self.decode.omnikv.fault(self.model.num_layers, self.model.num_kv_heads)
-        ):
+        if self.decode is not None and (fault := self.decode.omnikv.fault(self.model.num_layers)):
             raise ValueError(f"decode.omnikv.{fault}")
         if self.kv_cache is not None:
             if fault := self.kv_cache.fault(self.model.num_layers, self.model.num_kv_heads):

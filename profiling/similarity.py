@@ -2,8 +2,8 @@
 
 Prompts of several tasks are decoded step by step. At each step every layer that sees the whole prompt ranks the tokens
 by its own attention, and S[i, j] is the share of layer j's attention on layer i's top-k tokens: OmniKV, section 3.1 and
-Figures 1c, 6 and 8. The same is measured from KV head to KV head, with what it does to the head's output. Layers that
-slide over a window are marked and left out.
+Figures 1c, 6 and 8, with what it does to each KV head's output. Layers that slide over a window are marked and left
+out.
 
 python -m profiling.similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \\
     --task text:novel.txt --length 4096 --steps 32
@@ -26,7 +26,6 @@ from profiling.similarities.layer_similarity import (
     DEFAULT_LENGTH,
     DEFAULT_TASKS,
     DEFAULT_TOP_K,
-    SETS,
     SimilarityConfig,
     measure,
 )
@@ -78,11 +77,6 @@ def report(profile: Profile) -> str:
         found = "-" if hit is None else f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
         missed = f"{np.nanmean(profile.variability(task)):.3f}"
         lines.append(f"{task:<{size}}  {kept:>6}  {shown:<32}{found:>14}  {missed:>18}")
-    if len(profile.choosers) > 1:
-        first, second = np.triu_indices(profile.num_layers, 1)
-        error = profile.error()[first, :, second]
-        fitting = np.nansum(error.min(axis=1)) / np.nansum(error[:, -1])
-        lines.append(f"KV heads with the choice that fits each best have {fitting:.2f} of the error with one for all")
     apart = profile.agreement[np.triu_indices(len(profile.tasks), 1)]
     if np.isfinite(apart).any():
         lines.append(f"agreement of the tasks: correlation {np.nanmin(apart):.3f} or more")
@@ -102,12 +96,6 @@ def parser() -> ArgumentParser:
         "--top-k",
         type=int,
         help=f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
-    )
-    p.add_argument(
-        "--sets",
-        choices=SETS,
-        default=SimilarityConfig.sets,
-        help="which KV heads choose: all together, each by itself as well, or groups of them, too (default head)",
     )
     arguments.add_seed(p, SimilarityConfig.seed)
     p.add_argument(

@@ -137,4 +137,4 @@ def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: di
                 f"filter layer {layer} {why}: decode can filter in the layers {', '.join(map(str, free))}"
             )
     shard = next(iter(shards.values()))
-    return OmniKV(section, free, shard.kv_heads, backend=backend, group=shard.group)
+    return OmniKV(section, free, backend=backend, group=shard.group)

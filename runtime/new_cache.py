@@ -58,10 +58,7 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
         and type(cache.layers[number]) is DynamicLayer
         and (section is None or not caches_latents(module))
     }
-    kv_heads = slice(0, 0)
-    if plain and section is not None and section.head_map is not None:
-        kv_heads = shard_of(model, modules[next(iter(plain))]).kv_heads
-    made = _layers(section, plain, kv_heads, offload)
+    made = _layers(section, plain, offload)
     if kept is not None:
         made |= policy_layers(kept, model, modules, choosing=section is not None)
     for number, layer in made.items():
@@ -70,7 +67,7 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
 
 
 def _layers(
-    section: artifacts.OmniKV | None, plain: dict[int, torch.device], kv_heads: slice, offload: str
+    section: artifacts.OmniKV | None, plain: dict[int, torch.device], offload: str
 ) -> dict[int, CacheLayerMixin]:
     """The cache layers of full-attention layers, by number and device."""
     from runtime.caches.banked import BankedLayer, BrutalFilterLayer, BrutalLayer, FilterLayer
@@ -78,7 +75,7 @@ def _layers(
 
     if section is None:
         return {number: GrowingLayer() for number in plain}
-    roles, window = roles_of(section, plain, kv_heads), section.window
+    roles, window = roles_of(section, plain), section.window
     layers: dict[int, CacheLayerMixin] = {}
     if offload == "brutal":
         for device in dict.fromkeys(plain.values()):
@@ -98,8 +95,7 @@ def _layers(
     keep = section.budget if isinstance(section.budget, int) else 0
     banked: dict[int, list[list[BankedLayer]]] = {}
     for (chooser, _), numbers in served.items():
-        choices = [choices for number in numbers if (choices := roles[number].choices) is not None]
-        group = Group(len(numbers), keep, choices or None)
+        group = Group(len(numbers), keep)
         members = [BankedLayer(group, place) for place in range(len(numbers))]
         banked.setdefault(chooser, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))

@@ -7,7 +7,7 @@ its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,11 @@ def shard_of(model: Any, module: nn.Module) -> Shard:
     return Shard(_rows(q, num_heads, size), _rows(k, num_kv_heads, size), q.device_mesh.get_group())
 
 
-def agreed(scores: Tensor, group: Any, how: Literal["max", "sum"] = "max") -> Tensor:
-    """The largest of each score over the processes of a group, or their sum; the same where there is no group."""
+def agreed(scores: Tensor, group: Any) -> Tensor:
+    """The largest of each score over the processes of a group; the same where there is no group."""
     if group is not None:
-        scores, op = scores.contiguous(), torch.distributed.ReduceOp
-        torch.distributed.all_reduce(scores, op=op.MAX if how == "max" else op.SUM, group=group)
+        scores = scores.contiguous()
+        torch.distributed.all_reduce(scores, op=torch.distributed.ReduceOp.MAX, group=group)
     return scores
 
 

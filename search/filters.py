@@ -1,9 +1,8 @@
 """python -m search.filters: choose the layers that filter in decode and those that stay dense, for an artifact.
 
-The similarity of layers and of their KV heads is measured on a few prompts (or read with --profile). The filter and
-dense layers that change what the sparse layers add to the residual stream least are found exactly, and with them whose
-tokens each KV head takes. On other prompts the choice is compared with evenly spaced and with random filter layers. The
-artifact's other sections stay as they are.
+The similarity of layers is measured on a few prompts (or read with --profile). The filter and dense layers that change
+what the sparse layers add to the residual stream least are found exactly. On other prompts the choice is compared with
+evenly spaced filter layers. The artifact's other sections stay as they are.
 
 python -m search.filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
 """
@@ -47,8 +46,7 @@ def config_from(options: dict[str, Any], command: str) -> FilterSearch:
     Raises:
         HeadwiseError: a value that cannot be.
     """
-    sets = options["heads"] or SimilarityConfig.sets
-    measured = config_of(SimilarityConfig, options, sets=sets, command=command)
+    measured = config_of(SimilarityConfig, options, command=command)
     config = config_of(FilterSearch, options, rules=config_of(Rules, options), measured=measured)
     if isinstance(config.budget, float) and measured.length:
         measured = replace(measured, top_k=ceil(config.budget * measured.length))

@@ -82,7 +82,7 @@ FORMATS: dict[str, Format] = {
         write=layers.write_sparse_vllm,
     ),
     "kascade": Format(
-        about="Kascade's head map, MODEL_layers_0_2_8.npy",
+        about="Kascade's anchor layers, MODEL_layers_0_2_8.npy",
         read=kascade.read,
         write=kascade.write,
     ),

@@ -1,4 +1,4 @@
-"""Kascade's head map: whose tokens each KV head takes, from and to decode.omnikv.
+"""Kascade's anchor layers, from and to decode.omnikv; whose tokens each KV head takes there has no place here.
 
 An int32 .npy of shape (layers, KV heads): the KV head of the layer's anchor, the nearest one before it, whose token
 list a head takes; anchor rows count from 0. The anchors themselves stand in the file's name alone,
@@ -30,7 +30,7 @@ _NAME = re.compile(r".+_layers_((?:[0-9]{1,4}_)*[0-9]{1,4})\.npy")
 
 
 def read(source: Source, given: Given) -> Import:
-    """Read a head map into an artifact's decode section.
+    """Read the anchors into an artifact's decode section.
 
     Raises:
         ArtifactError: it is no such map, or its name has no anchors.
@@ -51,17 +51,16 @@ def read(source: Source, given: Given) -> Import:
     notes.heads("computes more", more, (len(anchors) - 1) * heads)
     less = "ranks by the largest probability of its query heads, there by their sum"
     notes.heads("chooses otherwise", less, int((~full).sum()) * heads)
-    if (table[full] != np.arange(heads)).any():
-        notes.file("not carried over", "anchor rows other than 0, 1, 2, ..., which say nothing")
+    alone = "takes the list of one KV head of its anchor there, here of all of them together"
+    notes.heads("chooses otherwise", alone, int((~full).sum()) * heads)
     notes.file("same", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there")
-    head_map = tuple(None if anchor else tuple((int(h),) for h in row) for anchor, row in zip(full, table, strict=True))
-    omnikv = decode.omnikv.model_copy(update={"budget": _SHARE, "head_map": head_map})
+    omnikv = decode.omnikv.model_copy(update={"budget": _SHARE})
     artifact = shape.artifact(decode=decode.model_copy(update={"omnikv": omnikv}))
     return Import(artifact=artifact, arrays={}, report=notes.report(layers * heads, heads))
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """The head map; a KV head for which several choose takes the list of the first of them.
+    """The anchors, with a map by which each KV head takes the list of the KV head of its own number.
 
     Raises:
         ArtifactError: there is no decode section, or `out` is not called as the anchors want it.
@@ -75,20 +74,12 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     if not out.name.endswith(ending) or out.name == ending:
         raise ArtifactError(f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}")
     notes, table = Notes(), np.tile(np.arange(heads, dtype="<i4"), (len(full), 1))
-    several = full.count(False) * heads
-    for layer, row in enumerate(omnikv.head_map or ()):
-        if row is not None:
-            table[layer] = [chosen[0] for chosen in row]
-            several -= sum(len(chosen) == 1 for chosen in row)
     notes.heads("keeps less", "an anchor attends to its own top tokens, here to everything", (len(anchors) - 1) * heads)
-    notes.heads("chooses otherwise", "one KV head chooses for it there, here several together", several)
-    alone = full.count(False) * heads - several
-    notes.heads("chooses otherwise", "ranks by the sum over its query heads there, here by the largest of them", alone)
+    served = full.count(False) * heads
+    notes.heads("chooses otherwise", "one KV head chooses for it there, here all of them together", served)
     budget = omnikv.budget
     share = budget if isinstance(budget, float) else budget / artifact.model.max_positions
     notes.file("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}")
-    if omnikv.coverage is not None:
-        notes.file("not carried over", f"coverage {omnikv.coverage:g}: every list is as long there")
     notes.left_out(artifact, "decode")
     stream = io.BytesIO()
     np.save(stream, table)

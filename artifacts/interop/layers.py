@@ -149,8 +149,6 @@ def _import(source: Source, format: str, shape: Shape, full: Sequence[bool], bud
 
 
 def _export(artifact: Artifact, out: Path, data: bytes, notes: Notes) -> Export:
-    if section_of(artifact).omnikv.head_map is not None:
-        notes.file("chooses otherwise", "one list is for all heads there, here KV heads choose for KV heads")
     notes.left_out(artifact, "decode")
     count = artifact.model.num_layers
     return Export(files={out: data}, report=notes.report(count, count, _UNIT))

@@ -88,10 +88,6 @@ _WARNINGS = {
     "impossible-budget": "keeps {tokens:,} tokens, the model takes {most:,}: nothing is ever left out",
     "poor-filters": "the filter layers keep {kept:.4f} of the attention on held-out prompts, evenly spaced ones "
     "{even:.4f}: the choice fits its own prompts only; search on more tasks",
-    "poor-head-map": "the head map has an error of {error:.5f} on held-out prompts, one choice for all heads "
-    "{pooled:.5f}: it fits its own prompts only; search again with --heads pooled",
-    "own-heads": "every KV head takes the choice of the head of its own number: heads of one number have nothing in "
-    "common; search the map with python -m search.filters",
     "nothing-freed": "every KV head keeps everything: the section frees no memory; remove it or name other policies",
     "no-sinks": "keeps no sinks: perplexity breaks down as soon as the first tokens leave the window; keep 4",
     "sliding-layers": "{layers} slides according to kv_cache but has patterns in prefill: one of the two is for "

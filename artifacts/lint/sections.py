@@ -86,12 +86,6 @@ def decode(case: Case) -> Iterator[Finding]:
         yield odd("no-similarity", f"{where}.similarity")
     elif kept.kept < kept.evenly_spaced:
         yield odd("poor-filters", f"{where}.similarity", kept=kept.kept, even=kept.evenly_spaced)
-    own = tuple((head,) for head in range(model.num_kv_heads))
-    if len(own) > 1 and omnikv.head_map is not None and {row for row in omnikv.head_map if row} == {own}:
-        yield odd("own-heads", f"{where}.head_map")
-    error, pooled = (None, None) if kept is None else (kept.error, kept.pooled_error)
-    if omnikv.head_map is not None and error is not None and pooled is not None and error > pooled:
-        yield odd("poor-head-map", f"{where}.head_map", error=error, pooled=pooled)
 
 
 def kv_cache(case: Case) -> Iterator[Finding]:

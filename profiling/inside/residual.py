@@ -36,9 +36,6 @@ class ResidualStream:
         self._sizes: dict[int, Tensor] = {}
         self._written: dict[int, ref[Tensor]] = {}
         self._gains: dict[int, Tensor] = {}
-        # The newest token's stream, and what attention adds to it, (M) each.
-        self._entered: dict[int, Tensor] = {}
-        self._added: dict[int, Tensor] = {}
         self._grams: dict[int, Tensor] = {}
         self._hooks = ExitStack()
 
@@ -69,11 +66,6 @@ class ResidualStream:
         """What a norm between attention and stream, as Gemma has it, made of the output's squared size; else 1."""
         return self._gains[layer]
 
-    def turn(self, layer: int) -> Tensor:
-        """How far attention turns the newest token's stream: 1 less the cosine of before and after (Kascade, 3.3)."""
-        entered, added = self._entered[layer], self._added[layer]
-        return 1 - torch.nn.functional.cosine_similarity(entered, entered + added, dim=0)
-
     def __enter__(self) -> Self:
         for layer, block in self._blocks.items():
             handles = [block.register_forward_pre_hook(self._enters(layer), with_kwargs=True)]
@@ -95,7 +87,6 @@ class ResidualStream:
     def _enters(self, layer: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             stream = args[0] if args else kwargs["hidden_states"]
-            self._entered[layer] = stream[0, -1].detach().float()
             self._sizes[layer] = stream[0].detach().float().square().sum(-1).clamp_min(1e-30)
 
         return hook
@@ -104,7 +95,7 @@ class ResidualStream:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Not the tensor itself: the outputs of all layers together are larger than anything else that is held.
             written = output[0] if isinstance(output, tuple) else output
-            self._written[layer], self._added[layer] = ref(written), written[0, -1].detach().float()
+            self._written[layer] = ref(written)
             self._gains[layer] = torch.ones_like(self._sizes[layer][-1])
 
         return hook
@@ -115,7 +106,6 @@ class ResidualStream:
             written = self._written[layer]() if layer in self._written else None
             if args and written is not None and args[0] is written and isinstance(output, Tensor):
                 self._gains[layer] = _size(output) / _size(written).clamp_min(1e-30)
-                self._added[layer] = output[0, -1].detach().float()
 
         return hook
 

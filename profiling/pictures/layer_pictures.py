@@ -19,20 +19,11 @@ from profiling.similarities.similarity_profile import Profile, file_name
 def draw_layers(profile: Profile, folder: Path, command: str, decode: OmniKV | None = None) -> list[Path]:
     """Draw all pictures of a profile: similarity of each task and on average, ability, hit rate, variability.
 
-    decode: an artifact's section, whose filter layers are marked and whose head map is a picture of its own. Each
-    picture is written as PNG and SVG, its numbers as CSV.
+    decode: an artifact's section, whose filter layers are marked. Each picture is written as PNG and SVG, its
+    numbers as CSV.
     """
     paths: list[Path] = []
     filters = () if decode is None else decode.filter_layers
-    if decode is not None and decode.head_map is not None:
-        kept = kept_by_head(profile, decode)
-        paths += save(head_figure(kept, decode, _caption(profile, None, command)), folder / "heads")
-        rows = (
-            [layer, head, decode.filter_of(layer), "+".join(map(str, heads)), float(kept[layer, head])]
-            for layer, row in enumerate(decode.head_map)
-            for head, heads in enumerate(row or ())
-        )
-        paths.append(save_table(folder / "heads", ["layer", "KV head", "filter layer", "choosers", "kept"], rows))
     for task in [None, *(profile.tasks if len(profile.tasks) > 1 else [])]:
         mass = profile.mass(task)
         title = f"{profile.about['model']}, {task or 'mean over the tasks'}"
@@ -83,48 +74,6 @@ def similarity_figure(mass: np.ndarray, title: str, caption: str, filters: Seque
         marks.append(Patch(facecolor="none", edgecolor=MARK, label=f"filter layers {shown}"))
     if marks:
         axes.legend(handles=marks, loc="lower left", fontsize=7, frameon=False)
-    return figure
-
-
-def kept_by_head(profile: Profile, decode: OmniKV) -> np.ndarray:
-    """(L, G) attention that each KV head keeps with the choice that it takes; NaN where none was measured."""
-    kept, share = np.full((profile.num_layers, profile.heads), np.nan), profile.share()
-    for layer, row in enumerate(decode.head_map or ()):
-        for head, heads in enumerate(row or ()):
-            if heads in profile.choosers:
-                kept[layer, head] = share[decode.filter_of(layer), profile.choosers.index(heads), layer, head]
-    return kept
-
-
-def head_figure(kept: np.ndarray, decode: OmniKV, caption: str) -> Any:
-    """Layer x KV head: which KV heads of its filter layer choose for each, and what of its attention that keeps.
-
-    kept: (L, G), NaN where nothing is known.
-    """
-    n, heads = kept.shape
-    seen = kept[np.isfinite(kept)]
-    low = min(np.floor(10 * seen.min()) / 10, 0.9) if len(seen) else 0.0
-    image, scale = shade(kept, low, 1.0)
-    for layer in range(n):
-        if decode.filter_of(layer) is None:
-            image[layer] = 1.0
-    figure = new_figure(float(np.clip(0.5 * heads + 2.6, 3.6, 9.0)), float(np.clip(0.2 * n, 2.4, 12.0)) + 1.2, caption)
-    axes = figure.subplots()
-    axes.imshow(image, interpolation="nearest", aspect="auto")
-    for layer, row in enumerate(decode.head_map or ()):
-        for head, chosen in enumerate(row or ()):
-            told = "all" if len(chosen) == heads > 1 else "+".join(map(str, chosen))
-            dark = kept[layer, head] < (1 + low) / 2
-            axes.text(head, layer, told, ha="center", va="center", fontsize=6, color="white" if dark else "black")
-    for layer in decode.filter_layers:
-        axes.add_patch(_outline((-0.5, layer - 0.5), heads, 1))
-    axes.set_title("KV heads of the filter layer above that choose", fontsize=9, loc="left")
-    axes.set_xlabel("KV head")
-    axes.set_ylabel("layer (outlined: filters)")
-    axes.set_xticks(ticks(heads))
-    axes.set_yticks(ticks(n))
-    axes.spines[:].set_visible(False)
-    figure.colorbar(scale, ax=axes, shrink=0.8, label="share of attention kept", extend="min")
     return figure
 
 

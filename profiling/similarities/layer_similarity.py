@@ -31,7 +31,6 @@ DEFAULT_LENGTH = 4096
 # OmniKV's own budget, and in a short prompt the share that it is of a usual one.
 DEFAULT_TOP_K = 2048
 _SHARE = 8
-SETS = ("pooled", "head", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class SimilarityConfig:
     samples: int = 2
     steps: int = 32
     top_k: int | None = None
-    sets: str = "head"
     seed: int = 0
     greedy: bool = False
     dtype: str = "bfloat16"
@@ -96,8 +94,8 @@ def measure(
         "layers": first["layers"],
         "sliding_layers": first["sliding"],
         "tasks": [{"name": name, "sha256": digest(made)} for name, made in prompts.items()],
-        **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "sets", "seed", "greedy")},
-        "choosers": first["choosers"],
+        **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "seed", "greedy")},
+        "kv_heads": first["error"].shape[-1],
         **{"tail": TAIL, "frozen": FROZEN, "dtype": config.dtype, "device": config.device, "command": config.command},
         "versions": environment(config.device),
     }
@@ -137,7 +135,7 @@ def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Promp
 
 def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
     """What decoding a prompt gives depends on besides the model: of a unit of a ledger."""
-    names = ("length", "steps", "top_k", "sets", "greedy", "dtype", "device")
+    names = ("length", "steps", "top_k", "greedy", "dtype", "device")
     own = {"prompt": digest([prompt]), "finds": [asdict(find) for find in prompt.finds]}
     return {**{name: getattr(config, name) for name in names}, **own}
 
@@ -162,12 +160,8 @@ def _figures(meter: Meter) -> dict[str, Any]:
         "layers": meter.layers,
         "sliding": meter.sliding,
         "mass": {by: mass.cpu().numpy() for by, mass in meter.mass.items()},
-        "choosers": [list(heads) for heads in meter.choosers],
-        "share": meter.share.cpu().numpy(),
         "error": meter.error.cpu().numpy(),
         "worst": meter.worst.cpu().numpy(),
-        "least": meter.least.cpu().numpy(),
-        "turn": meter.turn.cpu().numpy(),
         "missed": torch.stack(meter.missed, dim=1).cpu().numpy(),
         "hit": None if meter.hit is None else meter.hit.cpu().numpy(),
     }
@@ -189,7 +183,7 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown
     length, top_k = config.length, config.top_k
 
     def made(stream: ResidualStream, finds: list[Find | None]) -> Meter:
-        return Meter(length=length, top_k=top_k, finds=finds, stream=stream, sets=config.sets)
+        return Meter(length=length, top_k=top_k, finds=finds, stream=stream)
 
     meter = watched(config, loaded, prompt, shown, made)
     if not meter.layers:
@@ -264,15 +258,11 @@ def _arrays(task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, ste
     for by in ("max", "mean"):
         mass = mean([meter["mass"][by] / steps for meter in meters])
         made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
-    figures = {name: [meter[name] / steps for meter in meters] for name in ("share", "error")}
-    figures["worst"] = [np.max([meter["worst"] / worst_of(steps) for meter in meters], axis=0)]
-    figures["least"] = [meter["least"] for meter in meters]
-    made[f"turn.{task}"] = spread(mean([meter["turn"] / steps for meter in meters]), num_layers)
-    for name, values in figures.items():
-        by_head = mean(values)
-        _, choosers, _, heads = by_head.shape
-        made[f"{name}.{task}"] = np.full((num_layers, choosers, num_layers, heads), np.nan, dtype=np.float32)
-        made[f"{name}.{task}"][np.ix_(layers, range(choosers), layers)] = by_head
+    error = mean([meter["error"] / steps for meter in meters])
+    worst = np.max([meter["worst"] / worst_of(steps) for meter in meters], axis=0)
+    for name, by_head in (("error", error), ("worst", worst)):
+        made[f"{name}.{task}"] = np.full((num_layers, num_layers, by_head.shape[-1]), np.nan, dtype=np.float32)
+        made[f"{name}.{task}"][np.ix_(layers, layers)] = by_head
     for reach in (8, 16):
         made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(np.float32)
     missed = mean([meter["missed"] for meter in meters])

@@ -6,7 +6,6 @@ Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 import torch
@@ -22,36 +21,19 @@ def kept(means: Tensor, chosen: Tensor) -> Tensor:
     return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
 
 
-def head_sets(kv_heads: int, sets: str) -> tuple[tuple[int, ...], ...]:
-    """The sets of a layer's KV heads that may choose together, all of them last.
-
-    sets: "pooled", all of them alone; "head", each by itself, too; "group", also several together: any set of up to 4
-    heads, of more those that lie beside each other by powers of two.
-    """
-    heads = range(kv_heads)
-    found: list[tuple[int, ...]] = [(head,) for head in heads] if sets != "pooled" else []
-    if sets == "group" and kv_heads <= 4:
-        found += [some for size in range(2, kv_heads) for some in combinations(heads, size)]
-    elif sets == "group":
-        sizes = [2**power for power in range(1, kv_heads.bit_length()) if 2**power < kv_heads]
-        found += [tuple(heads[at : at + size]) for size in sizes for at in range(0, kv_heads - size + 1, size)]
-    return tuple(dict.fromkeys([*found, tuple(heads)]))
-
-
-def attended(probabilities: Tensor, v: Tensor, lists: Tensor | None = None) -> Tensor:
-    """A query's output from all keys, (G, 1, n, E), or from each of some lists of keys (U, k) alone: (G, U, n, E) fp32.
+def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
+    """A query's output from all keys, or from some keys (k,) alone: (G, n, E) fp32.
 
     probabilities: (G, n, K), of which a row sums to less than 1 beside attention sinks; v: (G, K, E).
     """
-    if lists is None:
-        return torch.bmm(probabilities, v.float())[:, None]
-    at = lists.flatten()
-    weights = probabilities[:, :, at].unflatten(-1, lists.shape)
+    if keys is None:
+        return torch.bmm(probabilities, v.float())
+    weights = probabilities[:, :, keys]
     # What was left out gives its weight to the others and to sinks: what the row lacks, beyond rounding.
-    sinks = 1 - probabilities.sum(-1)
+    sinks = 1 - probabilities.sum(-1, keepdim=True)
     sinks = torch.where(sinks > 1e-4, sinks, 0)
-    weights = weights / (sinks[..., None] + weights.sum(-1)).clamp_min(1e-30)[..., None]
-    return torch.einsum("gnuk,guke->gune", weights, v[:, at].float().unflatten(1, lists.shape))
+    weights = weights / (sinks + weights.sum(-1, keepdim=True)).clamp_min(1e-30)
+    return torch.bmm(weights, v[:, keys].float())
 
 
 def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:

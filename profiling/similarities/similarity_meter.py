@@ -1,10 +1,10 @@
 """Watches a prompt being decoded and adds up what the similarity profile is made of.
 
 Shapes: L layers, N of them measured (those that see every key), H query heads, G KV heads, n query heads of each,
-K keys, S prompt length, U sets of KV heads that choose, k chosen keys.
+K keys, S prompt length, k chosen keys.
 
 A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A step keeps N x K
-means and U + 1 times N x k positions until its last layer is through: less than N x K x H.
+means and twice N x k positions until its last layer is through: less than N x K x H.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
 from profiling.prompts.prompt import Find
-from profiling.similarities.mass import attended, covered, head_sets, kept
+from profiling.similarities.mass import attended, covered, kept
 
 # The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's selector looks at.
 TAIL = 16
@@ -37,35 +37,28 @@ class Meter:
     """The figures of one prompt, as sums over its steps; pass `visit` and `done` to capture_decode.
 
     length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from the prompt, None where
-    that is not known; stream: of the model that decodes; sets: which KV heads choose, as head_sets names them.
+    that is not known; stream: of the model that decodes.
 
-    layers, sliding: the layers measured and those left out, in order. choosers: the sets of KV heads, all of them last.
+    layers, sliding: the layers measured and those left out, in order.
     mass: S by "max" and by "mean", summed over the steps, (N, N) fp64.
-    share, error: of layer j's KV head g, when it sees the choice by "max" of set u of layer i <= j alone, the attention
-    that is kept and how far its output is off, as ResidualStream.by_head, summed over the steps, (N, U, N, G) fp32, NaN
-    for i > j; worst: the error summed over the worst steps, a `WORST` of all; least: the smallest share of a step,
-    relative to what the head's own choice keeps. turn: as ResidualStream.turn, summed over the steps, (N).
+    error: how far the output of layer j's KV head g is off when it sees the choice by "max" of layer i <= j alone, as
+    ResidualStream.by_head, summed over the steps, (N, N, G) fp32, NaN for i > j; worst: the same over the worst steps,
+    a `WORST` of all.
     hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds. missed: for each step the
     attention on old tokens that were not frozen, (N).
     """
 
-    def __init__(
-        self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream, sets: str = "head"
-    ) -> None:
+    def __init__(self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream) -> None:
         self.layers: list[int] = []
         self.sliding: list[int] = []
         self.mass: dict[str, Tensor] = {}
         self._hits: list[Tensor] = []
         self.missed: list[Tensor] = []
-        self.choosers: tuple[tuple[int, ...], ...] = ()
-        self._top_k, self._finds, self._stream, self._sets = top_k, finds, stream, sets
+        self._top_k, self._finds, self._stream = top_k, finds, stream
         self._changed: dict[int, Tensor] = {}
-        # Of each layer (G, i, U): sums, and the errors of the worst steps so far, the worst first.
-        self._shares: dict[int, Tensor] = {}
+        # Of each layer (G, i): sums, and the errors of the worst steps so far, the worst first.
         self._errors: dict[int, Tensor] = {}
         self._worst: dict[int, Tensor] = {}
-        self._least: dict[int, Tensor] = {}
-        self._turns: dict[int, Tensor] = {}
         # Positions from here on are recent: whatever evicts keeps them.
         self._old = length - 1 - TAIL
         self._before: dict[int, Tensor] = {}
@@ -78,10 +71,6 @@ class Meter:
         return torch.stack(self._hits).mean(0) if self._hits else None
 
     @property
-    def share(self) -> Tensor:
-        return self._square(self._shares)
-
-    @property
     def error(self) -> Tensor:
         return self._square(self._errors)
 
@@ -89,19 +78,11 @@ class Meter:
     def worst(self) -> Tensor:
         return self._square({layer: steps.sum(0) for layer, steps in self._worst.items()})
 
-    @property
-    def least(self) -> Tensor:
-        return self._square(self._least)
-
-    @property
-    def turn(self) -> Tensor:
-        return torch.stack([self._turns[layer] for layer in self.layers])
-
     def _square(self, by_layer: dict[int, Tensor]) -> Tensor:
-        """(N, U, N, G) of what each layer has for those up to it, (G, i, U)."""
+        """(N, N, G) of what each layer has for those up to it, (G, i)."""
         size, pad = len(self.layers), torch.nn.functional.pad
-        columns = [by_layer[layer].permute(1, 2, 0) for layer in self.layers]
-        return torch.stack([pad(c, (0, 0, 0, 0, 0, size - len(c)), value=math.nan) for c in columns], dim=2)
+        columns = [by_layer[layer].T for layer in self.layers]
+        return torch.stack([pad(c, (0, 0, 0, size - len(c)), value=math.nan) for c in columns], dim=1)
 
     def visit(self, step: int, inputs: StepInputs) -> None:
         """One layer of one step."""
@@ -119,44 +100,34 @@ class Meter:
             self.layers.append(inputs.layer)
             frozen = min(self._old, math.ceil(FROZEN * (self._old + TAIL + 1)))
             self._frozen[inputs.layer] = self._before.pop(inputs.layer).topk(frozen).indices
-            self.choosers = head_sets(inputs.k.shape[1], self._sets)
         mean, by_head = probabilities.mean(0), probabilities.unflatten(0, (inputs.k.shape[1], -1))
         self._means.append(mean)
         self._chosen["mean"].append(mean.topk(self._top_k).indices)
-        peaks = by_head.amax(1)
-        ranked = torch.stack([peaks[list(heads)].amax(0) for heads in self.choosers])
-        self._chosen["max"].append(ranked.topk(self._top_k).indices)
-        # One layer's choices at a time: the values of all would be more than a layer of the cache.
+        self._chosen["max"].append(largest.topk(self._top_k).indices)
+        # One layer's choice at a time: the values of all would be more than a layer of the cache.
         v = inputs.v[0]
-        whole, kept_by_head = attended(by_head, v), by_head.mean(1)
-        changes = torch.stack([attended(by_head, v, lists) - whole for lists in self._chosen["max"]], dim=1)
-        sizes = self._stream.by_head(inputs.layer, changes.flatten(3).flatten(1, 2)[:, :, None], slice(-1, None))
-        self._changed[inputs.layer] = sizes.view(changes.shape[:3])
-        shares = torch.stack([kept_by_head[:, lists].sum(-1) for lists in self._chosen["max"]], dim=1)
-        self._shares[inputs.layer] = self._shares.get(inputs.layer, 0) + shares
-        # A head's own choice is that of its number, or of all heads where none chooses by itself.
-        groups = len(shares)
-        own = torch.stack([shares[g, -1, g if len(self.choosers) > 1 else -1] for g in range(groups)])
-        relative = shares / own[:, None, None].clamp_min(1e-30)
-        self._least[inputs.layer] = torch.minimum(self._least.get(inputs.layer, relative), relative)
+        whole = attended(by_head, v)
+        changes = torch.stack([attended(by_head, v, keys) - whole for keys in self._chosen["max"]], dim=1)
+        self._changed[inputs.layer] = self._stream.by_head(
+            inputs.layer, changes.flatten(2)[:, :, None], slice(-1, None)
+        )
 
     def done(self, step: int) -> None:
         """The step's last layer is through."""
         if step < 0 or not self._means:
             return
         means = torch.stack(self._means)
-        pooled = torch.stack([lists[-1] for lists in self._chosen["max"]])
-        for by, chosen in (("max", pooled), ("mean", torch.stack(self._chosen["mean"]))):
-            self.mass[by] = self.mass.get(by, 0) + kept(means, chosen)
+        chosen = {by: torch.stack(keys) for by, keys in self._chosen.items()}
+        for by, keys in chosen.items():
+            self.mass[by] = self.mass.get(by, 0) + kept(means, keys)
         for layer, changed in self._changed.items():
             error = changed * self._stream.gain(layer)
             self._errors[layer] = self._errors.get(layer, 0) + error
-            self._turns[layer] = self._turns.get(layer, 0) + self._stream.turn(layer)
             worst = torch.cat([self._worst.get(layer, error[None][:0]), error[None]])
             self._worst[layer] = worst.topk(min(len(worst), worst_of(len(self._finds))), dim=0).values
         find = self._finds[step]
         if find is not None:
-            self._hits.append(covered(find.span, pooled))
+            self._hits.append(covered(find.span, chosen["max"]))
         old = means[:, : self._old].double().sum(1)
         frozen = torch.stack([means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)])
         self.missed.append(old - frozen)

@@ -1,16 +1,13 @@
 """The similarity profile: what profiling.similarity measured, as arrays with what is needed to repeat them.
 
-Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV heads, U sets of them
-that choose, the last all of them, T tasks, N steps.
+Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV heads, T tasks, N
+steps.
 
     mass.<task>.max, mass.<task>.mean        (L, L)  share of layer j's attention on layer i's top-k tokens
-    share.<task>                       (L, U, L, G)  of each KV head's attention on the tokens that a set of layer i's
-                                                     ranks highest; i <= j
-    error.<task>                       (L, U, L, G)  what a KV head's part of layer j's output changes by when it sees
-                                                     those tokens alone, squared and relative to the residual stream
-    worst.<task>                       (L, U, L, G)  the same in the worst steps of the worst prompt
-    least.<task>                       (L, U, L, G)  the least share of a step, of what the KV head's own choice keeps
-    turn.<task>                                 (L)  1 less the cosine of the residual stream before and after attention
+    error.<task>                          (L, L, G)  what a KV head's part of layer j's output changes by when it sees
+                                                     those tokens alone, squared and relative to the residual stream;
+                                                     i <= j
+    worst.<task>                          (L, L, G)  the same in the worst steps of the worst prompt
     ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers after it
     hit.<task>                               (L)     share of the block with the answer that the choice holds
     variability.<task>                       (L, N)  attention missed when the prompt's top quarter is frozen
@@ -34,7 +31,7 @@ from artifacts.files import atomic_write
 from profiling.csv_text import csv_text
 
 FILE = "similarity.safetensors"
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,30 +66,8 @@ class Profile:
         """(L, L) similarity of one task, or its mean over all tasks."""
         return self._mean([f"mass.{name}.{by}" for name in (self.tasks if task is None else [task])])
 
-    @property
-    def choosers(self) -> list[tuple[int, ...]]:
-        """The sets of KV heads that choose, all of them last."""
-        return [tuple(heads) for heads in self.about["choosers"]]
-
-    @property
-    def heads(self) -> int:
-        """KV heads of a layer."""
-        return len(self.choosers[-1])
-
-    def share(self, task: str | None = None) -> np.ndarray:
-        """(L, U, L, G) attention kept by KV head in one task, or its mean over all tasks; NaN for i after j."""
-        return self._mean([f"share.{name}" for name in (self.tasks if task is None else [task])])
-
-    def least(self) -> np.ndarray:
-        """(L, U, L, G) the least share of a step, of what each KV head's own choice keeps; mean over all tasks."""
-        return self._mean([f"least.{name}" for name in self.tasks])
-
-    def turn(self) -> np.ndarray:
-        """(L) how far attention turns the residual stream; mean over all tasks."""
-        return self._mean([f"turn.{name}" for name in self.tasks])
-
     def error(self, task: str | None = None, worst: float = 0.0) -> np.ndarray:
-        """(L, U, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
+        """(L, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
 
         worst: how much the worst steps count, of 1 in all.
         """
@@ -139,12 +114,11 @@ def file_name(name: str) -> str:
 def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
     """A header and a line for each layer (or task): its number and its values, empty where not measured."""
     kind = name.partition(".")[0]
-    sets = ["+".join(map(str, heads)) for heads in profile.choosers]
-    places = product(sets, range(profile.num_layers), range(array.shape[-1]))
-    by_head = [f"{heads} for layer {layer} head {head}" for heads, layer, head in places]
+    places = product(range(profile.num_layers), range(array.shape[-1]))
+    by_head = [f"layer {layer} head {head}" for layer, head in places]
     columns = {
         "mass": [f"layer {at}" for at in range(profile.num_layers)],
-        **dict.fromkeys(("share", "error", "worst", "least"), by_head),
+        **dict.fromkeys(("error", "worst"), by_head),
         "variability": [f"step {at}" for at in range(array.shape[-1])],
         "agreement": profile.tasks,
     }.get(kind, [name])
@@ -188,11 +162,7 @@ def _check(profile: Profile, shown: str) -> None:
     shapes: dict[str, tuple[int, ...]] = {"agreement": (len(tasks), len(tasks))}
     for task in tasks:
         shapes |= {f"mass.{task}.{by}": (n, n) for by in ("max", "mean")}
-        shapes |= {
-            f"{kind}.{task}": (n, len(profile.choosers), n, profile.heads)
-            for kind in ("share", "error", "worst", "least")
-        }
-        shapes[f"turn.{task}"] = (n,)
+        shapes |= {f"{kind}.{task}": (n, n, int(profile.about["kv_heads"])) for kind in ("error", "worst")}
         shapes |= {f"ability.{task}.next{reach}": (n,) for reach in (8, 16)}
         shapes[f"variability.{task}"] = (n, int(profile.about["steps"]))
     for name, shape in shapes.items():

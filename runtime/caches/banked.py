@@ -2,7 +2,7 @@
 
 Importing this imports transformers.
 
-Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, U choices, C chosen tokens.
+Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, C chosen tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SPARE = 16
 class FilterLayer(GrowingLayer):
     """The cache of a filter layer: beside keys and values the scores of its last queries (OmniKV's context selector).
 
-    `history` (B, rows, U, n) fp32: row by row what a query gave each token for each choice, the latest last; None
-    before any. It has more rows than the window, so that the window is whole again after drafts were rejected.
+    `history` (B, rows, n) fp32: row by row what a query gave each token, the latest last; None before
+    any. It has more rows than the window, so that the window is whole again after drafts were rejected.
 
     served: the layers that attend to what it chooses and are not on its device, group by group.
     """
@@ -51,7 +51,7 @@ class FilterLayer(GrowingLayer):
         return keys, values
 
     def remember(self, scores: Tensor) -> Tensor:
-        """Take in scores (B, U, n) of the newest query; the window's rows (B, at most W, U, n), the latest last."""
+        """Take in scores (B, n) of the newest query; the window's rows (B, at most W, n), the latest last."""
         rows = scores[:, None]
         if self.history is not None:
             past = self.history[:, 1 - self.window - _SPARE :]
@@ -62,7 +62,7 @@ class FilterLayer(GrowingLayer):
         return rows[:, -self.window :]
 
     def chose(self, tokens: Tensor, past: int) -> None:
-        """Begin to fetch tokens (B, U, C), ascending and padded, of those before `past`, for the layers served."""
+        """Begin to fetch tokens (B, C), ascending and padded, of those before `past`, for the layers served."""
         for layers in self.served:
             if any(layer.get_seq_length() != past for layer in layers):
                 continue
@@ -75,7 +75,7 @@ class FilterLayer(GrowingLayer):
             left = self.get_seq_length()
             kept = sum(written <= left for written in self._written)
             self._written = self._written[:kept]
-            self.history = self.history[:, :kept, :, :left] if kept else None
+            self.history = self.history[:, :kept, :left] if kept else None
 
     @property
     def batch(self) -> int:

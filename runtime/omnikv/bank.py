@@ -1,7 +1,6 @@
 """The context bank: keys and values of layers in CPU memory, in pages, so that growing copies nothing (OmniKV, 4.2).
 
-A token's row holds, for one layer, the key and the value of one KV head after another: fetching a token is one copy,
-and of a KV head that attends to tokens of its own a part of it.
+A token's row holds, for one layer, the key and the value of one KV head after another: fetching a token is one copy.
 
 Shapes: L layers, P tokens of a page, B batch, G KV heads, D head dim, E value dim, R = G * (D + E) numbers in a row, n
 tokens, A and N: layers and rows that are fetched.
@@ -91,26 +90,22 @@ class Bank:
         for page, first, here in self._span(0, length):
             self.lane.receive(out[first:][: here.stop - here.start], page[layer, here])
 
-    def gather(self, layers: Tensor, lines: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
-        """Rows, or equal parts of rows, of tokens (N,), ascending: to out (A * N, part), page after page.
-
-        layers: (A, 1) or (A, N), from which layers each token comes. lines: (N,), which sequence's row or, where a row
-        consists of several parts, which part of which sequence: sequence * parts + part.
+    def gather(self, layers: Tensor, sequences: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        """Rows of tokens (N,), ascending, of sequences (N,) and all of layers (A,): to out (A * N, R), page after page.
 
         Returns:
             (A * N,): out[i] is of layers[order[i] // N] and token order[i] % N.
         """
-        count, part, places = tokens.numel(), out.shape[-1], layers.shape[0]
-        width, layers = self.batch * (self.width // part), layers.expand(-1, count)
+        count, places = tokens.numel(), layers.numel()
         place, number = torch.arange(places)[:, None], torch.arange(count)
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
         cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()
         order = []
         for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
             if hi > lo:
-                rows = (layers[:, lo:hi] * page.shape[1] + tokens[lo:hi] - first) * width + lines[lo:hi]
+                rows = (layers[:, None] * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
                 found = out[places * lo : places * hi]
-                torch.index_select(page.view(-1, part), 0, rows.flatten(), out=found)
+                torch.index_select(page.view(-1, self.width), 0, rows.flatten(), out=found)
                 order.append((place * count + number[lo:hi]).flatten())
         return torch.cat(order)
 

@@ -2,11 +2,9 @@
 
 OmniKV (Hao et al., ICLR 2025), sections 4.1 and 4.2. Selection covers generated tokens as well as the prompt's.
 
-A choice is made by all heads of a filter layer together, or by some of its KV heads for those KV heads of later layers
-that the artifact's head map names: Kascade (arXiv 2512.16391) maps heads so.
+A choice is made by all heads of a filter layer together.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, U choices that a filter layer makes, C chosen
-tokens, W window of the selector.
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen tokens, W window of the selector.
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
-from kernels.index import PAD
 from kernels.patterns.choose import best_places
 from runtime.omnikv.chunks import Past
 from runtime.omnikv.offload import OffloadedTensor, fetched
@@ -43,28 +40,21 @@ class _Step(threading.local):
 
 
 class OmniKV:
-    """The decode section of an artifact at work on full-attention layers, of which this process has these KV heads.
+    """The decode section of an artifact at work on full-attention layers.
 
     group: the processes that share the heads of a layer, which choose alike: by the scores of all of them.
     reads: how many tokens were chosen so far.
     """
 
-    def __init__(
-        self, section: artifacts.OmniKV, layers: Iterable[int], kv_heads: slice, *, backend: str, group: Any = None
-    ) -> None:
+    def __init__(self, section: artifacts.OmniKV, layers: Iterable[int], *, backend: str, group: Any = None) -> None:
         self.section, self.backend, self.group = section, backend, group
-        self.roles = roles_of(section, layers, kv_heads)
+        self.roles = roles_of(section, layers)
         self.reads = Reads()
         self._step = _Step()
 
     @property
-    def scores(self) -> Literal["max", "sum"]:
-        """What a key's score adds up: attention that is to be covered, else the largest probability (OmniKV, 4.1)."""
-        return "max" if self.section.coverage is None else "sum"
-
-    @property
     def tokens_read(self) -> float | None:
-        """Tokens that a KV head of a sparse layer here read in a step, on average; None before any. Waits for a GPU."""
+        """Tokens that a sparse layer here read in a step, on average; None before any. Waits for a GPU."""
         return self.reads.mean(self.roles)
 
     def count(self, k_len: int) -> int:
@@ -97,12 +87,13 @@ class OmniKV:
             if role.filter not in step or step[role.filter][0] != k_len:
                 return None
             # The filter layer may lie on another device.
-            tokens = role.taken(step[role.filter][1]).to(q.device, non_blocking=True)
+            tokens = step[role.filter][1].to(q.device, non_blocking=True)
         how |= {"starts": starts, "backend": self.backend}
-        scores = self.scores if role.filters else "none"
+        # A key's score is its largest probability (OmniKV, 4.1).
+        scores = "max" if role.filters else "none"
         done = decode_attention(q, fetched(k), fetched(v), tokens=tokens, scores=scores, **how)
         if done.scores is not None:
-            chosen = self._choose(self._by_choice(role, done.scores), q.shape[2], starts, k)
+            chosen = self._choose(self._of_all_heads(done.scores), q.shape[2], starts, k)
             step[layer] = k_len, chosen
             self.reads.add(layer, chosen)
             if (cache := _filter_cache(k)) is not None:
@@ -138,7 +129,7 @@ class OmniKV:
             keys, how_few = fetched(k), how | {"starts": starts, "backend": self.backend}
             seen = decode_attention(queries, keys, keys, scores="max", **how_few)
             assert seen.scores is not None
-            scores = agreed(seen.scores.amax(1)[:, :past].contiguous(), self.group)
+            scores = self._of_all_heads(seen.scores[:, :, :past])
             self._step.pasts[layer] = Past.of(scores, most, q_len, firsts, starts)
         chosen = None if role.filter is None else self._step.pasts.get(role.filter)
         if chosen is None or (chosen.q_len, chosen.before) != (q_len, past):
@@ -154,79 +145,60 @@ class OmniKV:
         if self.section.selector == "last" or not role.filters or cache is None:
             return
         k_len, last = k.shape[2], min(self.section.window - 1, q.shape[2])
-        how |= {"scores": self.scores, "backend": self.backend}
+        how |= {"scores": "max", "backend": self.backend}
         for back in range(last, 0, -1):
             ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
             seen = decode_attention(q[:, :, q.shape[2] - back, None], k, k, ends=ends, **how)
             assert seen.scores is not None
-            cache.remember(self._by_choice(role, seen.scores))
+            cache.remember(self._of_all_heads(seen.scores))
 
-    def choose_each(self, layer: int, role: Role, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1) -> Tensor:
-        """What a filter layer's scores (B, G, K) of the last `q_len` tokens of each sequence choose: (B, U, C) int32.
+    def choose_each(self, layer: int, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1) -> Tensor:
+        """What a filter layer's scores (B, G, K) of the last `q_len` tokens of each sequence choose: (B, C) int32.
 
         Ascending and padded; C is `most`, or K. Sequence b ends before key ends[b] (B,) int32: one that is no longer
         than its budget gets everything. Nothing is read on the host, and no shape depends on what `ends` holds.
         For callers that hold no cache of ours: by the scores of this step alone.
         """
-        scores = self._by_choice(role, scores)
+        scores = self._of_all_heads(scores)
         budget = self.section.budget
         whole = isinstance(budget, int)
         counts = torch.full_like(ends, budget) if whole else (ends.double() * budget).ceil().to(ends.dtype)
         counts.clamp_min_(q_len)
         back = torch.arange(q_len, 0, -1, device=ends.device)
-        newest = (ends[:, None] - back).clamp_min_(0)[:, None]
-        tokens = self._best(scores, newest, most, ends=ends, counts=counts)
-        if self.section.coverage is not None:
-            every, end = torch.arange(tokens.shape[-1], dtype=tokens.dtype, device=ends.device), ends[:, None, None]
-            tokens = torch.where(end <= counts[:, None, None], torch.where(every < end, every, PAD), tokens)
+        newest = (ends[:, None] - back).clamp_min_(0)
+        tokens = _best(scores, newest, most, ends=ends, counts=counts)
         self.reads.add(layer, tokens, ends > counts)
         return tokens
 
-    def _by_choice(self, role: Role, scores: Tensor) -> Tensor:
-        """Scores (B, U, K) of each choice from those of this process's KV heads, (B, G, K)."""
-        total = torch.amax if self.scores == "max" else torch.sum
-        if role.choosers is None:
-            return agreed(total(scores, 1, keepdim=True), self.group, self.scores)
-        # Another process has the heads of a choice that has none here.
-        parts = [
-            total(torch.stack([scores[:, head] for head in heads]), 0) if heads else torch.zeros_like(scores[:, 0])
-            for heads in role.choosers
-        ]
-        return agreed(torch.stack(parts, dim=1), self.group, self.scores)
+    def _of_all_heads(self, scores: Tensor) -> Tensor:
+        """Scores (B, K) of all KV heads together from those of this process's, (B, G, K)."""
+        return agreed(scores.amax(1), self.group)
 
     def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
-        """The tokens (B, U, C) int32, ascending and padded, for the layers that a filter layer serves."""
+        """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves; scores: (B, K)."""
         cache = _filter_cache(k)
         if self.section.selector != "last" and cache is not None:
             rows = cache.remember(scores)
             weights = torch.ones(rows.shape[1], device=rows.device)
             if self.section.selector == "exponential":
                 weights = _DECAY ** torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
-            scores = (rows * weights[:, None, None]).sum(1)
+            scores = (rows * weights[:, None]).sum(1)
         k_len = scores.shape[-1]
         if starts is not None:
-            outside = torch.arange(k_len, device=scores.device) < starts[:, None, None]
-            scores.masked_fill_(outside, float("-inf") if self.section.coverage is None else 0)
-        newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None, None]
-        return self._best(scores, newest, max(self.count(k_len), q_len))
+            outside = torch.arange(k_len, device=scores.device) < starts[:, None]
+            scores.masked_fill_(outside, float("-inf"))
+        newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None]
+        return _best(scores, newest, max(self.count(k_len), q_len))
 
-    def _best(self, scores: Tensor, newest: Tensor, most: int, **how: Any) -> Tensor:
-        """The best tokens (B, U, C) int32, ascending and padded, by scores (B, U, K), which are written to.
 
-        newest: (B or 1, 1, Q) the tokens that ask: they are always among them, since a query sees itself.
-        how: ends and counts, as best_places has them.
-        """
-        choices, q_len = scores.shape[1], newest.shape[-1]
-        newest = newest.long().expand(len(scores), choices, -1)
-        if self.section.coverage is None:
-            scores.scatter_(-1, newest, float("inf"))
-            return best_places(scores, [most] * choices, [None] * choices, forced=0, **how)
-        scores /= scores.sum(-1, keepdim=True).clamp_min_(1e-30)
-        # best_places takes the first entries first: the newest tokens stand there, and all others behind them.
-        first = torch.cat([scores.gather(-1, newest), scores[..., :-q_len]], -1)
-        places = best_places(first, [most] * choices, [self.section.coverage] * choices, forced=q_len, **how)
-        tokens = torch.where(places < q_len, newest[..., :1].to(places.dtype) + places, places - q_len)
-        return torch.where(places == PAD, PAD, tokens).sort(-1).values
+def _best(scores: Tensor, newest: Tensor, most: int, **how: Any) -> Tensor:
+    """The best tokens (B, C) int32, ascending and padded, by scores (B, K), which are written to.
+
+    newest: (B or 1, Q) the tokens that ask: they are always among them, since a query sees itself.
+    how: ends and counts, as best_places has them.
+    """
+    scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
+    return best_places(scores[:, None], [most], [None], forced=0, **how)[:, 0]
 
 
 def _filter_cache(keys: Tensor) -> Any | None:

@@ -1,14 +1,13 @@
 """The layers that one filter layer serves: their context bank, and one packed copy of what was chosen (OmniKV, 4.2).
 
-Shapes: L layers of a group, B batch, G KV heads, Q new tokens, D head dim, E value dim, U choices of the filter layer,
-C chosen tokens, R = G * (D + E) numbers in a row, S slots on the device, N rows that are fetched. I lists of tokens:
-B where one choice is for all heads, L * B * G where each KV head takes one of several.
+Shapes: L layers of a group, B batch, G KV heads, Q new tokens, D head dim, E value dim, C chosen tokens,
+R = G * (D + E) numbers in a row, S slots on the device, N rows that are fetched.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -27,26 +26,23 @@ class Group:
 
     In a decode step the chosen rows of all layers are fetched at once into slots on the device. Rows that the step
     before chose, too, stay where they are, so slots are in no order; the new tokens stand behind those of the longest
-    list, in order, so that few queries at once stay causal.
+    sequence, in order, so that few queries at once stay causal.
 
-    layers: how many there are. keep: a layer of so many tokens stays on the device. choices: for each layer and KV head
-    which of the filter layer's choices it takes; None: the only one.
+    layers: how many there are. keep: a layer of so many tokens stays on the device.
     """
 
-    def __init__(self, layers: int, keep: int, choices: Sequence[Sequence[int]] | None = None) -> None:
-        self.layers, self.keep, self.choices = layers, keep, choices
-        # How many layers have lists of their own, and how many parts of a row are fetched each for itself.
-        self._apart, self._parts = (1, 1) if choices is None else (layers, len(choices[0]))
+    def __init__(self, layers: int, keep: int) -> None:
+        self.layers, self.keep = layers, keep
         self.bank: Bank | None = None
         # The first layer that came to the bank speaks for all where a call concerns the whole group.
         self.leader: int | None = None
-        # (L, S, B, R) on the device, and on the host the token in each slot of each list, (I, S).
+        # (L, S, B, R) on the device, and on the host the token in each slot of each sequence, (B, S).
         self.slots: Tensor | None = None
         self._held: Tensor | None = None
-        # How many keys there were when a step chose, and what waits for the rows and says how many each list has, (I).
+        # How many keys there were when a step chose, and what waits for the rows and says how many a sequence has, (B).
         self._chosen: tuple[int, Callable[[], Tensor]] | None = None
-        # Which slots are read, by layer and number of new tokens.
-        self._read: dict[tuple[int, int], Tensor] = {}
+        # Which slots are read, by number of new tokens.
+        self._read: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._settle()
@@ -80,7 +76,7 @@ class Group:
         return Offload(self, layer, past, rows)
 
     def fetch(self, tokens: Tensor, past: int) -> None:
-        """Begin to fetch the tokens (B, U, C) int32 before `past` that a filter layer chose: ascending, padded.
+        """Begin to fetch the tokens (B, C) int32 before `past` that a filter layer chose: ascending, padded.
 
         Returns at once where there is a GPU; `attended` waits.
         """
@@ -94,28 +90,20 @@ class Group:
                 self.slots = torch.empty(
                     bank.layers, room, bank.batch, bank.width, dtype=bank.dtype, device=bank.lane.device
                 )
-                self._held = torch.full((bank.batch * self._parts * self._apart, room), _EMPTY)
+                self._held = torch.full((bank.batch, room), _EMPTY)
         slots, held = self.slots, self._held
         assert held is not None
         listed = bank.lane.to_host(tokens)
 
         def work() -> Tensor:
-            tokens, choices = listed().long(), self.choices
-            # A list for all heads, or one for each layer, sequence and head.
-            chosen = (
-                tokens[:, 0] if choices is None else torch.stack([tokens[:, [*row]] for row in choices]).flatten(0, 2)
-            )
+            chosen = listed().long()
             counts = (chosen < past).sum(1)
             # If this fails, the slots hold nothing that is known.
             after = held.clone()
             held.fill_(_EMPTY)
-            lists, wanted, places = replaced(after, chosen, counts)
+            sequences, wanted, places = replaced(after, chosen, counts)
             if wanted.numel():
-                lines, layers = lists, torch.arange(bank.layers)[:, None]
-                if self.choices is not None:
-                    per_layer = bank.batch * self._parts
-                    lines, layers = lists % per_layer, (lists // per_layer)[None]
-                _deliver(bank, layers, lines, wanted, places, slots, self._parts)
+                _deliver(bank, torch.arange(bank.layers), sequences, wanted, places, slots)
             held.copy_(after)
             return counts
 
@@ -125,8 +113,8 @@ class Group:
     def attended(self, layer: int, past: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """What a layer attends to: what was chosen of its `past` tokens, then its new rows (Q, B, R).
 
-        Keys (B, G, C, D), values (B, G, C, E) and, where lists differ in length, which of them count: (B, C) or
-        (B, G, C) int32, ascending and padded. None where nothing was chosen for this length.
+        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, which of them count: (B, C)
+        int32, ascending and padded. None where nothing was chosen for this length.
         """
         if self._chosen is None or self._chosen[0] != past:
             return None
@@ -137,13 +125,11 @@ class Group:
         k, v = self.bank.row.unpack(slots[: most + new])
         if int(counts.min()) == most:
             return k, v, None
-        at = layer * (self._apart > 1), new
-        if at not in self._read:
-            mine = counts.view(self._apart, -1)[at[0]].unflatten(0, (-1, self._parts))
+        if new not in self._read:
             place = torch.arange(most + new, dtype=torch.int32)
-            read = torch.where((place < mine[..., None]) | (place >= most), place, PAD).sort(-1).values
-            self._read[at] = (read if self.choices else read[:, 0]).contiguous().to(slots.device, non_blocking=True)
-        return k, v, self._read[at]
+            read = torch.where((place < counts[:, None]) | (place >= most), place, PAD).sort(-1).values
+            self._read[new] = read.to(slots.device, non_blocking=True)
+        return k, v, self._read[new]
 
     def chosen(self, layer: int, tokens: Tensor) -> Tensor:
         """Rows (n, B, R) of a layer's tokens (B, n), brought to the device."""
@@ -157,7 +143,7 @@ class Group:
         def work() -> None:
             sequences = torch.arange(batch).repeat_interleave(count)
             places = torch.arange(count).repeat(batch)
-            _deliver(bank, torch.tensor([[layer]]), sequences, listed().flatten(), places, rows[None])
+            _deliver(bank, torch.tensor([layer]), sequences, listed().flatten(), places, rows[None])
 
         bank.lane.start(work)()
         return rows
@@ -178,9 +164,7 @@ class Group:
             self.bank.select(sequences, length)
             if self.slots is not None and self._held is not None:
                 self.slots = self.slots.index_select(2, sequences.to(self.slots.device))
-                # A list belongs to a layer or to all, to a sequence, and to a head or to all.
-                held = self._held.view(self._apart, -1, self._parts, self._held.shape[-1])
-                self._held = held.index_select(1, sequences).flatten(0, 2)
+                self._held = self._held.index_select(0, sequences)
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
@@ -196,32 +180,28 @@ class Group:
             chosen[1]()
 
 
-def _deliver(
-    bank: Bank, layers: Tensor, lines: Tensor, tokens: Tensor, places: Tensor, slots: Tensor, parts: int = 1
-) -> None:
+def _deliver(bank: Bank, layers: Tensor, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor) -> None:
     """Rows of tokens (N,) into places (N,) of slots (L, S, B, R) on the device, in one copy; see Bank.gather."""
     by_token = tokens.argsort(stable=True)
-    lines, tokens, places = lines[by_token], tokens[by_token], places[by_token]
-    layers = layers if layers.shape[1] == 1 else layers[:, by_token]
-    part = bank.width // parts
+    sequences, tokens, places = sequences[by_token], tokens[by_token], places[by_token]
     bank.lane.arrived()
-    staged = bank.lane.staging(layers.shape[0] * tokens.numel(), part, bank.dtype)
-    order = bank.gather(layers, lines, tokens, staged)
+    staged = bank.lane.staging(layers.numel() * tokens.numel(), bank.width, bank.dtype)
+    order = bank.gather(layers, sequences, tokens, staged)
     # What is fetched of one layer alone has slots of its own.
     layers = layers if slots.shape[0] > 1 else torch.zeros_like(layers)
-    target = ((layers * slots.shape[1] + places) * (bank.batch * parts) + lines).flatten()[order]
-    bank.lane.deliver(staged, slots.view(-1, part), target)
+    target = ((layers[:, None] * slots.shape[1] + places) * bank.batch + sequences).flatten()[order]
+    bank.lane.deliver(staged, slots.view(-1, bank.width), target)
 
 
 def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give each chosen token a slot, those that have one already the same; slots 0 to counts[i] - 1 are then taken.
 
     Args:
-        held: (I, S) the token in each slot, -1 for none; on return what is in it after the fetch.
-        chosen: (I, C) tokens, ascending, of which the first counts[i] are wanted.
+        held: (B, S) the token in each slot, -1 for none; on return what is in it after the fetch.
+        chosen: (B, C) tokens, ascending, of which the first counts[i] are wanted.
 
     Returns:
-        List, token and slot of each row that must be fetched, (N,) each.
+        Sequence, token and slot of each row that must be fetched, (N,) each.
     """
     slot, entry = torch.arange(held.shape[1]), torch.arange(chosen.shape[1])
     used = slot < counts[:, None]

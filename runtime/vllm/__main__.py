@@ -91,7 +91,7 @@ def _layers(artifact: Artifact, full: list[int]) -> Iterator[str]:
     for what, numbers in grouped((number, _kept(each)) for number, each in keeps.items()).items():
         yield f"layers {numbers}: keep {what}"
     if artifact.decode is not None:
-        yield f"decode: {reading(roles_of(artifact.decode.omnikv, full, slice(0, artifact.model.num_kv_heads)))}"
+        yield f"decode: {reading(roles_of(artifact.decode.omnikv, full))}"
 
 
 def _kept(keeps: Streaming | Snap) -> str:

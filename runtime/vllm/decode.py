@@ -5,7 +5,7 @@ there as long as the engine, and neither they nor any launch depends on how long
 in a CUDA graph and replay it for other requests. Several new tokens (drafts) are in no graph.
 
 Shapes: T tokens of a step, H query heads and G KV heads of this process, n requests, K keys of one, D head dim,
-U choices that a filter layer makes, C tokens that are chosen.
+C tokens that are chosen.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Chooser:
         """requests: the most in a step. longest: tokens of the longest sequence."""
         self.omni, self._longest = omni, longest
         self._requests, self._most = requests, min(omni.count(longest), longest)
-        # (requests, U, slots) int32 of each filter layer.
+        # (requests, slots) int32 of each filter layer.
         self._slots: dict[int, Tensor] = {}
-        # By filter layer and number of new tokens: what is chosen in the step, (n, U, C) int32.
+        # By filter layer and number of new tokens: what is chosen in the step, (n, C) int32.
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
     def __str__(self) -> str:
@@ -47,14 +47,11 @@ class Chooser:
     @property
     def captures(self) -> bool:
         """Whether a step of single tokens can be replayed for others."""
-        return self.omni.section.coverage is None and self.omni.group is None
+        return self.omni.group is None
 
     def takes(self, q_len: int) -> bool:
-        """Whether requests with so many new tokens, which are several, are served.
-
-        They are the parent's where choices differ in length: they would not know their places.
-        """
-        return 1 < q_len <= MAX_QUERIES and self.omni.section.coverage is None
+        """Whether requests with so many new tokens, which are several, are served."""
+        return 1 < q_len <= MAX_QUERIES
 
     def gains(self, k_len: int) -> bool:
         """Whether a context has more keys than are chosen."""
@@ -92,16 +89,16 @@ class Chooser:
         if role.filter is not None:
             if (role.filter, few.q_len) not in self._chosen:
                 raise HeadwiseError(f"filter layer {role.filter} has chosen nothing")
-            step.decode(few, role.taken(self._chosen[role.filter, few.q_len]))
+            step.decode(few, self._chosen[role.filter, few.q_len])
             return
         chosen, most = None, max(self._most, few.q_len)
         keys = few.pages(step.pages.size).shape[1] * step.pages.size
         # The kernel has a score for each query head and sums for each KV head, and a choice has copies of those.
         heads = step.query.shape[1] * few.q_len + 4 * step.pages.k.shape[2]
         for some, part in few.parts(max(1, _SCORES // (4 * keys * heads))):
-            scores = step.decode(part, scores=self.omni.scores)
+            scores = step.decode(part, scores="max")
             assert scores is not None
-            found = self.omni.choose_each(layer, role, scores, part.ends, most, q_len=few.q_len)
+            found = self.omni.choose_each(layer, scores, part.ends, most, q_len=few.q_len)
             chosen = self._room(layer, few, found) if chosen is None else chosen
             chosen[some] = found
         assert chosen is not None
@@ -120,13 +117,13 @@ class Chooser:
         self._chosen.clear()
 
     def _room(self, layer: int, few: Few, found: Tensor) -> Tensor:
-        """Where what is chosen for these requests is put, (n, U, C): in slots for one new token."""
-        n, (_, choices, width) = len(few.ends), found.shape
+        """Where what is chosen for these requests is put, (n, C): in slots for one new token."""
+        n, width = len(few.ends), found.shape[-1]
         if few.q_len > 1:
-            return found.new_empty(n, choices, width)
+            return found.new_empty(n, width)
         if layer not in self._slots:
-            self._slots[layer] = found.new_full((self._requests, choices, self._most), PAD)
-        return self._slots[layer][:n, :, :width]
+            self._slots[layer] = found.new_full((self._requests, self._most), PAD)
+        return self._slots[layer][:n, :width]
 
 
 def reading(roles: Mapping[int, Role]) -> str:

@@ -130,7 +130,7 @@ class Served:
 
             group = get_tp_group().device_group
         full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
-        omni = OmniKV(self.artifact.decode.omnikv, full, self._kv_heads(), backend="auto", group=group)
+        omni = OmniKV(self.artifact.decode.omnikv, full, backend="auto", group=group)
         self.counters.read = lambda: omni.tokens_read
         return Chooser(omni, requests=self._requests, longest=self.longest)
 

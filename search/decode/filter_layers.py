@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -20,14 +19,10 @@ from artifacts.options import BETWEEN_0_AND_1, at_least, check_ranges, option
 
 @dataclass(frozen=True)
 class Choice:
-    """Filter layers, and full-attention layers that stay dense beside them.
-
-    takes: for each layer and KV head which of the filter layer's choices it takes, (L, G); None: the one of all heads.
-    """
+    """Filter layers, and full-attention layers that stay dense beside them."""
 
     filter_layers: tuple[int, ...]
     dense_layers: tuple[int, ...]
-    takes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def full(self) -> int:
@@ -42,15 +37,11 @@ class Rules:
     sparse: at least this share of the full-attention layers is sparse.
     filters: at most so many filter layers.
     dense_first: at least so many full-attention layers before the first filter.
-    adjacent: the layer after each filter is dense, so that an offloaded fetch has something to hide behind.
     """
 
     filters: int = option("at most so many filter layers", default=6, within=at_least(1))
     sparse: float = option("least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1)
     dense_first: int = option("first layers that are dense", default=0, within=at_least(0))
-    adjacent: bool = option(
-        "keep the layer after each filter dense, to hide fetches", action="store_true", default=False
-    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -90,66 +81,24 @@ def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice
     return min(_by_full(cost, layers, rules), key=lambda choice: total(cost, layers, choice))
 
 
-def cheapest(cost: np.ndarray, layers: Sequence[int], rules: Rules, limit: float) -> Choice | None:
-    """The fewest layers that attend to everything, since memory and latency grow with them, that cost at most `limit`.
-
-    None where the rules leave no such choice.
-    """
-    choices = _by_full(cost, layers, rules)
-    return next((choice for choice in choices if total(cost, layers, choice) <= limit + 1e-9), None)
-
-
 def evenly_spaced(layers: Sequence[int], count: int, dense: Collection[int]) -> Choice:
     """`count` filter layers at even distances among those that are not dense: the choice by eye to compare with."""
     room = [layer for layer in layers if layer not in dense]
     return Choice(tuple(room[round(i * len(room) / count)] for i in range(count)), tuple(sorted(dense)))
 
 
-def random_choices(
-    layers: Sequence[int], count: int, dense: Collection[int], *, samples: int, seed: int
-) -> list[Choice]:
-    """`samples` choices of the first layer that is not dense and `count` - 1 others behind it, drawn alike."""
-    generator = np.random.default_rng(seed)
-    first, *others = (layer for layer in layers if layer not in dense)
-    drawn = [sorted(generator.choice(others, size=count - 1, replace=False).tolist()) for _ in range(samples)]
-    return [Choice((first, *filters), tuple(sorted(dense))) for filters in drawn]
-
-
-def by_hand(layers: Sequence[int], rules: Rules, filters: Sequence[int], dense: Sequence[int] = ()) -> Choice:
-    """The choice of exactly these filter layers; dense are those named, those before the first, and adjacent ones.
-
-    Raises:
-        HeadwiseError: one of them is no full-attention layer, or is named twice.
-    """
-    layers = list(layers)
-    for what, named in (("filter", filters), ("dense", dense)):
-        for layer in named:
-            if layer not in layers:
-                raise HeadwiseError(f"{what} layer {layer} is no full-attention layer: those are {_listed(layers)}")
-    if len({*filters, *dense}) < len(filters) + len(dense) or not filters:
-        raise HeadwiseError(
-            f"filter and dense layers must be different layers, and at least one filters: got {_listed(filters)} "
-            f"and {_listed(dense)}"
-        )
-    full = {*dense, *(layer for layer in layers if layer < min(filters))}
-    if rules.adjacent:
-        full |= {b for a, b in pairwise(layers) if a in filters and b not in filters}
-    return Choice(tuple(sorted(filters)), tuple(sorted(full)))
-
-
 def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choice]:
     """For each number of layers that attend to everything, the fewest first, the choice that costs least."""
     n, full = len(layers), rules.full(len(layers))
-    if full >= n or full < rules.dense_first + 1 + rules.adjacent:
+    if full >= n or full < rules.dense_first + 1:
         raise HeadwiseError(
             f"{n} full-attention layers of which {full} may attend to everything do not leave {rules.dense_first} dense"
-            f" first ones, a filter layer{' with the dense one after it' if rules.adjacent else ''} and a sparse one: "
-            "change the share of sparse layers"
+            " first ones, a filter layer and a sparse one: change the share of sparse layers"
         )
     pairs = np.ix_(layers, layers)
     if np.isnan(cost[pairs][np.triu_indices(n, 1)]).any():
         raise HeadwiseError("the similarity profile lacks values of full-attention layers: measure it again")
-    run = _runs(cost[pairs], full, rules.adjacent)
+    run = _runs(cost[pairs], full)
     # best[a, u]: the cost from filter a on, with u layers behind it that attend to everything: so far with no further
     # filter, then with one more at most in each turn. after: that filter, and how many layers up to it are dense.
     best = run[:, :, n].T
@@ -167,21 +116,20 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
     for count in range(rules.dense_first + 1, full + 1):
         first = min(range(rules.dense_first, count), key=lambda a: best[a, count - 1 - a])
         if np.isfinite(best[first, count - 1 - first]):
-            choices.append(_traced(cost[pairs], layers, after, first, count - 1 - first, rules.adjacent))
+            choices.append(_traced(cost[pairs], layers, after, first, count - 1 - first))
     return choices
 
 
-def _runs(cost: np.ndarray, full: int, adjacent: bool) -> np.ndarray:
+def _runs(cost: np.ndarray, full: int) -> np.ndarray:
     """[d, a, b]: the cost of the layers from filter a up to the one before b, if the best d of them are dense."""
     n = len(cost)
     runs = np.full((full, n, n + 1), np.inf)
     for a in range(n):
         for b in range(a + 1, n + 1):
-            spared = int(adjacent and a + 1 < b)
-            served = np.sort(cost[a, a + 1 + spared : b])
+            served = np.sort(cost[a, a + 1 : b])
             sums = np.concatenate([[0.0], np.cumsum(served)])[::-1]
-            width = min(len(sums), full - spared)
-            runs[spared : spared + width, a, b] = sums[:width]
+            width = min(len(sums), full)
+            runs[:width, a, b] = sums[:width]
     return runs
 
 
@@ -191,22 +139,16 @@ def _traced(
     after: Sequence[dict[tuple[int, int], tuple[int, int]]],
     first: int,
     behind: int,
-    adjacent: bool,
 ) -> Choice:
     """The choice whose first filter is number `first`, with so many layers behind it that attend to everything."""
     a, u, filters, dense = first, behind, [first], list(range(first))
     # Of the turns the last one knows of the most filters.
     for origin in [*reversed(after), {}]:
         end, d = origin.get((a, u), (len(layers), u))
-        spared = int(adjacent and a + 1 < end)
-        served = sorted(range(a + 1 + spared, end), key=lambda j: -cost[filters[-1], j])
-        dense += [*range(a + 1, a + 1 + spared), *served[: d - spared]]
+        served = sorted(range(a + 1, end), key=lambda j: -cost[filters[-1], j])
+        dense += served[:d]
         if end == len(layers):
             break
         filters.append(end)
         a, u = end, u - 1 - d
     return Choice(tuple(layers[p] for p in filters), tuple(layers[p] for p in sorted(dense)))
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "none"

@@ -89,9 +89,7 @@ def test_a_layer_that_is_left_alone(pair, make):
 
 
 def test_sections_fields_arrays(pair, make):
-    decode = build_every_kind()[0].decode.omnikv.model_copy(
-        update={"filter_layers": (0,), "dense_layers": (), "head_map": None}
-    )
+    decode = build_every_kind()[0].decode.omnikv.model_copy(update={"filter_layers": (0,), "dense_layers": ()})
     data = found(
         pair(
             more={"similarity.mass": np.ones((3, 3)), "chosen.recall": np.ones((3, 4))},
@@ -171,11 +169,3 @@ def test_many_changes_are_cut_short(tmp_path, make):
     files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
     assert "and 20 other changes (--heads lists them)" in run(Config(**files)).text
     assert "bs_32 -> dense" in run(Config(**files, heads=True)).text
-
-
-def test_a_head_map_is_compared_layer_by_layer(make):
-    omnikv = artifacts.OmniKV(filter_layers=(0,), head_map=(None, ((1,), (0,)), ((0,), (0,))))
-    other = omnikv.model_copy(update={"head_map": (None, ((1,), (0,)), ((0,), (0, 1)))})
-    before, after = (make(decode=artifacts.Decode(omnikv=section)) for section in (omnikv, other))
-    (change,) = compare(before, after, {}, {}).fields
-    assert (change.field, change.after) == ("decode.omnikv.head_map[2]", [[0], [0, 1]])

@@ -81,7 +81,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 def decoding(**changes: Any) -> dict[str, Any]:
     omnikv = build_every_kind()[0].decode.omnikv.model_copy(
-        update={"filter_layers": (0,), "dense_layers": (), "budget": 512, "head_map": None} | changes
+        update={"filter_layers": (0,), "dense_layers": (), "budget": 512} | changes
     )
     return {"decode": artifacts.Decode(omnikv=omnikv)}
 
@@ -132,7 +132,6 @@ def test_nothing_odd():
         (decoding(filter_layers=(0,), dense_layers=(1,)), "few-sparse-layers"),
         (decoding(budget=8192), "impossible-budget"),
         (decoding(similarity=None), "no-similarity"),
-        (decoding(head_map=(None, ((0,), (1,)), ((0,), (1,)))), "own-heads"),
         (cached("f", "f", "f", f=FULL), "nothing-freed"),
         (cached("s", "s", "s", s=STREAM), "uniform-cache"),
         (cached("s", "f", "f", s=Streaming(sinks=0, window=512), f=FULL), "no-sinks"),
@@ -193,15 +192,6 @@ def test_poor_filters():
     worse = kept.model_copy(update={"kept": kept.evenly_spaced - 0.1})
     assert "poor-filters" in codes(good(**decoding(similarity=worse)))
     assert "poor-filters" not in codes(good(**decoding()))
-
-
-def test_a_poor_head_map():
-    kept = build_every_kind()[0].decode.omnikv.similarity
-    head_map = (None, ((1,), (1,)), None)
-    worse = kept.model_copy(update={"error": 2 * kept.pooled_error})
-    assert "poor-head-map" in codes(good(**decoding(head_map=head_map, similarity=worse)))
-    assert "poor-head-map" not in codes(good(**decoding(head_map=head_map)))
-    assert "poor-head-map" not in codes(good(**decoding(similarity=worse)))
 
 
 def test_names_that_say_other_sizes():

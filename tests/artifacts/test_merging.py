@@ -20,9 +20,7 @@ POLICIES = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)
 
 def omnikv(**changes):
     section = build_every_kind()[0].decode.omnikv
-    return artifacts.Decode(
-        omnikv=section.model_copy(update={"filter_layers": (0,), "dense_layers": (), "head_map": None} | changes)
-    )
+    return artifacts.Decode(omnikv=section.model_copy(update={"filter_layers": (0,), "dense_layers": ()} | changes))
 
 
 @pytest.fixture

@@ -351,13 +351,6 @@ def test_cost_tables_are_in_the_sidecar(change, message, every_kind, tmp_path):
         ({"filter_layers": [1], "selector": "first"}, "selector"),
         ({"filter_layers": [1], "window": 0}, "window"),
         ({"filter_layers": [1], "layers": [2]}, "layers"),
-        ({"filter_layers": [1], "coverage": 1.5}, "coverage"),
-        ({"filter_layers": [0], "head_map": [None]}, "head_map has 1 rows, the model has 3 layers"),
-        ({"filter_layers": [0], "head_map": [[[0], [1]], None, None]}, r"head_map\[0\] is of a layer that attends to"),
-        ({"filter_layers": [0], "head_map": [None, [[0]], None]}, r"head_map\[1\] has 1 entries, the model has 2 KV"),
-        ({"filter_layers": [0], "head_map": [None, None, [[0], [2]]]}, r"head_map\[2\] names KV head 2, the model has"),
-        ({"filter_layers": [0], "head_map": [None, None, [[0], []]]}, "must not be empty"),
-        ({"filter_layers": [0], "head_map": [None, None, [[0], [1, 0]]]}, "different KV heads in ascending order"),
     ],
 )
 def test_decode_sections_that_cannot_be(section, message, make):

@@ -57,17 +57,16 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
         mass = random.random((layers, layers))
         mass[left_out] = mass[:, left_out] = np.nan
         arrays |= {f"mass.{task}.max": mass, f"mass.{task}.mean": mass}
-        by_head = np.tile(mass[:, None, :, None], (1, 3, 1, 2))
-        arrays |= {f"{kind}.{task}": by_head for kind in ("share", "error", "worst", "least")}
+        by_head = np.tile(mass[:, :, None], (1, 1, 2))
+        arrays |= {f"{kind}.{task}": by_head for kind in ("error", "worst")}
         arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
-        arrays[f"turn.{task}"] = np.where(left_out, np.nan, 0.1)
         arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
         arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, random.random((layers, 20)))
     settings = {"length": 4096, "samples": 2, "steps": 20, "top_k": 512, "dtype": "bfloat16", "device": "cpu"}
     about = {
         **{
-            "format": 4,
-            "choosers": [[0], [1], [0, 1]],
+            "format": 5,
+            "kv_heads": 2,
             "model": "some-model",
             "num_layers": layers,
             "command": "python -m profiling.similarity --x",
@@ -103,20 +102,6 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     np.testing.assert_allclose(read(out / "hit.csv")[1][:, 2], made.hit("passkey"), rtol=1e-4)
     missed = np.nanmean(made.variability("passkey"), axis=0)
     np.testing.assert_allclose(read(out / "variability.csv")[1][:, 2], missed, rtol=1e-4)
-
-
-def test_a_head_map_becomes_a_picture(tmp_path: Path) -> None:
-    made = profile(4, tasks=("passkey",))
-    section = OmniKV(filter_layers=(1,), head_map=(None, None, ((1,), (0, 1)), ((0,), (0,))))
-    draw_layers(made, tmp_path, "python -m profiling.heatmaps", section)
-    with (tmp_path / "heads.csv").open() as file:
-        header, *rows = list(csv.reader(file))
-    assert header == ["layer", "KV head", "filter layer", "choosers", "kept"]
-    assert [row[:4] for row in rows[:2]] == [["2", "0", "1", "1"], ["2", "1", "1", "0+1"]] and len(rows) == 4
-    share = made.share("passkey")
-    expected = [share[1, 1, 2, 0], share[1, 2, 2, 1], share[1, 0, 3, 0], share[1, 0, 3, 1]]
-    np.testing.assert_allclose([float(row[4]) for row in rows], expected, rtol=1e-4)
-    assert (tmp_path / "heads.png").is_file() and (tmp_path / "heads.svg").is_file()
 
 
 def test_a_model_becomes_pictures_with_their_numbers(searched: tuple[Path, Path], tmp_path: Path) -> None:

@@ -77,20 +77,11 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     weights, streams, cache = output.attentions, output.hidden_states, output.past_key_values
     loaded.model.set_attn_implementation("sdpa")
     n, old, groups = len(weights), LENGTH - 1 - TAIL, cache.layers[0].values.shape[1]
-    sets = [*((head,) for head in range(groups)), tuple(range(groups))]
     rows = np.stack([w[0].double().numpy() for w in weights])[:, :, -STEPS - TAIL :]
     mass = {"max": np.zeros((n, n)), "mean": np.zeros((n, n))}
     hit, missed = [], np.zeros((n, STEPS))
-    share, error = np.full((2, STEPS, n, len(sets), n, groups), np.nan)
-    blocks_of, turn = loaded.model.model.layers, np.zeros((STEPS, n))
+    error = np.full((STEPS, n, n, groups), np.nan)
     for step in range(STEPS):
-        for i, block in enumerate(blocks_of):
-            written = block.self_attn.o_proj.weight.detach().double().numpy()
-            values = cache.layers[i].values[0].double().numpy()[:, : LENGTH + step]
-            ours = rows[i, :, TAIL + step, : LENGTH + step].reshape(groups, -1, LENGTH + step) @ values
-            before = streams[i][0, LENGTH - 1 + step].double().numpy()
-            after = before + written @ ours.ravel()
-            turn[step, i] = 1 - before @ after / np.linalg.norm(before) / np.linalg.norm(after)
         row = rows[:, :, TAIL + step, : LENGTH + step]
         for by, ranked in (("max", row.max(1)), ("mean", row.mean(1))):
             top = np.argsort(-ranked, axis=1)[:, :TOP]
@@ -101,31 +92,25 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
                 hit.append([np.mean([key in top[i] for key in range(start, end)]) for i in range(n)])
         for i, j in zip(*np.triu_indices(n), strict=True):
             values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step]
-            ranks, by_head = (row[at].reshape(groups, -1, LENGTH + step) for at in (i, j))
+            by_head = row[j].reshape(groups, -1, LENGTH + step)
             stream = streams[j][0, LENGTH - 1 + step].double().numpy()
             project = loaded.model.model.layers[j].self_attn.o_proj.weight.detach().double().numpy()
-            for u, heads in enumerate(sets):
-                seen = np.zeros(LENGTH + step)
-                seen[np.argsort(-ranks[list(heads)].max((0, 1)))[:TOP]] = 1
-                for g in range(groups):
-                    sparse = by_head[g] * seen
-                    share[step, i, u, j, g] = sparse.sum(1).mean()
-                    change = (sparse / sparse.sum(1, keepdims=True) - by_head[g]) @ values[g]
-                    written = np.split(project, groups, axis=1)[g] @ change.ravel()
-                    error[step, i, u, j, g] = (written @ written) / (stream @ stream)
+            seen = np.zeros(LENGTH + step)
+            seen[np.argsort(-row[i].max(0))[:TOP]] = 1
+            for g in range(groups):
+                sparse = by_head[g] * seen
+                change = (sparse / sparse.sum(1, keepdims=True) - by_head[g]) @ values[g]
+                written = np.split(project, groups, axis=1)[g] @ change.ravel()
+                error[step, i, j, g] = (written @ written) / (stream @ stream)
         for i in range(n):
             ranked = rows[i, :, :TAIL, :old].max(0).sum(0)
             frozen = np.argsort(-ranked)[: math.ceil(FROZEN * LENGTH)]
             missed[i, step] = row[i].mean(0)[np.setdiff1d(np.arange(old), frozen)].sum()
-    own = np.stack([share[:, j, g, j, g] for j in range(n) for g in range(groups)], -1).reshape(STEPS, 1, 1, n, groups)
     return {
         **{f"mass.{task}.{by}": values for by, values in mass.items()},
         f"hit.{task}": np.mean(hit, axis=0),
         f"variability.{task}": missed,
-        f"share.{task}": share.mean(0),
         f"error.{task}": error.mean(0),
-        f"least.{task}": (share / own).min(0),
-        f"turn.{task}": turn.mean(0),
         f"worst.{task}": np.sort(error, axis=0)[-math.ceil(WORST * STEPS) :].mean(0),
     }
 
@@ -134,7 +119,7 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
 def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel, task: str) -> None:
     profile = measure(SimilarityConfig(model="tiny", tasks=(task,), samples=1, seed=3, **SETTINGS), loaded)
     for name, expected in plainly(loaded, task, seed=3).items():
-        fine = name.startswith(("share", "error", "worst", "least", "turn"))
+        fine = name.startswith(("error", "worst"))
         close = {"rtol": 1e-3, "atol": 1e-6} if fine else {"atol": 1e-3}
         np.testing.assert_allclose(profile.arrays[name], expected, err_msg=name, **close)
     mass = profile.mass(task)
@@ -267,12 +252,10 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def small() -> Profile:
     task = "passkey"
     arrays = {f"mass.{task}.{by}": np.full((2, 2), 0.5) for by in ("max", "mean")}
-    arrays |= {f"{kind}.{task}": np.full((2, 3, 2, 2), 0.1) for kind in ("share", "error", "worst", "least")}
+    arrays |= {f"{kind}.{task}": np.full((2, 2, 2), 0.1) for kind in ("error", "worst")}
     arrays |= {f"ability.{task}.next{reach}": np.array([0.5, np.nan]) for reach in (8, 16)}
     arrays |= {f"variability.{task}": np.zeros((2, 3)), "agreement": np.ones((1, 1))}
-    about = {"format": 4, "num_layers": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
-    arrays[f"turn.{task}"] = np.ones(2)
-    about["choosers"] = [[0], [1], [0, 1]]
+    about = {"format": 5, "num_layers": 2, "kv_heads": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
     return Profile(arrays=arrays, about={**about, "tasks": [{"name": task, "sha256": "0" * 64}]})
 
 

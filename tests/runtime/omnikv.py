@@ -22,13 +22,6 @@ from artifacts import OmniKV
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 LAYERS = {"num_hidden_layers": 6}
 DECODE = OmniKV(filter_layers=(2, 4), dense_layers=(0, 1), selector="last", window=4, budget=24)
-# One filter layer whose two KV heads choose each alone, together, and for all alike.
-MAPPED: dict[str, Any] = {
-    "filter_layers": (1,),
-    "dense_layers": (0,),
-    "head_map": (None, None, ((1,), (0,)), ((1,), (1,)), None, ((0, 1), (0,))),
-}
-COVERED: dict[str, Any] = {"budget": 90, "coverage": 0.7}
 
 
 @dataclass
@@ -37,8 +30,8 @@ class Oracle:
 
     decode: OmniKV
     longest_decode: int = 16
-    # By filter layer and the KV heads that chose, None for all of them.
-    chosen: dict[int, dict[tuple[int, ...] | None, Tensor]] = field(default_factory=dict)
+    # By filter layer.
+    chosen: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     past: dict[int, Tensor] = field(default_factory=dict)
 
@@ -59,9 +52,7 @@ class Oracle:
         before = [f for f in self.decode.filter_layers if f < layer]
         sparse = layer not in (*self.decode.filter_layers, *self.decode.dense_layers) and before and window is None
         if chooses and sparse:
-            row = (self.decode.head_map or {layer: None})[layer] or [None] * key.shape[1]
-            seen_by = torch.stack([self.chosen[before[-1]][heads] for heads in row], dim=1)
-            logits = logits.masked_fill(~seen_by.repeat_interleave(groups, 1)[:, :, None], float("-inf"))
+            logits = logits.masked_fill(~self.chosen[before[-1]][:, None, None], float("-inf"))
         past, ratio = k_len - q_len, self.decode.prefill_ratio
         chunk = ratio is not None and q_len >= 64 and window is None and ceil(ratio * q_len) < past
         if chunk and sparse:
@@ -74,49 +65,35 @@ class Oracle:
             best = scores.masked_fill(~real, float("-inf")).topk(ceil(ratio * q_len), dim=-1).indices
             self.past[layer] = torch.zeros_like(real).scatter(1, best, True) & real
         if layer in self.decode.filter_layers and window is None:
-            by_kv_head = weights.nan_to_num().unflatten(1, (key.shape[1], groups))
-            self._choose(layer, by_kv_head, seen, q_len, budget, chooses)
+            self._choose(layer, weights.nan_to_num(), seen, q_len, budget, chooses)
         return (weights @ values).transpose(1, 2).contiguous(), weights
 
     def _choose(self, layer: int, weights: Tensor, seen: Tensor, q_len: int, budget: int, chooses: bool) -> None:
-        """weights: (B, G, H / G, Q, K)."""
+        """weights: (B, H, Q, K)."""
         rows, window = self.rows.setdefault(layer, []), self.decode.window
-        total = torch.amax if self.decode.coverage is None else torch.sum
         if chooses:
-            rows.append(total(weights, (2, 3)))
+            rows.append(weights.amax((1, 2)))
         elif q_len > 1:
-            rows += [total(weights[..., -back, :], 2) for back in range(min(window - 1, q_len), 0, -1)]
+            rows += [weights[..., -back, :].amax(1) for back in range(min(window - 1, q_len), 0, -1)]
         if not chooses:
             return
         k_len = weights.shape[-1]
         latest = [torch.nn.functional.pad(r, (0, k_len - r.shape[-1])) for r in rows[-window:]]
         real = seen[:, 0, -1].expand(weights.shape[0], -1)
-        named = {heads for row in self.decode.head_map or () for heads in row or ()}
-        self.chosen[layer] = {}
-        for heads in (None, *named):
-            each = [total(r if heads is None else r[:, list(heads)], 1) for r in latest]
-            scores = each[-1]
-            if self.decode.selector == "uniform":
-                scores = sum(each)
-            elif self.decode.selector == "exponential":
-                scores = sum(r * 0.5**age for age, r in enumerate(reversed(each)))
-            picked = [self._best(score[mine], q_len, budget) for score, mine in zip(scores, real, strict=True)]
-            mask = torch.zeros_like(real)
-            for b, places in enumerate(picked):
-                mask[b, real[b].nonzero()[places, 0]] = True
-            self.chosen[layer][heads] = mask
+        scores = latest[-1]
+        if self.decode.selector == "uniform":
+            scores = sum(latest)
+        elif self.decode.selector == "exponential":
+            scores = sum(r * 0.5**age for age, r in enumerate(reversed(latest)))
+        self.chosen[layer] = torch.zeros_like(real)
+        for b, (score, mine) in enumerate(zip(scores, real, strict=True)):
+            self.chosen[layer][b, mine.nonzero()[self._best(score[mine], q_len, budget), 0]] = True
 
     def _best(self, scores: Tensor, q_len: int, budget: int) -> list[int]:
         """Places of the newest and then of the highest scores, until there are enough."""
-        n, scores = len(scores), scores.double()
-        order = [*range(n - q_len, n), *(at for at in scores.argsort(descending=True).tolist() if at < n - q_len)]
-        wanted, held, places = self.decode.coverage, 0.0, list[int]()
-        for at in order[:budget]:
-            if wanted is not None and len(places) >= q_len and held >= wanted * float(scores.sum()):
-                break
-            places.append(at)
-            held += float(scores[at])
-        return places
+        newest = len(scores) - q_len
+        others = [at for at in scores.double().argsort(descending=True).tolist() if at < newest]
+        return [*range(newest, len(scores)), *others][:budget]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from runtime.caches.banked import BankedLayer
 from runtime.omnikv import lane as lanes
 from runtime.omnikv.groups import Group, replaced
 from runtime.omnikv.offload import OffloadedTensor
-from tests.runtime.omnikv import CLOSE, COVERED, DECODE, LAYERS, MAPPED, steps
+from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
 
 PACKED = {"offload": "packed"}
 
@@ -68,9 +68,6 @@ class LateLane(lanes.Lane):
         return super().staging(rows, width, dtype).fill_(float("nan"))
 
 
-HEADS = pytest.mark.parametrize("section", [{}, MAPPED, MAPPED | COVERED], ids=["", "mapped", "covered"])
-
-
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.omnikv.groups.lane_to", LateLane)
@@ -87,11 +84,10 @@ def padded(prompts: list[Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120), (150, 7, 30)])
-@HEADS
-def test_packed_is_what_the_device_computes(section, lengths, budget, build, decoding, ids) -> None:
+def test_packed_is_what_the_device_computes(lengths, budget, build, decoding, ids) -> None:
     model, forced = build(**LAYERS), ids(20, batch=len(lengths), seed=9)
     given = padded([ids(n, seed=n) for n in lengths])
-    with decoding(model, **{"budget": budget} | section).apply(model, backend="auto") as handle:
+    with decoding(model, budget=budget).apply(model, backend="auto") as handle:
         expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
         cache = handle.new_cache(**PACKED)
         found = steps(model, forced=forced, cache=cache, **given)
@@ -100,11 +96,10 @@ def test_packed_is_what_the_device_computes(section, lengths, budget, build, dec
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 90)])
-@HEADS
-def test_several_queries_at_once_see_what_is_before_them(section, lengths, build, decoding, ids) -> None:
+def test_several_queries_at_once_see_what_is_before_them(lengths, build, decoding, ids) -> None:
     model, given = build(**LAYERS), padded([ids(n, seed=n) for n in lengths])
     drafts = ids(12, batch=len(lengths), seed=5)
-    with decoding(model, **section).apply(model, backend="auto") as handle:
+    with decoding(model).apply(model, backend="auto") as handle:
         found = []
         for offload in ("never", "packed"):
             cache = handle.new_cache(offload=offload)
@@ -146,7 +141,7 @@ def test_only_newly_chosen_rows_are_fetched() -> None:
     attended(group, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     chosen = [[1, 5, 6, 40, 50], [1, 6, 7, 50, 51], [1, 6, 7, 50, 52], [0, 1, 2, 3, 53], [0, 1, 53, 54, PAD]]
     for past, tokens in enumerate(chosen, 50):
-        group.fetch(torch.tensor([[tokens]], dtype=torch.int32), past)
+        group.fetch(torch.tensor([tokens], dtype=torch.int32), past)
         now = slice(past, past + 1)
         wanted = [token for token in tokens if token <= past]
         found = attended(group, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
@@ -158,18 +153,18 @@ def test_only_newly_chosen_rows_are_fetched() -> None:
 def test_what_replaces_a_cropped_token_is_fetched_anew() -> None:
     group, layers, other = Group(2, 0), states(50), states(3)
     attended(group, 0, layers)
-    group.fetch(torch.tensor([[[1, 48, 50]]], dtype=torch.int32), 50)
+    group.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
     group.crop(47)
     attended(group, 47, other)
     assert attended(group, 50, states(1)) == [None, None], "the choice was for what there was before"
     group.crop(50)
-    group.fetch(torch.tensor([[[1, 50, PAD]]], dtype=torch.int32), 50)
+    group.fetch(torch.tensor([[1, 50, PAD]], dtype=torch.int32), 50)
     twin = copy.deepcopy(group)
     assert twin.bank.lane is not group.bank.lane, "two copies may be at work in two threads"
     assert attended(twin, 50, states(1)) == [None, None]
     for each in (group, twin):
         each.crop(50)
-        each.fetch(torch.tensor([[[1, 48, 50]]], dtype=torch.int32), 50)
+        each.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
         for held, old, new in zip(attended(each, 50, states(1)), layers, other, strict=True):
             for found, before, after in zip(held, old, new, strict=True):
                 assert torch.equal(found[:, :, :2].sum(2), before[:, :, 1] + after[:, :, 1])
@@ -180,10 +175,10 @@ def test_sequences_change_places_in_bank_and_slots(sequences) -> None:
     group, layers = Group(2, 0), states(51, batch=2)
     attended(group, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     tokens = torch.tensor([[1, 2, 3, 50, 51], [4, 5, 50, 51, PAD]], dtype=torch.int32)
-    group.fetch(torch.tensor([[1, 2, 3, 50, PAD], [4, 5, 50, PAD, PAD]], dtype=torch.int32)[:, None], 50)
+    group.fetch(torch.tensor([[1, 2, 3, 50, PAD], [4, 5, 50, PAD, PAD]], dtype=torch.int32), 50)
     attended(group, 50, [(k[:, :, 50:], v[:, :, 50:]) for k, v in layers])
     group.select(torch.tensor(sequences), 51)
-    group.fetch(tokens[sequences][:, None], 51)
+    group.fetch(tokens[sequences], 51)
     held = attended(group, 51, states(1, batch=len(sequences)))
     for (keys, values), (k, v) in zip(held, layers, strict=True):
         for b, source in enumerate(sequences):
@@ -216,11 +211,10 @@ def test_replaced_gives_every_wanted_token_one_slot() -> None:
 
 
 @pytest.mark.parametrize("selector", ["last", "uniform"])
-@HEADS
-def test_turns_chunks_crops_and_copies(section, selector, build, decoding, ids) -> None:
+def test_turns_chunks_crops_and_copies(selector, build, decoding, ids) -> None:
     model, text = build(**LAYERS), ids(300)
     found = []
-    with decoding(model, selector=selector, **section).apply(model, backend="auto") as handle:
+    with decoding(model, selector=selector).apply(model, backend="auto") as handle:
         for offload in ("never", "packed", "brutal"):
             cache = handle.new_cache(offload=offload)
             parts = [steps(model, text[:, :20], text[:, 20:40], cache)]
@@ -239,12 +233,11 @@ def test_turns_chunks_crops_and_copies(section, selector, build, decoding, ids) 
 
 
 @pytest.mark.parametrize("prompt", [10, 120])
-@HEADS
-def test_sequences_are_repeated_selected_and_reordered(section, prompt, build, decoding, ids) -> None:
+def test_sequences_are_repeated_selected_and_reordered(prompt, build, decoding, ids) -> None:
     model, text, forced = build(**LAYERS), ids(prompt, batch=2), ids(30, batch=3, seed=9)
     order = torch.tensor([2, 0, 0])
     found = []
-    with decoding(model, **{"budget": 12} | section).apply(model, backend="auto") as handle:
+    with decoding(model, budget=12).apply(model, backend="auto") as handle:
         for offload in ("never", "packed", "brutal"):
             cache = handle.new_cache(offload=offload)
             parts = [steps(model, text, forced[:2, :3], cache)[:, -1]]

