@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist worksteal --durations=40
 
-.PHONY: docs hub-kernel kvpress test test-all test-lm-eval test-oldest test-vllm test-vllm-smoke test-vllm-next test-wheel demo fuzz gpu lint clean
+.PHONY: docs kvpress test test-all test-lm-eval test-oldest test-vllm test-vllm-smoke test-vllm-next test-wheel demo fuzz gpu lint clean
 
 test: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python $(PYTEST) -m "not exhaustive"
@@ -38,10 +38,6 @@ test-wheel: $(VENV)/.installed
 	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files --prebuilt
 	$(WHEEL_PIP) uninstall --yes gguf matplotlib optuna
 	cd $(WHEEL_DIR) && venv/bin/python -P $(CURDIR)/tests/installed.py files --serve-only
-
-# The sparse attention as a package of Hugging Face's `kernels`; make hub-kernel PREBUILD=1 compiles it for this torch, too.
-hub-kernel: $(VENV)/.installed
-	$(BIN)/python -m kernels.native.hub build/hub-kernel $(if $(PREBUILD),--prebuild)
 
 demo: $(VENV)/.installed $(VENV)/.models
 	$(BIN)/python -m search.demo --out demo/

@@ -1,1 +1,1 @@
-"""The native code of the CPU backends: one library of several sources, compiled at first use; hub.py packs it all."""
+"""The native code of the CPU backends: one library of several sources, compiled at first use."""
