@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ _LOG2E = 1.4426950408889634
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
     """One launch: the kernel and the module that has it, its grid, its arguments, those of them that are compiled in,
-    Triton's own options, and whether it makes descriptors, which takes memory of the device's while it runs.
+    and Triton's own options.
 
     plain: whether no call of its op does with less; where it does not build, the op is not served.
     """
@@ -30,7 +29,6 @@ class KernelCall:
     arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, Any]
-    descriptors: bool = False
     plain: bool = True
 
     def build(self, op: tuple[object, ...]) -> tuple[object, ...]:
@@ -63,20 +61,8 @@ def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) ->
     with on_its_device:
         for call in calls:
             with building(*call.build(op)):
-                if call.descriptors:
-                    # Whoever else sets an allocator in this process keeps it.
-                    contextvars.copy_context().run(_with_memory, call, device)
-                else:
-                    _run(call)
+                _run(call)
 
 
 def _run(call: KernelCall) -> None:
     call.function[call.grid](**call.arguments, **call.constants, **call.options)
-
-
-def _with_memory(call: KernelCall, device: torch.device) -> None:
-    """Launch it with memory for its descriptors, which the stream that it runs on gives out again only after it."""
-    import triton
-
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    _run(call)

@@ -29,7 +29,6 @@ HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
     "kernels/attention/triton_loops.py": {"triton"},
     "kernels/attention/triton_step.py": {"triton"},
-    "kernels/attention/triton_tables_kernel.py": {"triton"},
     "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_choice_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},

@@ -6,27 +6,27 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.attention import triton_parts
+from kernels.attention import triton_launch
 from kernels.attention.triton_launch import (
     How,
     Launch,
     architecture,
+    build_options,
     choose,
-    describable,
+    combine,
+    scratch,
     serves,
     split,
     unavailable,
     unread,
 )
-from kernels.attention.triton_tuned import best, timed
-from kernels.breaker import CannotBuildError, failure
+from kernels.breaker import failure
 from kernels.copies import on_device
 from kernels.dispatch import derivative_wanted
 from kernels.index import TILE, SparseIndex, num_tiles
@@ -74,16 +74,8 @@ def sparse_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
     how |= {"out": out, "skipped": skipped, "heads": heads, "launch": launch, "splits": splits}
-    op = _build(q, v)
-    if launch is None and timed(q.device, q.element_size()):
-        # What was timed are plain calls: where such a build is none for this one, the table's is.
-        with suppress(CannotBuildError):
-            return _run(prepare(q, k, v, index, **how), q.device, *op, "timed")
-    return _run(prepare(q, k, v, index, **how, target=architecture(q.device)), q.device, *op)
-
-
-def _run(calls: Sequence[KernelCall], device: torch.device, *op: object) -> tuple[Tensor, Tensor]:
-    run_calls(calls, device, *op)
+    calls = prepare(q, k, v, index, **how)
+    run_calls(calls, q.device, *_build(q, v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
 
@@ -112,7 +104,7 @@ def prepare(
     """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
 
     With a block table k and v are caches (pages, page size, G, dim). `heads` are the query heads wanted, None for all.
-    `target` takes an architecture's build from the table, where the fastest that was timed on the device would do.
+    `target` prepares for another architecture than that of q's device.
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
@@ -123,9 +115,8 @@ def prepare(
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
-    # Pages may lie anywhere, and descriptors widen nothing.
-    bulk = block_table is None and k.dtype == v.dtype == q.dtype and describable(k, v)
-    few = triton_parts.few(index.batch * num_heads * index.num_rows, q.device) if splits is None else splits > 1
+    target = target or architecture(q.device)
+    few = triton_launch.few(index.batch * num_heads * index.num_rows, q.device) if splits is None else splits > 1
 
     def build(has_tiles: bool, has_columns: bool) -> Launch:
         if launch is not None:
@@ -133,11 +124,9 @@ def prepare(
         # What is skipped is said for each query tile, so that one is a program, as it is where tiles are listed; and
         # of few queries half a program would often be empty.
         alone = has_tiles or skip is not None or few
-        sizes: dict[str, Any] = {"dim": max(dim, v_dim), "itemsize": q.element_size(), "has_tiles": alone}
-        found = choose(target, **sizes) if target else best(q.device, architecture(q.device), **sizes, bulk=bulk)
-        # What is looked up for each key takes the registers of half a step, and so does a tail beside pointers.
-        crowded = window is not None or block_table is not None or skip is not None
-        crowded |= any(index.dense_tail) and not found.descriptors
+        found = choose(target, dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=alone)
+        # What is looked up for each key takes the registers of half a step, and so does a tail.
+        crowded = window is not None or block_table is not None or skip is not None or any(index.dense_tail)
         return replace(found, keys=min(found.keys, 32 if has_tiles and has_columns else TILE if crowded else 128))
 
     # Heads with lists of tiles have a launch of their own, and the others are served two query tiles a program.
@@ -167,7 +156,7 @@ def prepare(
     partial = {"tops": lse, "totals": lse, "partial": lse}
     holes = ragged is not None and not ragged.covers(q.shape[0], q_len)
     if splits > 1:
-        partial = triton_parts.scratch(q, num_kv_heads, v_dim, splits, holes=holes)
+        partial = scratch(q, num_kv_heads, v_dim, splits, holes=holes)
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "tables": made,
         "tiles": index.tiles.contiguous(),
@@ -206,7 +195,7 @@ def prepare(
             page=0 if block_table is None else k.shape[1],
             walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=any(index.dense_tail),
             window=window is not None, ragged=ragged is not None, softcap=softcap is not None, sinks=sinks is not None,
-            skip=skip is not None, subset=subset, split=splits > 1, bulk=bulk and each.descriptors and not d1 + e1,
+            skip=skip is not None, subset=subset, split=splits > 1,
         )  # fmt: skip
         more = {
             "heads": on_device(tuple(part), q.device, torch.int32) if subset else made,
@@ -214,11 +203,9 @@ def prepare(
         }  # fmt: skip
         programs, options = index.batch * chunks * per_chunk, build_options(each)
         call = _call("triton_kernel", "sparse_attention_kernel", programs, arguments | more, {"H": compiled}, options)
-        # A build that was timed can be done without.
-        plain = compiled.plain and target is not None and launch is None
-        calls.append(replace(call, descriptors=compiled.bulk, plain=plain))
+        calls.append(replace(call, plain=compiled.plain and launch is None))
     if splits > 1:
-        calls.append(triton_parts.combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes))
+        calls.append(combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes))
     return calls
 
 
@@ -230,7 +217,7 @@ def _splits(
     keys = index.k_len if any(index.dense_tail) else min(index.k_len, (diagonals + listed) * TILE + columned)
     programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
     query, *key = (sum(split(x.shape[-1])) * x.element_size() for x in (q, *kv))
-    return triton_parts.count(programs, keys // 128, triton_parts.at_once(launch, sum(key), query, q.device))
+    return triton_launch.count(programs, keys // 128, triton_launch.at_once(launch, sum(key), query, q.device))
 
 
 def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -281,7 +268,7 @@ def tables(index: SparseIndex, rows: int, window: int | None, *, alone: Sequence
     chunk = min(1024, max(128, 1 << n.bit_length()))
     constants = {"ROWS": rows, "ALONE": bool(alone), "CHUNK": chunk}
     options = {"num_warps": chunk // 128}
-    return _call("triton_tables_kernel", "tables_kernel", batch * num_heads, arguments, constants, options)
+    return _call("triton_kernel", "tables_kernel", batch * num_heads, arguments, constants, options)
 
 
 def _call(module: str, kernel: str, programs: int, arguments: Any, constants: Any, options: Any) -> KernelCall:
@@ -293,9 +280,3 @@ def _call(module: str, kernel: str, programs: int, arguments: Any, constants: An
         constants=constants,
         options=options,
     )
-
-
-def build_options(launch: Launch) -> dict[str, Any]:
-    """Triton's own options. Fused multiply-adds are named because its default is about to change."""
-    limit = {} if launch.registers is None else {"maxnreg": launch.registers}
-    return {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True, **limit}

@@ -1,7 +1,7 @@
 """The device code of the Triton backend; kernels.attention.triton launches it. Importing this imports triton.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, R query tiles, N key
-tiles, P parts.
+tiles, P parts, ND diagonals of a head, NC columns.
 
 A program serves one or two adjacent query tiles of one query head (H.rows). With two a key tile that both want is read
 once, which halves the traffic from the L2 cache. Few queries on a long past are too few programs for a GPU: each does a
@@ -21,7 +21,18 @@ import triton
 import triton.language as tl
 
 from kernels.attention.triton_loops import every_step
-from kernels.attention.triton_step import LN2, LOG2E, LOWEST, TILE, load_rows, scaled, store_rows, with_sink
+from kernels.attention.triton_step import (
+    LN2,
+    LOG2E,
+    LOWEST,
+    TILE,
+    below,
+    is_listed,
+    load_rows,
+    scaled,
+    store_rows,
+    with_sink,
+)
 
 
 @triton.jit
@@ -203,12 +214,7 @@ def _program(
         if H.tail:
             column_count = tl.where(dense != 0, 0, column_count)
 
-    k_tiles = k
-    v_tiles = v
-    if H.bulk:
-        k_tiles = tl.make_tensor_descriptor(k, [k_len, H.d], [k_row, 1], [H.few, H.d0])
-        v_tiles = tl.make_tensor_descriptor(v, [k_len, H.e], [v_row, 1], [H.few, H.e0])
-    kv = (k, v, pages, k_batch, k_row, v_batch, v_row, k_tiles, v_tiles)
+    kv = (k, v, pages, k_batch, k_row, v_batch, v_row)
     place = (held, at, half, floor, position, exists, k_len, dense, dense_last, part, splits)
     named = (walk, walk_width, table_width, reach, inner, cut, tiles, listed)
     columned = (columns, first_column, column_count, search_steps)
@@ -378,3 +384,75 @@ def combine_kernel(
     out += kv // num_kv_heads * out_batch + head * out_head + row % q_len * out_row
     tl.store(out + at_e, acc.to(out.dtype.element_ty), mask=at_e < E)
     tl.store(lse + kv * rows + row, log_sum / LOG2E)
+
+
+@triton.jit
+def _append(to, values, chosen, found, counts, at, present):
+    """Append the chosen values to a list of `found`, and count for each place how many there are up to it."""
+    upto = found + tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(to + upto - 1, values, mask=chosen)
+    tl.store(counts + at, upto, mask=present)
+    return found + tl.sum(chosen.to(tl.int32))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "width", "columns_width", "walk_width", "n", "reach", "window", "steps", "column_steps",
+    ]
+)  # fmt: skip
+def tables_kernel(
+    diagonals, columns, alone, tables, heads, width, columns_width, walk_width, n, reach, window, steps, column_steps,
+    ROWS: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The tables of one head; what they are sparse_attention_kernel says.
+
+    diagonals (B, H, ND) and columns (B, H, NC) int32, as in a SparseIndex; alone (H) int32 if ALONE: 1 for each head
+    whose programs serve one query tile, not two; reach: the farthest diagonal that is looked at; window: the whole
+    tiles that it holds, or more than there are.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    # The farthest tile before a program's first that no window cuts.
+    whole = window - ROWS
+    single = 0
+    if ALONE:
+        single = tl.load(alone + head % heads)
+        whole += single
+    diagonals += head * width
+    columns += head * columns_width
+    walk = tables + head * (4 * walk_width + 7 * (n + 1))
+    counts = walk + 4 * walk_width
+    held = counts + 6 * (n + 1)
+    lane = tl.arange(0, CHUNK)
+    # Diagonals 0, 1, 2 ... without a gap hold whatever lies in so many tiles up to the own one.
+    unbroken = 0
+    for start in range(0, width, CHUNK):
+        i = start + lane
+        entry = tl.load(diagonals + i, mask=i < width, other=-1)
+        unbroken += tl.sum(((entry == i) & (i <= reach)).to(tl.int32))
+    wholes = 0
+    firsts = 0
+    seconds = 0
+    cuts = 0
+    for start in range(0, n + 1, CHUNK):
+        e = start + lane
+        present = e <= n
+        first = (e <= reach) & (e < n) & is_listed(diagonals, e, width, steps)
+        tl.store(held + e, first.to(tl.int32), mask=present)
+        second = first
+        if ROWS == 2:
+            second = (e < reach) & (e < n - 1) & is_listed(diagonals, e + 1, width, steps)
+            if ALONE:
+                second = tl.where(single != 0, first, second)
+        before = (e > 0) & (e < n)
+        wholes = _append(walk, e, before & (e <= whole) & first & second, wholes, counts, e, present)
+        if ROWS == 2:
+            firsts = _append(walk + walk_width, e, before & first & (second == 0), firsts, counts + n + 1, e, present)
+            seconds = _append(
+                walk + 2 * walk_width, e, before & second & (first == 0), seconds, counts + 2 * (n + 1), e, present
+            )
+        cut = before & (e > whole) & first & second
+        cuts = _append(walk + 3 * walk_width, e, cut, cuts, counts + 3 * (n + 1), e, present)
+        free = below(columns, tl.maximum(e + 1 - unbroken, 0) * TILE, columns_width, column_steps)
+        tl.store(counts + 4 * (n + 1) + e, free, mask=present)
+        lost = below(columns, tl.maximum(e - reach, 0) * TILE, columns_width, column_steps)
+        tl.store(counts + 5 * (n + 1) + e, lost, mask=present)

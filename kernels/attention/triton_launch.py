@@ -1,6 +1,8 @@
-"""How the Triton kernels are built for each kind of GPU: one table and the reasons for it.
+"""How the Triton kernels are built for each kind of GPU, and into how many parts few queries on many keys are cut.
 
-No entry has been timed yet: they were chosen by what the compiler reports (registers that suffice, shared memory that
+Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, P parts.
+
+No entry has been timed: they were chosen by what the compiler reports (registers that suffice, shared memory that
 fits) and by counting. A multiprocessor of Hopper wants two warp groups at work, one in softmax, one multiplying. It
 reads a tile of keys and values from the L2 cache for every `rows` * 64 queries: at rows = 1 that is 64 operations for
 each byte, for which the cache delivers a little over half of the matrix rate. Of 128 keys a step the output is scaled
@@ -18,8 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.index import TILE
+from kernels.triton_calls import KernelCall
+
 # Triton reads the variable once, when a kernel is defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# Beyond so many programs for each that runs at a time the last ones keep a GPU waiting for too little to matter.
+_WAVES = 4
+# What a program and its part of the result cost, in steps of 128 keys.
+OVERHEAD = 4
+_MOST = 64
+# Parts that combine_kernel reads at a time.
+_COMBINED = 16
+# Bytes that the system takes of a multiprocessor's shared memory for each program.
+_SHARED_OF_A_PROGRAM = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +45,6 @@ class Launch:
     the next one's are asked for.
 
     `registers` is a thread's limit; without one the compiler spills a few to fit another program on a multiprocessor.
-    `descriptors`: tiles of keys and values come by descriptors, which the device's copy engine reads (TMA); calls that
-    have not what those ask for (`describable`) are served by another build.
     """
 
     rows: int
@@ -40,7 +53,6 @@ class Launch:
     stages: int
     precision: str = "ieee"
     registers: int | None = None
-    descriptors: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,8 +61,7 @@ class How:
 
     d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns: which sorts of entries
     some head of the launch has beside diagonal 0. page: tokens of a page, 0 for none. split: a program takes a part of
-    its keys. bulk: tiles come by descriptors. safe: see `careful`. The others are a Launch's, or say that a call has
-    that argument.
+    its keys. safe: see `careful`. The others are a Launch's, or say that a call has that argument.
     """
 
     d: int
@@ -75,7 +86,6 @@ class How:
     skip: bool
     subset: bool
     split: bool
-    bulk: bool = False
     safe: bool = False
 
     def __repr__(self) -> str:
@@ -95,7 +105,7 @@ class How:
         Columns are looked up ahead, in shared memory, too: in steps of 64 what parts of 64 keys take of it would be too
         much for a second program on a multiprocessor of Hopper.
         """
-        crowded = self.split and self.columns and self.d0 > 64 and not self.bulk
+        crowded = self.split and self.columns and self.d0 > 64
         return min(32 if crowded else 64, self.keys)
 
     @property
@@ -105,7 +115,7 @@ class How:
         A part of a row is so many tiles, or pairs of them: done again, it must have the keys that it had.
         """
         keys = self.keys if self.split and self.keys > 64 else 16
-        return replace(self, e0=16, e1=0, keys=keys, stages=1, bulk=False, safe=True)
+        return replace(self, e0=16, e1=0, keys=keys, stages=1, safe=True)
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be faster, with two.
@@ -128,25 +138,8 @@ _HOPPER_16: _Builds = {
     256: (_one(32, 8, 3), _two(32, 8, 3)),
     512: (_one(16, 8, 2),),
 }
-# Compute capability 10 and 11: as before, but shared memory does not suffice for 128 keys a step at 128, nor registers
-# for two query tiles at 256, nor for one with 64 keys a step at 128.
-_BLACKWELL_16: _Builds = {
-    **_HOPPER_16,
-    128: (_one(32, 4, 3, registers=255), _two(64, 8, 3)),
-    256: (_one(32, 8, 3),),
-}
-# Where tiles come by descriptors, which takes fewer registers: for a sweep on the device to choose (triton_tuned). The
-# time model has them as fast as the others (profiling.gpu_build).
-_HOPPER_DESCRIBED: _Builds = {
-    128: (_one(64, 4, 3, descriptors=True), _two(128, 8, 3, descriptors=True)),
-    256: (_one(64, 8, 2, descriptors=True), _two(64, 8, 2, descriptors=True)),
-}
-_BLACKWELL_DESCRIBED: _Builds = {
-    128: (_one(32, 4, 3, registers=255, descriptors=True), _two(64, 8, 3, descriptors=True)),
-    256: (_one(64, 8, 2, descriptors=True),),
-}
-# Compute capability 8 and 12, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
-_AMPERE_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
+# Every other one, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
+_OTHERS_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
 # float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
 # which Triton does without the matrix units; beyond 128 they do not fit in shared memory.
 _CUDA_32: _Builds = {
@@ -197,23 +190,16 @@ def unread(k: Tensor) -> str | None:
     return None
 
 
-def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool, descriptors: bool = False) -> Launch:
-    """The build for an architecture and the larger head dim; lists of tiles are served one query tile a program.
-
-    descriptors: one that reads by them, for head dims up to 256 from compute capability 9 on.
-    """
+def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
+    """The build for an architecture and the larger head dim; lists of tiles are served one query tile a program."""
     if target == "interpreter":
         builds = _INTERPRETER
     elif target == "hip":
         builds = _CDNA_16 if itemsize == 2 else _CDNA_32
     elif itemsize == 4:
         builds = _CUDA_32
-    elif target.startswith(("sm_10", "sm_11")):
-        builds = _BLACKWELL_DESCRIBED if descriptors else _BLACKWELL_16
-    elif descriptors:
-        builds = _HOPPER_DESCRIBED
     else:
-        builds = _HOPPER_16 if target.startswith("sm_9") else _AMPERE_16
+        builds = _HOPPER_16 if target.startswith("sm_9") else _OTHERS_16
     one, *two = next(found for widest, found in builds.items() if dim <= widest)
     return one if has_tiles or not two else two[0]
 
@@ -240,13 +226,101 @@ def split(dim: int, widest: int = 256) -> tuple[int, int]:
     return (first, second) if whole > widest or first + second < whole else (whole, 0)
 
 
-def describable(k: Tensor, v: Tensor) -> bool:
-    """Whether descriptors can be made of keys and values (..., K, dim).
+def build_options(launch: Launch) -> dict[str, Any]:
+    """Triton's own options. Fused multiply-adds are named because its default is about to change."""
+    limit = {} if launch.registers is None else {"maxnreg": launch.registers}
+    return {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True, **limit}
 
-    Head dims are powers of two, of one part, and rows begin at multiples of 16 bytes.
+
+@functools.lru_cache(maxsize=1024)
+def count(programs: int, steps: int, at_once: int) -> int:
+    """Into how many parts the `steps` of every program are cut, where a device runs so many programs `at_once`.
+
+    The time of a launch is taken to be that of its last wave: as many programs as run at once, one after the other.
     """
-    for x in (k, v):
-        dim, size = x.shape[-1], x.element_size()
-        if dim & (dim - 1) or not 16 <= dim <= 256 or x.data_ptr() % 16 or any(n * size % 16 for n in x.stride()[:-1]):
-            return False
-    return True
+    if programs >= _WAVES * at_once:
+        return 1
+    most = max(1, min(_MOST, steps // (2 * OVERHEAD)))
+    return min(range(1, most + 1), key=lambda parts: -(-programs * parts // at_once) * (-(-steps // parts) + OVERHEAD))
+
+
+def few(programs: int, device: torch.device) -> bool:
+    """Whether so many programs of four warps are too few for a GPU."""
+    return device.type == "cuda" and programs < _WAVES * 2 * multiprocessors(device)
+
+
+def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.device) -> int:
+    """How many programs a device runs at a time.
+
+    key_bytes: of a key and its value; query_bytes: of a query.
+    """
+    return multiprocessors(device) * resident(build, key_bytes, query_bytes, _shared(device))
+
+
+def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None) -> int:
+    """How many programs of a build a multiprocessor holds whose shared memory is so large; None: large enough.
+
+    Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by stage.
+    """
+    by_registers = max(1, 8 // build.warps)
+    if shared is None:
+        return by_registers
+    held = build.rows * TILE * query_bytes + build.stages * build.keys * key_bytes
+    return max(1, min(by_registers, shared // (held + _SHARED_OF_A_PROGRAM)))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; an interpreter is one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def _shared(device: torch.device) -> int | None:
+    """Bytes of a multiprocessor of NVIDIA's; Triton copies less ahead on others, so that it does not bind there."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
+def scratch(q: Tensor, num_kv_heads: int, v_dim: int, parts: int, *, holes: bool) -> dict[str, Tensor]:
+    """Memory for maximum, sum and unnormalised output of each part of each query row; holes: some have none."""
+    batch, num_heads, q_len, _ = q.shape
+    shape = (batch, num_kv_heads, parts, num_heads // num_kv_heads * q_len)
+    tops, totals = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=q.device)
+    return {"tops": tops, "totals": totals.zero_() if holes else totals, "partial": partial}
+
+
+def combine(
+    arguments: dict[str, Any],
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *,
+    rows: int,
+    splits: int,
+    holes: bool = False,
+) -> KernelCall:
+    """What puts the parts together that a launch with these arguments leaves, of `rows` query rows of each KV head.
+
+    holes: some rows belong to nobody, and have been written.
+    """
+    names = ("tops", "totals", "partial", "num_kv_heads", "q_len")
+    dim = out.shape[-1]
+    return KernelCall(
+        module=f"{__package__}.triton_kernel",
+        kernel="combine_kernel",
+        grid=(lse.numel(),),
+        arguments={
+            **{name: arguments[name] for name in names}, "out": out, "lse": lse,
+            "sinks": lse if sinks is None else sinks.float().contiguous(),
+            "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
+            "rows": rows, "splits": splits,
+        },
+        constants={
+            "E": dim, "BLOCK_E": max(16, 1 << (dim - 1).bit_length()), "SPLITS": _COMBINED, "SINKS": sinks is not None,
+            "HOLES": holes,
+        },
+        options={"num_warps": 4},
+    )  # fmt: skip

@@ -30,7 +30,7 @@ from kernels.attention.triton_step import (
     LOG2E,
     TILE,
     attend,
-    attend_pair,
+    is_listed,
     key_rows,
     logits_of,
     no_state,
@@ -38,7 +38,6 @@ from kernels.attention.triton_step import (
     step_rows,
     weigh,
 )  # fmt: skip
-from kernels.attention.triton_tables_kernel import is_listed
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
             live = live & (column[None, :] > floor[:, None])
         # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
         k_rows, v_rows = key_rows(column, lane < H.few, kv, H)
-        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True, False)
+        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True)
     return state
 
 
@@ -208,14 +207,11 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
         two = one
         if PAIR == 2:
             two, wants = _entry(2 * step + 1, left, place, named, edged, H, EDGE)
-        if PAIR == 2 and H.bulk:
-            state = attend_pair(asked, state, kv, one, two, H)
-        else:
-            seen = (((wants >> half) & 1) == 1)[:, None]
-            if H.window and EDGE:
-                seen = seen & ((one * TILE + part * KEYS + lane)[None, :] > floor[:, None])
-            k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H, KEYS)
-            state = attend(asked, state, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, H, False, EDGE, H.bulk)
+        seen = (((wants >> half) & 1) == 1)[:, None]
+        if H.window and EDGE:
+            seen = seen & ((one * TILE + part * KEYS + lane)[None, :] > floor[:, None])
+        k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H, KEYS)
+        state = attend(asked, state, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, H, False, EDGE)
     return state
 
 
@@ -235,12 +231,8 @@ def _own(asked, state, kv, place, H: tl.constexpr):
             # Does the second query tile want the first one's own?
             wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
             live = live & ((half == 0) | (part >= PARTS) | wanted)[:, None]
-        if H.bulk:
-            k_run, v_run, k_rows, v_rows = step_rows(kv, at, at, part, H, H.few)
-            state = attend(asked, state, k_run, v_run, k_rows, v_rows, present, live, H, False, True, True)
-        else:
-            k_rows, v_rows = key_rows(key, present, kv, H)
-            state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, True, True, False)
+        k_rows, v_rows = key_rows(key, present, kv, H)
+        state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, True, True)
     return state
 
 
@@ -258,7 +250,7 @@ def _tile_again(asked, state, kv, tile, place, H: tl.constexpr):
     for part in tl.range(0, 64 // H.keys, num_stages=1):
         seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
         k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H, H.keys)
-        state = attend(asked, state, k_run, v_run, k_rows, v_rows, exists, seen, H, False, H.window, H.bulk)
+        state = attend(asked, state, k_run, v_run, k_rows, v_rows, exists, seen, H, False, H.window)
     return state
 
 
@@ -302,14 +294,14 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
         for part in tl.static_range(PARTS):
             seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
             k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H, H.keys)
-            logits = logits_of(asked, k_run, k_rows, exists, seen, H, False, H.window, H.bulk)
+            logits = logits_of(asked, k_run, k_rows, exists, seen, H, False, H.window)
             counts = tl.maximum(counts, _counts(logits, limit, exists))
         candidate = tl.where((wants != 0) & ((tile > 0) | (anchored == 0)), 1, 0)
         counts *= candidate
         skipped += candidate - counts
         if counts != 0:
             if PARTS == 1:
-                state = weigh(asked, state, logits, v_run, v_rows, exists, seen, H, False, H.window, H.bulk)
+                state = weigh(asked, state, logits, v_run, v_rows, exists, seen, H, False, H.window)
             else:
                 state = _tile_again(asked, state, kv, tile, place, H)
     return state, skipped

@@ -4,8 +4,8 @@ Shapes: M queries of a program, S keys of a step, D head dim, E value dim.
 
 What belongs together goes together: `asked` is (q0, q1, scale, softcap, e_first), the queries in two parts and what
 their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised output in two parts, maximum and sum;
-`kv` is (k, v, pages, k_page, k_row, v_page, v_row, k_tiles, v_tiles), a KV head with its strides, of pages or of batch
-elements, and descriptors of it if H.bulk; and H, kernels.attention.triton_launch.How, is what is compiled in.
+`kv` is (k, v, pages, k_page, k_row, v_page, v_row), a KV head with its strides, of pages or of batch elements; and H,
+kernels.attention.triton_launch.How, is what is compiled in.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def store_rows(base, rows, present, values, FIRST: tl.constexpr, WIDTH: tl.const
 @triton.jit
 def key_rows(keys, present, kv, H: tl.constexpr):
     """Element offsets of the K and V rows of these key positions, int64."""
-    _, _, pages, k_page, k_row, v_page, v_row, _, _ = kv
+    _, _, pages, k_page, k_row, v_page, v_row = kv
     if H.page == 0:
         row = keys.to(tl.int64)
         k_rows = row * k_row
@@ -72,25 +72,13 @@ def key_rows(keys, present, kv, H: tl.constexpr):
 
 @triton.jit
 def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
-    """What `attend` reads the KEYS keys of a step by: k, v, k_rows, v_rows; part as in _pointers."""
-    if H.bulk:
-        _, _, _, _, _, _, _, k, v = kv
-        k_rows = one * TILE + part * H.few
-        v_rows = k_rows
-    else:
-        k, v, k_rows, v_rows = _pointers(kv, one, two, part, H, KEYS)
-    return k, v, k_rows, v_rows
-
-
-@triton.jit
-def _pointers(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
-    """Where the keys of a step lie: bases of K and V, and the offsets of their rows from there.
+    """What `attend` reads the KEYS keys of a step by: bases of K and V, and the offsets of their rows from there.
 
     The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only small pages need a
     look-up for each row; elsewhere it would cost registers. What is selected is multiplied by a stride afterwards: of
     a selection of products the compiler would not know that it is aligned, and would copy it with loads that wait.
     """
-    k, v, pages, k_page, k_row, v_page, v_row, _, _ = kv
+    k, v, pages, k_page, k_row, v_page, v_row = kv
     lane = tl.arange(0, KEYS)
     within = lane
     first = one * TILE + part * KEYS
@@ -171,15 +159,10 @@ def scaled(top, scale, H: tl.constexpr):
 
 
 @triton.jit
-def logits_of(
-    asked, k, k_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr, BULK: tl.constexpr
-):  # fmt: skip
+def logits_of(asked, k, k_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr):
     """(M, S) logits, which weigh scales, -inf where not live. Arguments as in attend."""
     q0, q1, scale, softcap, _ = asked
-    if BULK:  # noqa: SIM108 (of one type by one branch, of another by the other)
-        k0 = k.load([k_rows, 0])
-    else:
-        k0 = load_rows(k, k_rows, present, 0, H.d0, H.d, TAIL).to(q0.dtype)
+    k0 = load_rows(k, k_rows, present, 0, H.d0, H.d, TAIL).to(q0.dtype)
     logits = tl.dot(q0, tl.trans(k0), input_precision=H.precision)
     if H.d1 > 0:
         k1 = load_rows(k, k_rows, present, H.d0, H.d1, H.d, TAIL).to(q0.dtype)
@@ -193,10 +176,7 @@ def logits_of(
 
 
 @triton.jit
-def weigh(
-    asked, state, logits, v, v_rows, present, live,
-    H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
+def weigh(asked, state, logits, v, v_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr):
     """The state with what logits (M, S) and their values add to it. Arguments as in attend."""
     _, _, scale, _, e_first = asked
     acc0, acc1, top, total = state
@@ -212,10 +192,7 @@ def weigh(
         acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, MASK)
         acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=H.precision)
     else:
-        if BULK:  # noqa: SIM108
-            v0 = v.load([v_rows, 0])
-        else:
-            v0 = widened(load_rows(v, v_rows, present, 0, H.e0, H.e, TAIL))
+        v0 = widened(load_rows(v, v_rows, present, 0, H.e0, H.e, TAIL))
         p = p.to(v0.dtype)
         acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=H.precision)
         if H.e1 > 0:
@@ -226,38 +203,16 @@ def weigh(
 
 @triton.jit
 def attend(
-    asked, state, k, v, k_rows, v_rows, present, live,
-    H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr, BULK: tl.constexpr,
+    asked, state, k, v, k_rows, v_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr
 ):  # fmt: skip
     """The state after one step of online softmax over S keys, in powers of two (FlashAttention-2, Algorithm 1).
 
     `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts to it, which logits
     count, and is looked at if MASK. If H.safe, values that are not finite stay away from queries that do not see them,
-    and acc0 is of the H.e0 columns from `e_first` on. If BULK, k and v are descriptors, which give zeros where there is
-    no key, and k_rows and v_rows the number of the first key.
+    and acc0 is of the H.e0 columns from `e_first` on.
     """
-    logits = logits_of(asked, k, k_rows, present, live, H, TAIL, MASK, BULK)
-    return weigh(asked, state, logits, v, v_rows, present, live, H, TAIL, MASK, BULK)
-
-
-@triton.jit
-def attend_pair(asked, state, kv, one, two, H: tl.constexpr):
-    """attend over two tiles, wherever they lie, that come by descriptors: one softmax step, two products each."""
-    _, _, scale, _, _ = asked
-    acc0, acc1, top, total = state
-    _, _, _, _, _, _, _, k_tiles, v_tiles = kv
-    first = logits_of(asked, k_tiles, one * TILE, None, None, H, False, False, True)
-    second = logits_of(asked, k_tiles, two * TILE, None, None, H, False, False, True)
-    highest = tl.maximum(top, tl.maximum(tl.max(first, 1), tl.max(second, 1)))
-    p = tl.exp2(scaled(first - highest[:, None], scale, H))
-    r = tl.exp2(scaled(second - highest[:, None], scale, H))
-    rescale = tl.exp2(scaled(top - highest, scale, H))
-    total = total * rescale + (tl.sum(p, 1) + tl.sum(r, 1))
-    v0 = v_tiles.load([one * TILE, 0])
-    acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * rescale[:, None], input_precision=H.precision)
-    v0 = v_tiles.load([two * TILE, 0])
-    acc0 = tl.dot(r.to(v0.dtype), v0, acc0, input_precision=H.precision)
-    return acc0, acc1, highest, total
+    logits = logits_of(asked, k, k_rows, present, live, H, TAIL, MASK)
+    return weigh(asked, state, logits, v, v_rows, present, live, H, TAIL, MASK)
 
 
 @triton.jit
@@ -268,3 +223,24 @@ def with_sink(log_sum, sink):
     rest = tl.exp2(log_sum - highest)
     whole = rest + tl.exp2(sink - highest)
     return highest + tl.log2(whole), rest / whole
+
+
+@triton.jit
+def below(entries, bounds, count, steps):
+    """How many of the first `count` ascending entries lie below each bound: a binary search of `steps` halvings."""
+    low = tl.zeros_like(bounds)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        less = tl.load(entries + middle, mask=open_, other=0) < bounds
+        low = tl.where(open_ & less, middle + 1, low)
+        high = tl.where(open_ & less, high, tl.where(open_, middle, high))
+    return low
+
+
+@triton.jit
+def is_listed(entries, wanted, count, steps):
+    """Which of `wanted` are among the first `count` of the ascending entries."""
+    at = below(entries, wanted, count, steps)
+    return tl.load(entries + at, mask=at < count, other=-1) == wanted

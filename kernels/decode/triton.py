@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import triton_parts
-from kernels.attention.triton_launch import architecture, unavailable, unread
+from kernels.attention.triton_launch import architecture, combine, multiprocessors, unavailable, unread
 from kernels.breaker import failure
 from kernels.dispatch import derivative_wanted
 from kernels.triton_calls import KernelCall, run_calls, softmax_factors
@@ -73,7 +72,7 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
 def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
     """How many programs of a build a multiprocessor is given: no more than it holds at a time, so that none comes last.
 
-    What is looked up for each key takes registers, as profiling.gpu_build shows. Two have enough under way to ask for
+    What is looked up for each key takes registers. Two have enough under way to ask for
     all of the memory's bandwidth.
     """
     return 2 if build.warps > 4 or dim > 128 else 4 - tokens - paged
@@ -151,7 +150,7 @@ def prepare(
     programs = batch * num_kv_heads * -(-rows // build.rows)
     seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
     held = resident(build, dim=max(block_d, block_e), tokens=tokens is not None, paged=paged)
-    at_once = held * triton_parts.multiprocessors(q.device)
+    at_once = held * multiprocessors(q.device)
     splits = splits or max(1, min(at_once // programs, seen // _FEWEST_KEYS, _MOST_SPLITS))
 
     def empty(*shape: int) -> Tensor:
@@ -207,7 +206,7 @@ def prepare(
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
         plain=not (any(which.values()) or paged or softcap or mass is not None),
     )  # fmt: skip
-    launches = [split, triton_parts.combine(split.arguments, out, lse, sinks, rows=rows, splits=splits)]
+    launches = [split, combine(split.arguments, out, lse, sinks, rows=rows, splits=splits)]
     if mass is not None:
         common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
         score = KernelCall(

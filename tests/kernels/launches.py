@@ -1,4 +1,7 @@
-"""Counts what a layer's prefill and a decode step launch; as a script it prints them as JSON.
+"""Counts what a layer's prefill and a decode step launch, and what they allocate; as a script it prints them as JSON.
+
+Our kernels are counted as they are launched, torch's operations as they are called, views left out: on a GPU each is a
+launch. Triton interprets ours, so lengths are small.
 
 TRITON_INTERPRET=1 python -m tests.kernels.launches > docs/results/gpu_launches.json
 """
@@ -6,21 +9,92 @@ TRITON_INTERPRET=1 python -m tests.kernels.launches > docs/results/gpu_launches.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
+from kernels.dispatch import BACKENDS
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 from kernels.scored import scored_attention
-from profiling.gpu import model
-from profiling.gpu.launches import Counts, as_on_gpu, counting
-from profiling.gpu.steps import Setting
-from profiling.speed.decode_steps import fill
+
+# What makes the host wait for the device.
+_WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item")
+# Launch nothing: they only look at memory differently, or reserve it.
+_FREE = ("detach", "empty", "empty_like", "empty_strided", "new_empty", "alias", "lift_fresh", "set_", "resize_")
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What one call did; largest: bytes of the largest tensor that it made."""
+
+    ours: list[str] = field(default_factory=list)
+    torch: int = 0
+    waits: list[str] = field(default_factory=list)
+    largest: int = 0
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _WAITS:
+            self.counts.waits.append(name)
+        if not func.is_view and name not in _FREE:
+            self.counts.torch += 1
+        if not func.is_view:
+            for x in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(x, Tensor):
+                    self.counts.largest = max(self.counts.largest, x.numel() * x.element_size())
+        return found
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Triton's interpreter does all that Triton does on a GPU, and native code for the CPU nothing of it."""
+    with (
+        mock.patch("kernels.patterns.cpu.serves", return_value=False),
+        mock.patch("kernels.dispatch._by_device", lambda kind: BACKENDS),
+    ):
+        yield
+
+
+@contextmanager
+def counting(*, run: bool = True) -> Iterator[Counts]:
+    """Counts of all that is called meanwhile.
+
+    Without `run` our kernels do nothing: for calls of which nobody reads what they write.
+    """
+    from triton.runtime import interpreter
+
+    counts = Counts()
+    call: Callable[..., None] = interpreter.GridExecutor.__call__
+    operations = _Operations(counts)
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        counts.ours.append(self.fn.__name__)
+        if not run:
+            return
+        # What the interpreter does with tensors is none of the call's.
+        with torch.utils._python_dispatch._disable_current_modes():
+            call(self, *args, **kwargs)
+
+    with mock.patch.object(interpreter.GridExecutor, "__call__", launch), operations:
+        yield counts
+
 
 # What heads of a layer hold -> its patterns, in turn.
 LAYERS = {
@@ -109,23 +183,6 @@ def scored(length: int) -> Counts:
     return counts
 
 
-def model_step(length: int) -> Counts:
-    """One token of a model of three layers with OmniKV: the first is dense, the second chooses, the third follows.
-
-    Its kernels run: what is chosen is read.
-    """
-    setting = Setting(device="cpu", dtype="float16", small=True)
-    loaded, headwise = model.loaded_model(setting), model.sparse_model(setting)
-    ids = torch.randint(3, 90, (1, 1))
-    with torch.no_grad(), as_on_gpu(), headwise.apply(loaded.model, check_weights=False) as handle:
-        cache = handle.new_cache(offload="never")
-        fill(loaded.model, cache, length, seed=0)
-        loaded.model(ids, past_key_values=cache)
-        with counting() as counts:
-            loaded.model(ids, past_key_values=cache)
-    return counts
-
-
 def main() -> None:
     """Everything at both lengths."""
     found = {}
@@ -142,7 +199,6 @@ def main() -> None:
         ):  # fmt: skip
             found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
         found[f"prompt, scores, {length}"] = asdict(scored(length))
-        found[f"model step, OmniKV, {length}"] = asdict(model_step(length))
     environment = {"torch": torch.__version__, "triton": version("triton"), "device": None}
     print(json.dumps({"environment": environment, "counts": found}, indent=1))
 

@@ -11,7 +11,7 @@ import torch
 
 from kernels import breaker, dispatch, triton_calls
 from kernels.attention import cpu, sparse_attention, triton, triton_launch
-from kernels.attention.triton_launch import How, Launch
+from kernels.attention.triton_launch import How
 from kernels.breaker import CannotBuildError, building, failure
 from kernels.decode import cpu as decode
 from kernels.decode import decode_attention
@@ -146,23 +146,3 @@ def test_where_the_least_fails_nothing_is_tried_again(builds: Callable[[Callable
     assert len(made.tried) == 1 and "failed to build" in str(triton.supports(x, x, x))
     # Of another head dim it may build.
     assert triton.supports(x[..., :8], x[..., :8], x[..., :8]) is None
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_a_timed_build_that_fails_leaves_the_table_s(
-    sinks: bool, builds: Callable[[Callable[[How], bool]], Builds], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """sinks: a variant that the sweep has not compiled, beside the one that it has."""
-    fast = Launch(rows=1, keys=128, warps=4, stages=5)
-    monkeypatch.setattr(triton, "timed", lambda *_: True)
-    monkeypatch.setattr(triton, "best", lambda *_, **__: fast)
-    made = builds(lambda how: how.stages == 5 and (how.sinks or not sinks))
-    more = {"sinks": torch.zeros(2)} if sinks else {}
-    for _ in range(2):
-        attend(**more)
-    if sinks:
-        attend()
-    table = triton_launch.choose("interpreter", dim=16, itemsize=4, has_tiles=False).stages
-    assert [how.stages for how in made.tried] == [5, table, table, *[5] * sinks]
-    x = torch.ones(1, 2, 70, 16)
-    assert triton.supports(x, x, x) is None

@@ -1,7 +1,4 @@
-"""The Triton kernels of decode compile for every target without a GPU: no spilled registers, shared memory that fits.
-
-`python -m profiling.gpu_build` compiles the whole matrix, of which these are a part.
-"""
+"""The Triton kernels of decode compile for every target without a GPU: no spills, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ import pytest
 import torch
 
 from kernels.decode import triton as backend
-from profiling.gpu.compiled import TARGETS, Build
-from profiling.gpu.time_model import programs
-from profiling.gpu.variants import DECODE_VARIANTS, compile_decode
+from tests.kernels.compiling import DECODE_VARIANTS, TARGETS, Build, compile_decode, programs
 from tests.sampling import sampled
 
 pytestmark = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from profiling.gpu.launches import counting
 from tests.kernels import launches
+from tests.kernels.launches import counting
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,9 +60,6 @@ def test_a_layer_launches_little_and_waits_for_nothing(counted: dict[str, Any]) 
         elif name.startswith("prompt"):
             assert counts["ours"] == ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
             assert counts["torch"] == 0, name
-        elif name.startswith("model"):
-            # Two a layer, and scores and choice of the one that chooses. The rest of the model is among torch's.
-            assert len(counts["ours"]) == 8 and counts["torch"] <= 170, name
         else:
             assert len(counts["ours"]) == (3 if "scores" in name else 2) and counts["torch"] == 0, name
 

@@ -19,9 +19,8 @@ from kernels.attention import sparse_attention, triton, triton_launch
 from kernels.attention.triton_launch import choose, serves, split
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from profiling.gpu.compiled import TARGETS
-from profiling.gpu.variants import HEAD_DIMS
 from tests.kernels import triton_builders, triton_cases, triton_tables
+from tests.kernels.compiling import HEAD_DIMS, TARGETS
 from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +35,6 @@ KEPT = (
     "window 65, 2,2,120",
     "padded, q of k",
     "float8_e4m3fn, pages",
-    "descriptors, pairs of tiles, tails",
-    "descriptors, packed, lists",
     "skip",
     "skip, lists, columns, 100 of 450, tail",
     "packed, pages of 16, layer",

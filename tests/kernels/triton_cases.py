@@ -28,10 +28,6 @@ def _launch(rows: int, keys: int, **more: Any) -> Launch:
     return Launch(rows=rows, keys=keys, warps=4, stages=2, **more)
 
 
-def _described(rows: int, keys: int) -> Launch:
-    return _launch(rows, keys, descriptors=True)
-
-
 PLAIN = {
     **{f"length {n}, {kind}": square(n, index=kind) for n in (1, 63, 64, 65, 200) for kind in ("layer", "listless")},
     "5 heads, 129 tokens": square(129, heads=5),
@@ -187,27 +183,6 @@ SOME_HEADS = {
     "heads 1 and 4 of 6, without lists": square(130, heads=6, kv_heads=2, wanted=(1, 4)),
     "head 3 of 4, 3 parts": Case(q_len=70, k_len=400, heads=4, kv_heads=2, wanted=(3,), splits=3),
 }
-# Tiles come by descriptors, columns by pointers.
-DESCRIBED = {
-    "descriptors, pairs of tiles, tails": Case(
-        q_len=150, k_len=300, heads=2, index="random:5,0,90", dense_tail=(0, 100), launch=_described(2, 128)
-    ),
-    "descriptors, packed, lists": packed(
-        (1, 100), (70, 70), (30, 130), heads=2, index="random:2,2,60", launch=_described(1, 64), sinks=True
-    ),
-    "descriptors, padded, pairs, float16": padded(
-        200, 30, 129, heads=2, index="random:4,0,60", launch=_described(2, 128), dtype=torch.float16, given=True
-    ),
-    "descriptors, window": square(280, heads=2, index="random:5,2,60", window=100, launch=_described(1, 64)),
-    "descriptors, window, pairs": square(280, heads=2, index="random:5,0,60", window=200, launch=_described(2, 128)),
-    "descriptors, skip": square(400, heads=2, index="random:6,0,0", skip=-3.0, launch=_described(1, 64)),
-    "descriptors, parts, D 128, E 32": Case(
-        q_len=70, k_len=450, heads=2, head_dim=128, v_dim=32, index="random:4,0,60", launch=_described(2, 128), splits=3
-    ),
-    "descriptors, transposed, soft-cap": square(
-        130, layout="transposed", kv_heads=3, softcap=20.0, index="random:2,0,20", launch=_described(2, 32)
-    ),
-}
 # As kernels are run on GPUs, for the most part.
 HALVES = {
     f"bfloat16, {name}": replace(case, dtype=torch.bfloat16)
@@ -216,10 +191,9 @@ HALVES = {
         ("all three sorts", PLAIN["all three sorts"]), ("D 33, E 17", PLAIN["D 33, E 17"]),
         ("padded, sinks, window, pages", RAGGED["padded, sinks, window, pages"]),
         ("3 parts, packed, pages, tails", PARTS["3 parts, packed, pages, tails"]),
-        ("descriptors, pairs of tiles, tails", DESCRIBED["descriptors, pairs of tiles, tails"]),
     )
 }  # fmt: skip
-SMALL = HALVES | PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | SOME_HEADS | DESCRIBED
+SMALL = HALVES | PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | SOME_HEADS
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:

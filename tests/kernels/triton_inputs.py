@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.attention import launch, sparse_attention
 from kernels.attention import triton as backend
-from kernels.attention.triton_launch import Launch, describable
+from kernels.attention.triton_launch import Launch
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, lists, num_rows, num_tiles
 from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, make
@@ -114,8 +114,6 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
         how["out"] = buffer[..., 1:-2]
     if case.page is not None:
         index, k, v, how["block_table"] = _paged_call(index, k, v, case.page)
-    if case.launch is not None and case.launch.descriptors:
-        assert describable(k, v)
     if case.launch is None and case.splits is None:
         out, lse = launch(q, k, v, index, **how, heads=case.wanted, backend="triton")
     else:

@@ -9,7 +9,7 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels import dispatch, triton_calls
-from kernels.attention import triton_launch, triton_parts
+from kernels.attention import triton_launch
 from kernels.attention.triton_launch import How
 from kernels.triton_calls import KernelCall
 from runtime import Headwise, apply_dense, dense, measured, warm_up
@@ -57,8 +57,8 @@ def test_no_variant_is_left_to_a_request(build: Any, artifact_for: Any, ids: Any
     monkeypatch.setattr(dispatch, "_by_device", lambda kind: dispatch.BACKENDS)
     monkeypatch.setattr("kernels.patterns.triton.chooses", lambda *_: False)
     # A GPU of 16 multiprocessors, which a turn does not fill.
-    monkeypatch.setattr(triton_parts, "multiprocessors", lambda device: 16)
-    monkeypatch.setattr(triton_parts, "few", lambda programs, device: programs < 30)
+    monkeypatch.setattr(triton_launch, "multiprocessors", lambda device: 16)
+    monkeypatch.setattr(triton_launch, "few", lambda programs, device: programs < 30)
     model, prompt, turn = build(max_position_embeddings=4096), ids(2200), ids(100)
     padding = torch.ones(2, 2200, dtype=torch.long)
     padding[0, :30] = 0
