@@ -81,11 +81,9 @@ $(KVPRESS_VENV)/.installed:
 		"$$(grep -m1 '^torch==' constraints.txt)" kvpress==0.5.5
 	@touch $@
 
-# Everything worth knowing about Headwise on this machine's GPU, in build/gpu. It installs nothing: PYTHON has a torch for it.
-MINUTES ?= 9
-
+# Whether the kernels are right on this machine's GPU, and how fast, in build/gpu. It installs nothing: PYTHON has a torch for it.
 gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m profiling.gpu_report --out build/gpu --minutes $(MINUTES) $(REPORT)
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu/run.py --out build/gpu $(REPORT)
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.
 fuzz: $(VENV)/.installed

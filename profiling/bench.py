@@ -1,6 +1,6 @@
 """Speed of the kernels against torch's, side by side in one run, of right results only.
 
-attention: prefill by SDPA, by Headwise over every key, by compiled FlexAttention with the equal mask, and by Headwise.
+attention: prefill by SDPA, by Headwise over every key, and by Headwise with patterns.
 decode: one token by torch, and by Headwise over all and over chosen keys.
 
     python -m profiling.bench attention --length 4096 8192 --head-dims 64 128 --json out.json
@@ -43,7 +43,6 @@ class Bench:
     dtype: str
     device: str
     repeats: int
-    flex: bool
     chosen: int = 2048
     seed: int = 0
 
@@ -76,8 +75,8 @@ class Bench:
 
 
 HEADER = [
-    *("length", "dim", "heads", "pattern", "density", "sdpa ms", "dense ms", "sparse ms", "build ms", "flex ms"),
-    *(*COLUMNS, "without build", "x flex", "rate/sdpa"),
+    *("length", "dim", "heads", "pattern", "density", "sdpa ms", "dense ms", "sparse ms", "build ms"),
+    *(*COLUMNS, "without build", "rate/sdpa"),
 ]
 
 
@@ -87,7 +86,6 @@ def cells(size: Size, speed: Speed) -> list[str]:
     rate/sdpa compares operations on computed tiles a second with SDPA's on the causal half.
     """
     rate = (speed.flops / speed.sparse_seconds) / (size.dense_flops / speed.sdpa_seconds)
-    flex = speed.flex_seconds
     return [
         str(size.length),
         str(size.head_dim),
@@ -98,10 +96,8 @@ def cells(size: Size, speed: Speed) -> list[str]:
         f"{1e3 * speed.kernel_seconds:.1f}",
         f"{1e3 * speed.sparse_seconds:.1f}",
         f"{1e3 * speed.build_seconds:.1f}",
-        "-" if flex is None else f"{1e3 * flex:.1f}",
         *speedup_cells(speed.over(speed.sparse_seconds + speed.build_seconds)),
         f"{speed.over(speed.sparse_seconds).value:.2f}x",
-        "-" if flex is None else f"{flex / speed.sparse_seconds:.2f}x",
         f"{rate:.2f}",
     ]
 
@@ -111,7 +107,7 @@ def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, 
     lines = []
     for size in config.sizes:
         patterns = paper_patterns() if config.density is None else patterns_for(size.length, config.density)
-        for speed in measure(size, patterns, repeats=config.repeats, flex=config.flex):
+        for speed in measure(size, patterns, repeats=config.repeats):
             show(size, speed)
             lines.append((size, speed))
     return lines
@@ -153,7 +149,6 @@ def parser() -> ArgumentParser:
     arguments.add_dtype(p)
     arguments.add_device(p)
     p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--no-flex", dest="flex", action="store_false", help="leave compiled FlexAttention out")
     p.add_argument("--chosen", type=int, default=Bench.chosen, help="decode: how many keys are chosen (default 2048)")
     arguments.add_json(p)
     return p

@@ -94,7 +94,7 @@ def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTabl
 def _measure(grid: Grid, size: Size) -> list[Speed]:
     patterns = {pattern for density in grid.densities for pattern in patterns_for(size.length, density)}
     ordered = sorted(patterns, key=lambda p: (list(KINDS).index(p.kind), *(v for v in vars(p).values() if v)))
-    return measure(size, ordered, repeats=grid.repeats, flex=False)
+    return measure(size, ordered, repeats=grid.repeats)
 
 
 def parser() -> ArgumentParser:

@@ -57,10 +57,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "this machine": {
         "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),
         "bench": ("profiling.bench", "the kernels against torch's"),
-        "gpu-build": ("profiling.gpu_build", "what is known of the GPU kernels without a GPU"),
-        "gpu-report": ("profiling.gpu_report", "everything worth knowing about a GPU, in minutes"),
         "costs": ("profiling.kernels", "what attention costs on it, as a table for searches"),
-        "startup": ("profiling.startup", "what loading costs before the first token"),
     },
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}

@@ -69,6 +69,8 @@ def wrong(package: str, path: str, source: str) -> list[str]:
         top = module.partition(".")[0]
         if top in BELOW and top != package and top not in BELOW[package]:
             found.append(f"{path}:{line}: {package} may not import {module}")
+        if top == "benchmarks":
+            found.append(f"{path}:{line}: {module} is no part of a package")
         if top == "kernels" and not _is_room_of_kernels(module):
             found.append(f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like kernels.index")
         if top == "vllm" and not path.startswith(ENGINE_ROOM):
@@ -107,6 +109,7 @@ def test_imports_run_downwards(package: str) -> None:
         ("artifacts", "try:\n    import kernels.index\nexcept ImportError: pass"),
         ("profiling", "class A:\n    def f(self):\n        import search"),
         ("search", "import kernels"),
+        ("profiling", "from benchmarks import kvpress"),
         ("search", "from kernels import get_kernel"),
         ("runtime", "from kernels import *"),
         ("runtime", "import transformers.utils"),

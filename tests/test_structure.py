@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "search")
 # Folders that may hold Python beside the five packages.
-OTHERS = {"tests", "notebooks"}
+OTHERS = {"benchmarks", "tests", "notebooks"}
 
 
 def _docstring(path: Path) -> str:

@@ -18,7 +18,6 @@ from kernels.attention import reference, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
-from profiling.speed.flex import flex_attention
 from profiling.speed.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
@@ -73,7 +72,6 @@ class Speed:
     kernel_seconds: float
     sparse_seconds: float
     build_seconds: float
-    flex_seconds: float | None
 
     def over(self, seconds: float) -> Speedup:
         """How many times as fast something that takes so long is as each dense attention."""
@@ -127,7 +125,7 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, noise(size.kv_heads).to(dtype)
 
 
-def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool) -> list[Speed]:
+def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Speed]:
     """Time every pattern and both dense attentions in turn, in one run: torch's fastest kernel, and Headwise's.
 
     Raises:
@@ -146,10 +144,6 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool
         check(sparse_attention(q, k, v, index), q, k, v, index, "headwise")
         runs[f"sparse {i}"] = lambda index=index: sparse_attention(q, k, v, index)  # type: ignore[misc]
         runs[f"build {i}"] = lambda plan=plan: plan.build(q, k)  # type: ignore[misc]
-        if flex:
-            general = flex_attention(q, k, v, index)
-            check(general(), q, k, v, index, "flex")
-            runs[f"flex {i}"] = general
     seconds = medians(in_turn(runs, repeats=repeats, device=size.device))
     return [
         Speed(
@@ -162,7 +156,6 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int, flex: bool
             kernel_seconds=seconds["every key"],
             sparse_seconds=seconds[f"sparse {i}"],
             build_seconds=seconds[f"build {i}"],
-            flex_seconds=seconds.get(f"flex {i}"),
         )
         for i, (pattern, index) in enumerate(zip(patterns, indices, strict=True))
     ]

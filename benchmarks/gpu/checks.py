@@ -1,0 +1,222 @@
+"""Every sort of Triton kernel once, on random inputs, against the fp32 reference.
+
+Shapes: H query heads, G KV heads, Q query length, K key length, D head dim; the batch is 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels import triton_calls
+from kernels.attention import sparse_attention
+from kernels.decode import decode_attention
+from kernels.patterns import LayerPlan, make
+from kernels.ragged import Ragged
+from kernels.scored import scored_attention
+
+# Largest error on standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
+ERROR = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SCORE_ERROR = 1e-4
+# Scores that are as near as rounding may be chosen in either order: share of the keys that two indices differ in.
+INDEX_ERROR = 2e-3
+HEADS = 4
+KV_HEADS = 2
+PAIRED = [make("vertical_slash", vertical=100, slash=150), make("a_shape", sink=70, window=100)] * 2
+LISTS = [*PAIRED[:2], make("block_sparse", blocks=2), make("dense")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Where tensors are made, and how large they are."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    length: int = 3000
+    head_dim: int = 128
+
+    def tensors(self, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q (1, H, Q, D), k and v (1, G, K, D)."""
+        return (
+            self._normal(HEADS, q_len),
+            self._normal(KV_HEADS, self.length),
+            self._normal(KV_HEADS, self.length),
+        )
+
+    def _normal(self, heads: int, length: int) -> Tensor:
+        return torch.randn(1, heads, length, self.head_dim, device=self.device).to(self.dtype)
+
+
+Check = Callable[[Inputs], tuple[float, float]]
+
+
+def attention(patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts: bool = False, **how: Any) -> Check:
+    """The check of one sort of call.
+
+    missing: tokens of the past, which have no queries. page: tokens of a page that keys and values lie in. cuts: three
+    sequences end to end.
+    """
+
+    def check(inputs: Inputs) -> tuple[float, float]:
+        n = inputs.length
+        q, k, v = inputs.tensors(n - missing)
+        options = dict(how)
+        places = [0, 63, n // 2, n]
+        ragged = Ragged.packed(places, places) if cuts else None
+        plan = LayerPlan(patterns, KV_HEADS, dense_tail=options.pop("dense_tail", 0))
+        index = plan.build(q, k, window=options.pop("window", None), ragged=ragged)
+        expected = sparse_attention(q.float(), k.float(), v.float(), index, backend="reference", **options)
+        if page:
+            k, v, options["block_table"] = paged(k, v, page)
+        found = sparse_attention(q, k, v, index, backend="triton", **options)
+        return float((found.float() - expected).abs().max()), ERROR[inputs.dtype]
+
+    return check
+
+
+def paged(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values (1, G, K, D) in shuffled pages of a cache, NaN where no key lies; and their table."""
+    count = -(-k.shape[2] // size)
+    order = torch.randperm(count + 2)[:count].to(k.device)
+    caches = []
+    for x in (k, v):
+        rows = x.new_full((count * size, *x.shape[1::2]), float("nan"))
+        rows[: x.shape[2]] = x[0].transpose(0, 1)
+        cache = x.new_full((count + 2, size, *x.shape[1::2]), float("nan"))
+        cache[order] = rows.unflatten(0, (count, size))
+        caches.append(cache)
+    return caches[0], caches[1], order.to(torch.int32)[None]
+
+
+def index_of_a_layer(inputs: Inputs) -> tuple[float, float]:
+    """Share of the keys in which the index of the device and that of the CPU in fp32 differ."""
+    q, k, _ = inputs.tensors(inputs.length - 60)
+    plan = LayerPlan(LISTS, KV_HEADS)
+    found = plan.build(q, k).to_mask().cpu()
+    expected = plan.build(q.cpu().float(), k.cpu().float()).to_mask()
+    return float((found != expected).float().mean()), INDEX_ERROR
+
+
+def index_in_pages(inputs: Inputs) -> tuple[float, float]:
+    """How many entries differ where keys lie in pages, large and small."""
+    q, k, v = inputs.tensors(inputs.length - 60)
+    wrong = 0
+    for patterns in (LISTS, [make("block_sparse", blocks=2)] * HEADS):
+        plan = LayerPlan(patterns, KV_HEADS)
+        expected = plan.build(q, k)
+        for size in (16, 64, 100):
+            cache, _, table = paged(k, v, size)
+            found = plan.build(q, cache, block_table=table, k_len=inputs.length)
+            for name in ("diagonals", "tiles", "columns"):
+                wrong += int((getattr(found, name) != getattr(expected, name)).sum())
+    return float(wrong), 0.0
+
+
+def decode(*, chosen: bool, queries: int = 1) -> Check:
+    """The check of decode over all or chosen keys, with scores."""
+
+    def check(inputs: Inputs) -> tuple[float, float]:
+        q, k, v = inputs.tensors(queries)
+        tokens = None
+        if chosen:
+            order = torch.rand(1, KV_HEADS, inputs.length, device=q.device).argsort(-1)
+            tokens = order[..., : inputs.length // 3].sort(-1).values.to(torch.int32)
+        found = decode_attention(q, k, v, tokens=tokens, scores="sum", backend="triton")
+        expected = decode_attention(q.float(), k.float(), v.float(), tokens=tokens, scores="sum", backend="reference")
+        wrong = float((found.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
+        score = float((found.scores - expected.scores).abs().max()) / (10 * queries * SCORE_ERROR)
+        return max(wrong, score), 1.0
+
+    return check
+
+
+def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
+    """Output and scores, as a share of the queries that add to them, in units of what is allowed."""
+    q, k, v = inputs.tensors(inputs.length - 60)
+    found = scored_attention(q, k, v, backend="triton")
+    expected = scored_attention(q.float(), k.float(), v.float(), backend="reference")
+    wrong = float((found.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
+    queries = q.shape[2] * HEADS / KV_HEADS
+    score = float((found.scores - expected.scores).abs().max()) / (queries * SCORE_ERROR)
+    return max(wrong, score), 1.0
+
+
+def nan_among_values(inputs: Inputs) -> tuple[float, float]:
+    """Queries that see a NaN are NaN, the others as without it."""
+    q, k, v = inputs.tensors(inputs.length)
+    index = LayerPlan([make("a_shape", sink=64, window=128)] * HEADS, KV_HEADS).build(q, k)
+    v[:, :, inputs.length // 2] = float("nan")
+    found = sparse_attention(q, k, v, index, backend="triton").float()
+    expected = sparse_attention(q.float(), k.float(), v.float(), index, backend="reference")
+    if bool((found.isnan() != expected.isnan()).any()):
+        return float("inf"), ERROR[inputs.dtype]
+    return float((found - expected).abs().nan_to_num(nan=0.0).max()), ERROR[inputs.dtype]
+
+
+CHECKS: dict[str, Check] = {
+    "attention, no lists": attention(PAIRED),
+    "attention, lists of tiles": attention(LISTS),
+    "attention, few queries on a past": attention(LISTS, missing=2930),
+    "attention, window, dense tail, soft-cap": attention(LISTS, dense_tail=70, window=130, softcap=20.0),
+    "attention, packed sequences": attention(LISTS, cuts=True),
+    "attention, pages of 64": attention(PAIRED, page=64),
+    "attention, pages of 16, lists": attention(LISTS, page=16),
+    "attention, NaN among values": nan_among_values,
+    "index of a layer": index_of_a_layer,
+    "index of a layer, pages": index_in_pages,
+    "decode, all keys": decode(chosen=False),
+    "decode, chosen keys": decode(chosen=True),
+    "decode, 5 queries": decode(chosen=False, queries=5),
+    "scores of a prompt": scores_of_a_prompt,
+}
+# Between them they launch every kernel: a rehearsal runs no others.
+REHEARSED = ("attention, pages of 16, lists", "index of a layer, pages", "decode, chosen keys", "scores of a prompt")
+
+
+def run(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
+    """Errors, what is allowed and what failed by check, and the kernels that none of them launched."""
+    torch.manual_seed(0)
+    rows: dict[str, Any] = {}
+    with launched() as kernels:
+        for name in names:
+            try:
+                error, allowed = CHECKS[name](inputs)
+            except Exception as failure:
+                rows[name] = {"failed": f"{type(failure).__name__}: {failure}"[:600]}
+                continue
+            rows[name] = {"error": error, "allowed": allowed}
+            if not error <= allowed:
+                rows[name]["failed"] = f"largest error {error:.3g}, allowed {allowed:.3g}"
+    return {"rows": rows, "never launched": sorted(kernel_names() - kernels)}
+
+
+def kernel_names() -> set[str]:
+    """All Triton kernels of this package."""
+    found = set()
+    folder = Path(triton_calls.__file__).parent
+    for file in folder.rglob("triton*_kernel*.py"):
+        module = importlib.import_module(f"kernels.{file.parent.name}.{file.stem}")
+        found |= {name for name in vars(module) if name.endswith("_kernel")}
+    return found
+
+
+@contextmanager
+def launched() -> Iterator[set[str]]:
+    """The names of the kernels that are launched meanwhile."""
+    names: set[str] = set()
+    launch = triton_calls._run
+
+    def noted(call: triton_calls.KernelCall) -> None:
+        names.add(call.kernel)
+        launch(call)
+
+    with mock.patch.object(triton_calls, "_run", noted):
+        yield names

@@ -1,0 +1,159 @@
+"""Headwise's kernels on this GPU, in minutes: right, and how fast.
+
+    python benchmarks/gpu/run.py --out build/gpu
+
+Each step runs in a process of its own, so that a crash costs that step alone: the device and its rates; every
+kernel once against the reference; the tests marked `core`; attention at 8K to 128K with the published sizes against
+the fastest of torch's dense kernels; decode; prefills of an 8B shape. FOLDER/report.json has the figures, with device
+and versions. --rehearse runs the same on the CPU in Triton's interpreter, at tiny sizes: its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ("device", "kernels", "tests", "attention", "decode", "model")
+TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_decode.py")
+PACKAGES = ("headwise", "torch", "triton", "transformers")
+# What a rehearsal's processes run with.
+INTERPRETED = {
+    "TRITON_INTERPRET": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the report")
+    p.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP", help=", ".join(STEPS))
+    p.add_argument("--minutes", type=float, default=5, help="of a step, at most (default 5)")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--rehearse", action="store_true", help="on the CPU, interpreted, at tiny sizes")
+    p.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    return p
+
+
+def main() -> int:
+    """Run the steps; 3 where one failed."""
+    options = parser().parse_args()
+    if options.in_process:
+        (step,) = options.steps
+        print(json.dumps(measured(step, options.device, options.rehearse)))
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"command": sys.argv, "rehearsal": options.rehearse, "steps": {}}
+    for step in options.steps:
+        print(f"{step} ...", flush=True)
+        report["steps"][step] = apart(step, options)
+        print(json.dumps(report["steps"][step], indent=1)[:4000], flush=True)
+        (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    failed = [step for step, found in report["steps"].items() if "failed" in found]
+    print(f"wrote {options.out / 'report.json'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 3 if failed else 0
+
+
+def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a step found in a process of its own, or why it failed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(INTERPRETED if options.rehearse else {})}
+    if step == "tests":
+        which = ["-k", "growth"] if options.rehearse else ["-m", "gpu and core"]
+        files = ["tests/kernels/test_growth.py"] if options.rehearse else TESTS
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which, *files]
+    else:
+        command = [sys.executable, __file__, "--out", str(options.out), "--steps", step, "--in-process"]
+        command += ["--device", options.device, *(["--rehearse"] if options.rehearse else [])]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 * options.minutes
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {options.minutes:g} minutes"}
+    (options.out / f"{step}.log").write_text(done.stdout + done.stderr)
+    lines = done.stdout.strip().splitlines()
+    if step == "tests":
+        last = lines[-1] if lines else "pytest said nothing"
+        return {"result": last} if done.returncode == 0 else {"failed": last}
+    if done.returncode:
+        errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        return {"failed": errors[-1]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def measured(step: str, device: str, small: bool) -> dict[str, Any]:
+    """The figures of a step, in this process."""
+    # The checkout that this script lies in is what is measured.
+    sys.path.insert(0, str(ROOT))
+    import checks
+    import speed
+    import torch
+
+    dtype = "float16" if small else "bfloat16"
+    device = "cpu" if small else device
+    if not small and not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU; --rehearse runs the same on the CPU")
+    with ExitStack() as stack:
+        if small:
+            stack.enter_context(as_on_gpu())
+        if step == "device":
+            return {**facts(device), **speed.rates(device, dtype, small)}
+        if step == "kernels":
+            inputs = checks.Inputs(device=device)
+            if small:
+                inputs = checks.Inputs(device=device, dtype=torch.float16, length=130, head_dim=64)
+            found = checks.run(inputs, checks.REHEARSED if small else tuple(checks.CHECKS))
+            wrong = [name for name, row in found["rows"].items() if "failed" in row]
+            return found | ({"failed": ", ".join(wrong)} if wrong else {})
+        run = {"attention": speed.attention, "decode": speed.decode, "model": speed.model}[step]
+        return {"rows": run(device, dtype, small)}
+
+
+def as_on_gpu() -> ExitStack:
+    """Have Triton's interpreter do what Triton does on a GPU, and native code for the CPU nothing of it."""
+    from kernels.dispatch import BACKENDS
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch("kernels.patterns.cpu.serves", return_value=False))
+    stack.enter_context(mock.patch("kernels.dispatch._by_device", lambda kind: BACKENDS))
+    return stack
+
+
+def facts(device: str) -> dict[str, Any]:
+    """Device, its capability and memory, and versions."""
+    import torch
+
+    found: dict[str, Any] = {"device": "cpu", "python": platform.python_version()}
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found = {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda or torch.version.hip,
+            "python": platform.python_version(),
+        }
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

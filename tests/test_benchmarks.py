@@ -1,0 +1,38 @@
+"""The scripts of benchmarks/ start, and what measures a GPU runs on the CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = [*sorted((ROOT / "benchmarks").glob("*.py")), ROOT / "benchmarks/gpu/run.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_says_what_it_takes(script: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_measures_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    steps = ("device", "kernels", "attention", "decode", "model")
+    script = ROOT / "benchmarks/gpu/run.py"
+    command = [sys.executable, str(script), "--out", str(tmp_path), "--rehearse", "--steps", *steps]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "report.json").read_text())["steps"]
+    assert tuple(found) == steps and found["device"]["torch"]
+    rows = found["kernels"]["rows"]
+    assert rows and all(row["error"] <= row["allowed"] for row in rows.values())
+    assert all(found[step]["rows"] for step in steps[2:])
