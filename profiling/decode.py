@@ -5,7 +5,6 @@ python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.
 With --policy caches that drop tokens stand beside it, by their quality; profiling.cache_speed times them.
 With --dense-prefill texts are prefilled once, densely, for all artifacts: what decode alone loses.
 With --json FILE an interrupted comparison goes on after the last method whose quality it has.
-With --lossless the same text is written by lossless decode and by dense decode instead, and compared.
 
 Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
 
@@ -49,7 +48,6 @@ from profiling.quality.forced_decode import (
 from profiling.quality.intervals import Interval
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.decode_steps import Method, methods, of_cache, step_seconds
-from profiling.speed.lossless_speed import lossless_table, measure_lossless
 from runtime import load as load_headwise
 from runtime.fingerprint import fingerprint
 from runtime.memory import CacheBytes
@@ -76,8 +74,6 @@ class Comparison:
     trials: int = 20
     dense_prefill: bool = False
     prefill_chunk: int | None = None
-    lossless: int = 0
-    drafts: int | None = None
     seed: int = 1000
     offload: tuple[str, ...] = ("auto",)
     dtype: str = "bfloat16"
@@ -130,13 +126,6 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     if config.prefill_chunk is not None:
         # Each process loads a model of its own: nobody else generates with it.
         loaded.model.generation_config.prefill_chunk_size = config.prefill_chunk
-    if config.lossless:
-        windows = _prompts(config, loaded, f"text:{config.text}", config.context, config.texts)
-        headwise, size = load_headwise(config.config), config.lossless
-        written = measure_lossless(
-            loaded.model, headwise, windows, tokens=size, drafts=config.drafts, repeats=config.repeats
-        )
-        return [], _record(config, hashes, {"lossless": [asdict(each) for each in written]})
     compared = methods(
         loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
     )
@@ -314,14 +303,6 @@ def parser() -> ArgumentParser:
     )
     p.add_argument("--prefill-chunk", type=int, help="prefill them so many tokens at a time (default: at once)")
     p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
-    p.add_argument(
-        "--lossless",
-        type=int,
-        default=Comparison.lossless,
-        metavar="TOKENS",
-        help="instead: write so many after windows of --text, of --context tokens, losslessly and by dense decode",
-    )
-    p.add_argument("--drafts", type=int, help="with --lossless: drafts a round, 0 to 15 (default: as is fastest)")
     arguments.add_seed(p, Comparison.seed)
     arguments.add_dtype(p)
     arguments.add_device(p)
@@ -344,13 +325,11 @@ def config_from(options: argparse.Namespace) -> Comparison:
         raise HeadwiseError(f"--prefill-chunk must be at least 1, got {values['prefill_chunk']}")
     if values["dense_prefill"] and options.offload != ["auto"]:
         raise HeadwiseError("--dense-prefill shares one cache: leave --offload away")
-    if values["lossless"] and values["text"] is None:
-        raise HeadwiseError("--lossless writes on after windows of --text: give one")
     if values["policies"] and values["repeats"]:
         raise HeadwiseError("--policy compares quality: give --repeats 0 with it; profiling.cache_speed times caches")
     for text in values["policies"]:
         parse_cache(text)
-    for name in ("repeats", "trials", "lossless"):
+    for name in ("repeats", "trials"):
         if values[name] < 0:
             raise HeadwiseError(f"--{name} must be at least 0, got {values[name]}")
     if values["forced"] >= values["text_length"]:
@@ -367,12 +346,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     config = config_from(options)
     # With the file that is written a ledger lies beside it; timed rounds are never taken from one.
-    kept = isinstance(options.json, Path) and options.json != arguments.STDOUT and not config.lossless
+    kept = isinstance(options.json, Path) and options.json != arguments.STDOUT
     with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:
         rows, record = run(config, ledger)
         record = {"command": arguments.as_typed("profiling.decode", argv), **record}
-        lossless = record.get("lossless")
-        said = lossless_table(lossless) if lossless else table(rows, record["all_seconds"], config.trials)
+        said = table(rows, record["all_seconds"], config.trials)
         arguments.deliver("\n".join([said, *position_lines(record.get("by_position", {}))]), record, options.json)
         if ledger is not None:
             ledger.remove()

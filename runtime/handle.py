@@ -20,8 +20,6 @@ from runtime.warm import warm_up
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-    from runtime.lossless.generate import Lossless
-
 
 # How a call was served, by the name that it is counted under; all other names are reasons for dense attention.
 _SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
@@ -55,7 +53,6 @@ class Handle:
     ) -> None:
         self._artifact = artifact
         self._model: PreTrainedModel | None = model
-        self._lossless: Lossless | None = None
         self.settings = settings
         config = text_config(model)
         register()
@@ -91,28 +88,6 @@ class Handle:
         """An empty cache for one generation: see Headwise.new_cache."""
         return make_cache(self._artifact, self._applied_to, offload)
 
-    def lossless(self, *, drafts: int | None = None) -> Lossless:
-        """What `generate(custom_generate=...)` decodes one sequence with, so that it loses nothing against dense.
-
-        Tokens are drafted by chosen tokens alone and verified together by dense attention; of the cache drafts share
-        it all. Greedy decoding writes the tokens of dense attention, to the rounding of the dtype: several queries at
-        once round unlike one. Sampling has its distribution (speculative sampling, Leviathan et al. 2023, algorithm 1).
-
-            model.generate(**inputs, custom_generate=handle.lossless(), max_new_tokens=512)
-
-        Args:
-            drafts: tokens to draft for each verification, 0 to 15; None measures what is fastest, and decodes densely
-                on contexts where drafts gain nothing. What was sampled with a seed then depends on the clock.
-
-        Raises:
-            HeadwiseError: the artifact has no decode section, or has a kv_cache section; drafts is out of range, or
-                None where several processes share the model.
-        """
-        from runtime.lossless.generate import Lossless
-
-        self._lossless = made = Lossless(self._artifact, self._applied_to, self.settings, drafts)
-        return made
-
     def warm_up(self, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
         """See runtime.warm_up; with the caches that new_cache() makes."""
         return warm_up(self._applied_to, lengths, batch=batch, new_cache=self.new_cache)
@@ -127,10 +102,6 @@ class Handle:
         "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
         are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
         kv_cache section "kept" are calls served from a cache under policies.
-
-        After lossless(), "lossless" has of its latest loop the "rounds", tokens "drafted" and "accepted", "dense_steps"
-        without drafts, "tokens_per_round", each verification's own token included, and "off_below", the length of
-        context below which drafts were found to gain nothing (0: none was).
         """
         artifact, counts = self._artifact, self.settings.calls.total()
         sections = {
@@ -145,7 +116,7 @@ class Handle:
         decode = self.settings.decode
         if decode is not None and (tokens := decode.tokens_read) is not None:
             result["tokens"] = tokens
-        return result if self._lossless is None else result | {"lossless": self._lossless.stats()}
+        return result
 
 
 def _implementations(config: Any) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from runtime.attention.own import attend_alone, attend_as_before, attend_dense, 
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
 from runtime.attention.state import NOTHING, layer_of
 from runtime.omnikv.offload import fetched
-from runtime.omnikv.rounds import round_of
 from runtime.standin import NewTokens
 
 ATTENTION_NAME = "headwise"
@@ -119,9 +118,6 @@ def _chosen(call: Call) -> Tensor | None:
     if isinstance(starts, str) or call.sinks is not None or call.window is not None or call.special is not None:
         return None
     how: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
-    if query.shape[2] <= MAX_QUERIES and (lossless := round_of(decode)) is not None:
-        layer.count("chosen" if lossless.drafting else "verified")
-        return lossless.attend(number, query, key, value, **how)
     if decode.serves(query, key):
         out = decode.attend(number, role, query, key, value, **how)
         if out is not None:

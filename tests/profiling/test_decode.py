@@ -240,27 +240,9 @@ def test_time_stands_beside_both_dense_attentions(
     assert line[0] == "headwise" and line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
 
 
-def test_lossless_text_stands_beside_dense_text(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
-) -> None:
-    out, place = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.05)
-    options = ["--model", str(folder), str(place), "--dtype", "float32", "--context", "200", "--text", str(text)]
-    decode.main([*options, "--texts", "2", "--lossless", "9", "--drafts", "3", "--repeats", "1", "--json", str(out)])
-    written = json.loads(out.read_text())["lossless"]
-    assert len(written) == 2
-    for each in written:
-        assert each["tokens"] == each["same"] == 9 and each["margin"] is None
-        assert len(each["dense_seconds"]) == len(each["lossless_seconds"]) == 1
-        stats = each["stats"]
-        assert stats["accepted"] + stats["rounds"] + stats["dense_steps"] >= 8 and stats["drafted"]
-    assert capsys.readouterr().out.splitlines()[-1] == "tokens equal to dense on 2 of 2 prompts"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lossless", "-1", "--text", "t"], "--lossless must be at least 0, got -1"),
-        (["--lossless", "9"], "--lossless writes on after windows of --text: give one"),
         (["--texts", "0"], "--texts must be at least 1, got 0"),
         (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1, got 0"),
         (["--forced", "4096"], "--forced must be below --text-length"),
