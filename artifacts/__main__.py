@@ -8,7 +8,7 @@ from collections.abc import Collection
 from artifacts.command_line import ArgumentParser, run_command
 
 VERBS = (
-    "show", "validate", "lint", "diff", "set", "merge", "convert", "schema", "keygen", "sign", "verify",
+    "show", "validate", "diff", "set", "merge", "convert", "schema", "keygen", "sign", "verify",
 )  # fmt: skip
 _EPILOG = """\
 An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a
@@ -22,8 +22,7 @@ exit status:
 
 examples:
   python -m artifacts show cfg.yaml                          a page: model, search, winners, layer map, evidence
-  python -m artifacts validate cfg.yaml                      are both files whole?
-  python -m artifacts lint cfg.yaml                          is it sensible?
+  python -m artifacts validate cfg.yaml                      are both files whole, and is it sensible?
   python -m artifacts diff old.yaml new.yaml                 which heads changed, and what that does to density
   python -m artifacts set cfg.yaml prefill.dense_below=4096 --out new.yaml
   python -m artifacts merge cfg.yaml --decode f.yaml --out both.yaml

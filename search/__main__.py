@@ -39,8 +39,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "artifacts": {
         "show": ("artifacts", "an artifact to read"),
-        "validate": ("artifacts", "whether its files are whole"),
-        "lint": ("artifacts", "what is odd about it"),
+        "validate": ("artifacts", "whether its files are whole, and what is odd about it"),
         "diff": ("artifacts", "what changed from one to another"),
         "set": ("artifacts", "another value for a field"),
         "merge": ("artifacts", "sections of several in one"),

@@ -23,7 +23,7 @@ parsers: `python -m search.reference --out docs/commands.md`.
 
 `-h`, `-q` (no progress, no warnings), `-v` (what is logged, too, and the traceback of an error) and `--version` go with
 every command. The exit status is 0 where all is good, 1 for a bug of ours (with a traceback), 2 for a mistake in what
-was typed or read (one line) and 3 for a finding: a gate that fails, a lint, a difference. After Ctrl-C it is 130.
+was typed or read (one line) and 3 for a finding: a failed gate, something odd, a difference. After Ctrl-C it is 130.
 `--json` prints one JSON object in place of the text; `--json FILE.json` prints the text and writes the file.
 """
 # What the page says once, for all.

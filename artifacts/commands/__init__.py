@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from artifacts.arguments import JSON, STDOUT, json_file
-from artifacts.errors import HeadwiseError, one_line
+from artifacts.errors import one_line
 from artifacts.files import atomic_write
 from artifacts.options import arg
 
@@ -65,9 +65,3 @@ def out_arg(help: str, default: Any = MISSING) -> Any:
 def json_flag() -> Any:
     """For programs."""
     return arg("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, default=None, help=JSON)
-
-
-def check_length(length: int | None) -> None:
-    """Raise HeadwiseError for a --length below 1."""
-    if length is not None and length < 1:
-        raise HeadwiseError(f"--length must be at least 1, got {length}")

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from artifacts.command_line import FOUND
-from artifacts.commands import Outcome, answer, check_length, file_arg, json_flag
+from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.difference import Difference, HeadChange, compare
-from artifacts.errors import shorten
+from artifacts.errors import HeadwiseError, shorten
 from artifacts.options import arg
 from artifacts.store import look
 
@@ -47,7 +47,8 @@ def run(config: Config) -> Outcome:
     Raises:
         ArtifactError: one of the YAML files is not as it should be.
     """
-    check_length(config.length)
+    if config.length is not None and config.length < 1:
+        raise HeadwiseError(f"--length must be at least 1, got {config.length}")
     before, after = look(config.before), look(config.after)
     found = compare(before.artifact, after.artifact, before.arrays, after.arrays, length=config.length)
     lines = list(_lines(found, config.heads)) if found else ["no difference"]

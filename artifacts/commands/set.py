@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHORT = "change fields: each change is written into `edits`, with what it replaced, and the hash is made anew"
 EXAMPLES = """\
 A FIELD is named by its path, as `show --json` and the errors have it; a VALUE is YAML. What the search found
-and what was measured stays and is of the artifact as it was: measure again what matters, `lint` says so.
+and what was measured stays and is of the artifact as it was: measure again what matters, `validate` says so.
 
 examples:
   python -m artifacts set cfg.yaml prefill.dense_below=4096 --out new.yaml

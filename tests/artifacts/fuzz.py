@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 import artifacts
 from artifacts import ArtifactError, strict_yaml
-from artifacts.commands import diff, lint, show
+from artifacts.commands import diff, show, validate
 from artifacts.hashing import content_sha256
 from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
 
@@ -235,7 +235,11 @@ def judge(folder: Path, text: bytes, data: bytes | None) -> str:
     # Another writer's sidecar may be laid out in another way.
     by_place = {"sidecar", "content_sha256"}
     assert again.model_dump(exclude=by_place) == artifact.model_dump(exclude=by_place)
-    for verb, files in ((show, {"file": path}), (lint, {"file": path}), (diff, {"before": path, "after": again_at})):
+    for verb, files in (
+        (show, {"file": path}),
+        (validate, {"file": path}),
+        (diff, {"before": path, "after": again_at}),
+    ):
         try:
             verb.run(verb.Config(**files))
         except artifacts.HeadwiseError as error:

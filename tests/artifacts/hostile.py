@@ -41,7 +41,7 @@ SECONDS = 10  # far above what any file takes (2 s on a quiet machine): it ends 
 MIB = 100
 # Of these, accepted and as large as may be, reading alone takes most of the time that each verb may have.
 LARGEST = ("a pattern a head", "much evidence")
-MORE_THAN_READ = ("load", "show", "lint", "diff", "set", "merge")
+MORE_THAN_READ = ("load", "show", "validate", "diff", "set", "merge")
 ACCEPTED = (
     "rows of nothing", "a policy for all", "a pattern a head", "strided far away", "much evidence",
     "a sidecar of 220 MiB",
@@ -234,7 +234,6 @@ def ways(key: Path) -> dict[str, Callable[[Path], object]]:
         "show": verb("show", "FILE"),
         "show --json": verb("show", "FILE", "--json"),
         "validate": verb("validate", "FILE"),
-        "lint": verb("lint", "FILE"),
         "diff": verb("diff", "FILE", "EXAMPLE"),
         "diff from": verb("diff", "EXAMPLE", "FILE"),
         "set": verb("set", "FILE", "prefill.dense_tail=128", "--out", "/set.yaml"),

@@ -80,7 +80,9 @@ def test_bad_arguments_give_one_line(capsys):
 def test_validate(saved):
     done = run("validate", saved)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"ok: {saved} (schema 1, content ")
+    note, ok = done.stdout.splitlines()
+    assert note.startswith("note     one-prompt  search.calibration: ")
+    assert ok.startswith(f"ok: {saved} (schema 1, content ")
     facts = json.loads(run("validate", saved, "--json").stdout)
     assert facts["valid"] is True and facts["content_sha256"] == load(saved).content_sha256
     assert facts["arrays"]["chosen.recall"] == {"dtype": "float32", "shape": [3, 4]}
@@ -264,12 +266,12 @@ def test_exit_statuses_of_verbs(saved, tmp_path, make):
     out = tmp_path / "out.yaml"
     shape = ("--heads", 1, "--kv-heads", 1, "--head-dim", 64, "--max-positions", 8192)
     for status, args in (
-        (3, ("lint", tmp_path / "other.yaml")),
+        (3, ("validate", tmp_path / "other.yaml")),
         (0, ("diff", saved, saved)),
         (3, ("diff", saved, tmp_path / "other.yaml")),
         (0, ("convert", heads, *shape, "--out", out)),
         (0, ("schema",)),
-        (2, ("lint", heads)),
+        (2, ("validate", heads)),
         (2, ("diff", saved, tmp_path / "none.yaml")),
         (2, ("convert", heads, "--out", tmp_path / "x.yaml")),
         (2, ("convert", heads, "--sinks", "four", "--out", tmp_path / "x.yaml")),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from artifacts import ArtifactError, load_pair
 from artifacts.commands.convert import Config, run
-from artifacts.commands.lint import findings
+from artifacts.lint import Case, lint
 
 FILES = Path(__file__).parent / "interop"
 MODEL = FILES / "model.json"
@@ -48,8 +48,8 @@ def convert(folder: str, text: bytes, suffix: str) -> Path | None:
     except ArtifactError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000 and not out.exists()
         return None
-    load_pair(out)
-    findings(out)
+    artifact, arrays = load_pair(out)
+    lint(Case(artifact=artifact, arrays=arrays))
     return out
 
 

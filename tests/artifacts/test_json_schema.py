@@ -60,7 +60,7 @@ def test_markdown(capsys):
     assert capsys.readouterr().out == tables()
 
 
-@pytest.mark.parametrize("verb", ["lint", "diff", "merge", "convert", "schema"])
+@pytest.mark.parametrize("verb", ["validate", "diff", "merge", "convert", "schema"])
 def test_help_teaches_by_examples(verb, capsys):
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])

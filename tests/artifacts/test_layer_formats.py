@@ -16,8 +16,8 @@ import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair
 from artifacts.__main__ import main
 from artifacts.arguments import STDOUT
+from artifacts.commands import validate
 from artifacts.commands.convert import Config, run
-from artifacts.commands.lint import findings
 from tests.artifacts.conftest import build
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
@@ -125,7 +125,8 @@ def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_pat
     assert [note["what"] for note in said["notes"]] == ["the prefill section has no place in this format"]
     assert json.loads((tmp_path / "a.json").read_text()) == MODELOPT
     assert json.loads((tmp_path / "b.json").read_text()) == options
-    assert not [finding for finding in findings(tmp_path / "both.yaml") if finding.severity == "error"]
+    validated = validate.run(validate.Config(file=tmp_path / "both.yaml", level="error"))
+    assert validated.status == 0
 
 
 @pytest.mark.parametrize("given", [3.5, {"prefill": 3.5}, {"prefill": {"a": 3.5, "b": 0}}])

@@ -13,8 +13,8 @@ import pytest
 import artifacts
 from artifacts import AShape, BlockSparse, Dense, Dilated, Imported, Streaming, VerticalSlash, pattern_name
 from artifacts.arguments import STDOUT
-from artifacts.commands.lint import Config, findings, run
-from artifacts.lint import RULES, Case, lint
+from artifacts.commands.validate import Config, run
+from artifacts.lint import Case, lint
 from tests.artifacts.conftest import build, build_every_kind
 
 IMPORT = Imported(format="minference", file="x.json", sha256="a" * 64, scores="recall")
@@ -54,8 +54,8 @@ def uniform(*patterns: artifacts.Pattern) -> dict[str, Any]:
     return {"patterns": dict(zip(names, patterns, strict=True)), "prefill": prefill}
 
 
-def codes(artifact: artifacts.Artifact, arrays: dict[str, np.ndarray] | None = None, **more: Any) -> list[str]:
-    case = Case(artifact=artifact, arrays=good_arrays() if arrays is None else arrays, **more)
+def codes(artifact: artifacts.Artifact, arrays: dict[str, np.ndarray] | None = None) -> list[str]:
+    case = Case(artifact=artifact, arrays=good_arrays() if arrays is None else arrays)
     return [finding.code for finding in lint(case)]
 
 
@@ -98,46 +98,31 @@ def test_nothing_odd():
     artifact = good(evidence=good().evidence)
     winners = {"vertical_slash": 4, "a_shape": 2, "block_sparse": 1, "dense": 1}
     assert artifact.search.summary.winners == winners
-    # It was never saved, so that it names no sidecar.
-    assert codes(artifact) == ["no-sidecar"]
+    assert codes(artifact) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
         (uniform(VerticalSlash(vertical=64, slash=256)), "uniform"),
-        (uniform(VerticalSlash(vertical=64, slash=256), VerticalSlash(vertical=128, slash=256)), "one-kind"),
         (uniform(Dense()), "nothing-sparse"),
         ({"patterns": {}} | prefilled(layers=(None,) * 3), "nothing-sparse"),
         (uniform(VerticalSlash(vertical=64, slash=8000), Dense()), "near-dense"),
         (uniform(BlockSparse(blocks=200), AShape(sink=64, window=512)), "beyond-model"),
-        (uniform(VerticalSlash(vertical=30, slash=256), Dense()), "below-tile"),
-        (uniform(VerticalSlash(vertical=30, slash=256), VerticalSlash(vertical=64, slash=256)), "twins"),
         (prefilled(dense_tail=0) | {"patterns": {"a": AShape(sink=64, window=512)}}, "no-tail"),
-        (searched(target_density=0.001), "impossible-budget"),
-        (summary(density=0.5), "over-budget"),
-        (searched(target_density=1.0), "dense-budget"),
         (summary(winners={"vertical_slash": 8}), "stale-summary"),
-        (summary(recall=0.99), "stale-summary"),
         ({"model": good().model.model_copy(update={"weights_sha256": None})}, "no-fingerprint"),
         ({"search": None} | prefilled(imported=IMPORT), "unsearched"),
         (prefilled(dense_below=10_000), "searched-below"),
         (calibrated(lengths=(8192,), samples=1), "one-prompt"),
-        (calibrated(lengths=(8192,)), "one-length"),
         (calibrated(lengths=(512, 1024)), "short-search"),
         ({"evidence": artifacts.Evidence()}, "no-evidence"),
-        (measured(baseline=None, baseline_name=None), "no-baseline"),
-        (measured(value=4.0), "slower"),
         (decoding(filter_layers=(0, 1, 2)), "no-sparse-layer"),
-        (decoding(filter_layers=(0,), dense_layers=(1,)), "few-sparse-layers"),
         (decoding(budget=8192), "impossible-budget"),
-        (decoding(similarity=None), "no-similarity"),
         (cached("f", "f", "f", f=FULL), "nothing-freed"),
-        (cached("s", "s", "s", s=STREAM), "uniform-cache"),
         (cached("s", "f", "f", s=Streaming(sinks=0, window=512), f=FULL), "no-sinks"),
         (cached("s", "f", "f", s=Streaming(sinks=4, window=8192), f=FULL), "impossible-budget"),
         (cached(None, "f", "s", s=STREAM, f=FULL), "sliding-layers"),
-        (prefilled(imported=IMPORT.model_copy(update={"scores": None})), "no-scores"),
     ],
 )
 def test_each_finding(changes, code):
@@ -171,27 +156,15 @@ def test_a_pattern_is_looked_at_as_large_as_it_gets():
     assert "near-dense" in codes(good(**prefilled(growth=powers)))
 
 
-def fronted(own=(), **changes):
+def fronted(**changes):
     point = artifacts.Point(cost=1.0, speedup=2.0, kl=0.1, recall=0.9, density=0.2)
     front = artifacts.Front(length=8192, unit="flops", dense_cost=2.0, measured_on="held_out", points=(point,))
-    return prefilled(front=front.model_copy(update=changes), **dict(own))
+    return prefilled(front=front.model_copy(update=changes))
 
 
 def test_fronts_that_say_less_than_they_seem_to():
     assert codes(good(**fronted())) == codes(good())
     assert "front-below" in codes(good(**fronted(length=4000)))
-    assert "in-sample-front" in codes(good(**fronted(measured_on="calibration")))
-    other = (("dense",) * 4, None, ("dense",) * 4)
-    rows = artifacts.front_arrays(good().patterns, [good().prefill.layers])
-    assert "off-front" in codes(good(**fronted({"layers": other})), good_arrays() | rows)
-    assert "off-front" not in codes(good(**fronted()), good_arrays() | rows)
-
-
-def test_poor_filters():
-    kept = build_every_kind()[0].decode.omnikv.similarity
-    worse = kept.model_copy(update={"kept": kept.evenly_spaced - 0.1})
-    assert "poor-filters" in codes(good(**decoding(similarity=worse)))
-    assert "poor-filters" not in codes(good(**decoding()))
 
 
 def test_names_that_say_other_sizes():
@@ -208,8 +181,6 @@ def test_names_that_say_other_sizes():
     [
         ({"chosen.recall": np.ones((4, 4), dtype=np.float32)}, "head-counts"),
         ({"candidates.0.a.recall": np.ones((3, 5), dtype=np.float32)}, "head-counts"),
-        ({"chosen.recall": np.full((3, 4), 93.0, dtype=np.float32)}, "score-range"),
-        ({"candidates.0.a.error": np.full((3, 4), -1.0, dtype=np.float32)}, "score-range"),
         ({"chosen.recall": np.full((3, 4), 0.93, dtype=np.float32)}, "score-gap"),
         ({"chosen.density": np.full((3, 4), np.nan, dtype=np.float32)}, "score-gap"),
     ],
@@ -231,8 +202,6 @@ def test_low_recall_spares_dense_heads():
     [
         ([0.9, 0.8, 30, 2], "mixed-scales"),
         ([0, 1, 336, 14994473], "foreign-scores"),
-        ([0.9, 0.91, 0.92, 1.00004], "score-above-one"),
-        ([0.93] * 4, "constant-scores"),
         ([0.921, 0.934, 0.875, 0.913], "mixed-precision"),
     ],
 )
@@ -244,53 +213,17 @@ def test_scores_of_imports(scores, code):
     assert [c for c in found if "score" in c or "mixed" in c] == [code]
 
 
-def test_a_length_of_ones_own():
-    artifact = good(**uniform(VerticalSlash(vertical=64, slash=5000), Dense()))
-    artifact = artifact.model_copy(
-        update={"search": None, **prefilled(imported=IMPORT, layers=artifact.prefill.layers)}
-    )
-    lengths = [
-        finding.message for finding in lint(Case(artifact=artifact, length=5120)) if finding.code == "near-dense"
-    ]
-    assert any("at 4,096 tokens" in line for line in lengths) and any("at 5,120 tokens" in line for line in lengths)
-
-
-def test_the_command(saved, capsys):
+def test_the_command(saved):
     data = json.loads(run(Config(file=saved, as_json=STDOUT)).text)
     assert sum(data["counts"].values()) == len(data["findings"]) > 0
     every = {finding["code"] for finding in data["findings"]}
-    assert run(Config(file=saved, ignore=tuple(every))).text == f"{saved}: nothing odd\n"
-    errors = [finding for finding in data["findings"] if finding["severity"] == "error"]
-    assert run(Config(file=saved, level="error")).status == (3 if errors else 0)
+    quiet = run(Config(file=saved, ignore=tuple(every)))
+    assert quiet.status == 0 and quiet.text.endswith("): nothing odd\n")
+    severities = {finding["severity"] for finding in data["findings"]}
+    assert run(Config(file=saved, level="error")).status == (3 if "error" in severities else 0)
     assert run(Config(file=saved, level="note")).status == 3
-
-
-def test_a_sidecar_that_is_gone(saved):
-    (beside,) = saved.parent.glob("*.safetensors")
-    beside.unlink()
-    assert findings(saved)[0].code == "sidecar" and "is missing from" in findings(saved)[0].message
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "code"),
-    [
-        ("num_heads: 4", "num_heads: 8", "head-counts"),
-        ("num_layers: 3", "num_layers: 4", "head-counts"),
-        ("bs_9: {", "bs_8: {", "unused-pattern"),
-        ("bs_9: {", "bs_8: {", "unknown-pattern"),
-        ("seed: 7", "seed: 8", "invalid"),
-    ],
-)
-def test_files_that_do_not_load(edit, old, new, code):
-    found = findings(edit(old, new))
-    assert found[0].code == "invalid" and code in [finding.code for finding in found]
-
-
-def test_what_is_no_artifact_is_bad_input(tmp_path):
-    for name, text in (("a.yaml", "a: 1\n"), ("b.yaml", "- 1\n"), ("c.yaml", "")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(artifacts.ArtifactError):
-            run(Config(file=tmp_path / name))
+    for finding in data["findings"]:
+        assert finding["message"] in run(Config(file=saved)).text
 
 
 def test_the_page_names_every_code():
@@ -298,9 +231,5 @@ def test_the_page_names_every_code():
     section = page[page.index("## Lint") : page.index("## Other tools")]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     listed = {code for cell in cells for code in re.findall(r"`([a-z-]+)`", cell)}
-    assert listed == {rule.partition(":")[0] for rule in RULES}
-
-
-def test_every_rule_is_of_a_check():
-    checks = "".join(path.read_text() for path in (Path(__file__).parents[2] / "artifacts" / "lint").glob("[!r]*.py"))
-    assert [rule for rule in RULES if f'"{rule}"' not in checks] == []
+    code = (Path(__file__).parents[2] / "artifacts" / "lint.py").read_text()
+    assert listed == set(re.findall(r"(?:error|warning|note)\(\s*\"([a-z-]+)\"", code))

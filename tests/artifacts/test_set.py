@@ -8,8 +8,8 @@ import pytest
 
 from artifacts import ArtifactError, HeadwiseError, load, load_pair, save
 from artifacts.__main__ import main
-from artifacts.commands.lint import findings
 from artifacts.commands.set import Config, run
+from artifacts.lint import Case, lint
 
 
 def changed(saved, *changes, out=None):
@@ -35,7 +35,7 @@ def test_what_was_set_over_what(saved, capsys):
     assert load(saved) == before
     again = changed(out, "prefill.dense_below=1024", out=out)
     assert [edit.over for edit in again.edits] == [before.content_sha256] * 2 + [after.content_sha256]
-    assert "edited" in [finding.code for finding in findings(out)]
+    assert "edited" in [finding.code for finding in lint(Case(artifact=again))]
 
 
 @pytest.mark.parametrize(
