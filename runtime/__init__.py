@@ -17,16 +17,14 @@ if TYPE_CHECKING:
     from runtime.applied import apply_dense
     from runtime.handle import Handle
     from runtime.memory import memory_report
-    from runtime.warm import warm_up
 
-__all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "warm_up"]
+__all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report"]
 
 # These import torch.
 _LATER = {
     "Handle": "runtime.handle",
     "apply_dense": "runtime.applied",
     "memory_report": "runtime.memory",
-    "warm_up": "runtime.warm",
 }
 
 

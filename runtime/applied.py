@@ -11,7 +11,6 @@ from torch import nn
 import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
-from runtime.attention.own import Before
 from runtime.attention.state import Layer, Settings, layer_of, settings_of
 from runtime.fingerprint import check
 from runtime.handle import Handle
@@ -66,7 +65,7 @@ def attach(
     for number, module in modules.items():
         shard = shards[number]
         plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
-        layers[module] = Layer(settings, number, plan, roles.get(number), before=_before(module, dense))
+        layers[module] = Layer(settings, number, plan, roles.get(number))
     return Handle(artifact, model, layers, settings)
 
 
@@ -89,27 +88,17 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
     model, modules = _servable(model)
     dense = _dense_of(model)
     settings = Settings(dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by)
-    layers = {
-        module: Layer(settings, number, None, before=_before(module, dense)) for number, module in modules.items()
-    }
+    layers = {module: Layer(settings, number, None) for number, module in modules.items()}
     return Handle(None, model, layers, settings)
 
 
-def _before(module: nn.Module, dense: str) -> Before | None:
-    """What flash and flex read the attention's name from."""
-    return None if dense in ("sdpa", "eager") else Before.of(module, dense)
-
-
 def _dense_of(model: PreTrainedModel) -> str:
-    """The attention that the model has, by its name: what stays dense keeps it."""
-    from transformers import AttentionInterface
-
-    name = str(text_config(model)._attn_implementation)
-    return name if name == "eager" or (name in AttentionInterface() and "paged" not in name) else "sdpa"
+    """The attention of what stays dense: "eager" where the model uses that, else "sdpa"."""
+    return "eager" if text_config(model)._attn_implementation == "eager" else "sdpa"
 
 
 def _may_be_ours(model: PreTrainedModel, dense: str) -> bool:
-    """Whether our kernels may take the place of that attention: of flash, flex and eager by choice they do not."""
+    """Whether our kernels may take the place of that attention: of eager by choice they do not."""
     # Models that sdpa cannot serve come with eager.
     return dense == "sdpa" or (dense == "eager" and not model._supports_sdpa)
 

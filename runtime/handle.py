@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
@@ -15,7 +14,6 @@ from runtime.attention.state import Layer, Settings, forget, remember
 from runtime.layers import text_config
 from runtime.memory import CacheBytes, cache_bytes
 from runtime.new_cache import make_cache
-from runtime.warm import warm_up
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -87,10 +85,6 @@ class Handle:
     def new_cache(self, *, offload: str = "auto") -> Cache:
         """An empty cache for one generation: see Headwise.new_cache."""
         return make_cache(self._artifact, self._applied_to, offload)
-
-    def warm_up(self, lengths: Sequence[int], *, batch: int = 1) -> dict[int, float]:
-        """See runtime.warm_up; with the caches that new_cache() makes."""
-        return warm_up(self._applied_to, lengths, batch=batch, new_cache=self.new_cache)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""

@@ -16,7 +16,6 @@ from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from kernels.ragged import Ragged
 from runtime.attention.calls import Call
-from runtime.attention.dense_heads import attend_densely_to, by_torch
 from runtime.attention.layout import Launch
 from runtime.attention.masks import starts_of
 from runtime.attention.reasons import Verdict
@@ -63,27 +62,17 @@ def attend_layer(
 
     plan: the layer's, or None for every key. sinks: (H,). verdict: for calls like this one; None where nobody has asked
     and the settings' backend serves. kv_heads: those of the layer's that k and v hold, with the query heads that read
-    them in q; None for all. Heads that see every key go to sdpa where that is the faster.
+    them in q; None for all.
     """
-    settings = layer.settings
     if verdict is None:
         if k.shape[:3] != v.shape[:3]:
             raise ValueError(f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}")
-        verdict = Verdict(settings.backend)
+        verdict = Verdict(layer.settings.backend)
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": verdict.kernel}
     if plan is None:
         return dense_attention(q, k, v, window=window, ragged=ragged, **how)
     some = plan if kv_heads is None else plan.of(kv_heads)
-    dense = () if softcap is not None or sinks is not None else by_torch(settings, some, q, k, v, ragged, verdict)
-    if not dense:
-        return launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)[0]
-    others = [head for head in range(q.shape[1]) if head not in dense]
-    if others:
-        out = launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), heads=others, **how)[0]
-    else:
-        out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
-    attend_densely_to(out, dense, q, k, v, scale=scale, ragged=ragged)
-    return out
+    return launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)[0]
 
 
 def attend_step(call: Call) -> Tensor | None:

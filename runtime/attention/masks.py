@@ -168,7 +168,7 @@ class _Asked:
 
     def _with_spans(self, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Layout | None:
         """Of a whole prompt, some of whose tokens see later ones of their block, but not most of them."""
-        whole = not self.gone and MIN_QUERIES <= self.q_len == self.k_len and self.settings.dense in ("sdpa", "eager")
+        whole = not self.gone and MIN_QUERIES <= self.q_len == self.k_len
         spans = self.rule.spans(ranges) if whole else None
         if spans is None:
             return None
@@ -223,16 +223,12 @@ class _Asked:
         return None if any(len(row) > 1 for row in rows) else tuple(row[0] if row else (0, 0) for row in rows)
 
     def _prefill(self, layout: Layout) -> PrefillMask:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
         # The counter of a static cache has moved on by the time the mask is read.
         given, dense, eager = self.given | {"q_offset": self.start}, self.dense, self.settings.dense == "eager"
-        # Of what flash and flex attention get, a reader could make nothing.
-        tensor = dense if eager else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
         def make(may_skip: bool, first: int = 0, count: int = layout.q_len) -> Tensor | None:
             some = {"q_offset": given["q_offset"] + first, "q_length": count, "allow_is_causal_skip": False}
-            mask: Tensor | None = dense(**given) if may_skip else tensor(**given | some)
+            mask: Tensor | None = dense(**given) if may_skip else dense(**given | some)
             return mask
 
         return PrefillMask(

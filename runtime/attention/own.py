@@ -6,10 +6,9 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
@@ -20,20 +19,6 @@ from runtime.attention.reasons import Verdict, attempt, verdict_of
 from runtime.attention.state import MIN_QUERIES
 from runtime.dense import faster, right
 from runtime.layers import eager_attention
-
-
-class Before:
-    """An attention module whose configuration names the attention from before: flash functions read that there."""
-
-    def __init__(self, whole: Any, **changes: Any) -> None:
-        self.__dict__.update(changes, _whole=whole)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> Before:
-        return cls(module, config=cls(module.config, _attn_implementation=name))
 
 
 def attend_dense(call: Call, why: str) -> tuple[Tensor, Tensor | None]:
@@ -100,20 +85,15 @@ def _how(call: Call, layout: Layout | None, verdict: Verdict) -> str | None:
     return None
 
 
-def attend_as_before(call: Call, *, by: str | None = None) -> tuple[Tensor, Tensor | None]:
-    """The call as the model would have had it served: (B, Q, H, E), and the weights where they were asked for.
-
-    by: "sdpa" or "eager" whatever the model had.
-    """
+def attend_as_before(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The call by sdpa, or eager where the model used that: (B, Q, H, E), and the weights where they were asked for."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     module, layer, q, k, v, mask = call.module, call.layer, call.query, call.key, call.value, call.mask
     how = {"dropout": call.dropout, "scaling": call.scale, **call.more}
-    name = by or layer.settings.dense
+    name = layer.settings.dense
     plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
     result: tuple[Tensor, Tensor | None]
-    if name not in ("sdpa", "eager"):
-        return ALL_ATTENTION_FUNCTIONS[name](layer.before, q, k, v, plain, **how)
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
     needs_eager = name == "eager" or call.softcap is not None or call.sinks is not None or call.wants_weights
     eager = eager_attention(module) if needs_eager else None
@@ -136,13 +116,7 @@ def attend_alone_as_before(call: Call) -> Tensor:
 
     The call is without a mask, as Call.part gives it.
     """
-    name = call.layer.settings.dense
-    if "flash" in name:
-        # No mask says to flash what is meant here.
-        return attend_as_before(call)[0]
-    masked = replace(call, mask=_causal_mask(call.query, call.key, call.window))
-    # What masks of others, flex's among them, look like nobody knows here.
-    return attend_as_before(masked, by=name if name == "eager" else "sdpa")[0]
+    return attend_as_before(replace(call, mask=_causal_mask(call.query, call.key, call.window)))[0]
 
 
 def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:

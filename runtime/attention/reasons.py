@@ -28,14 +28,12 @@ _Served = TypeVar("_Served")
 class Verdict:
     """The kernel, by its backend's name, that serves calls by patterns, every key or a window; or why none can.
 
-    heads: query and KV heads of the calls. sdpa: whether that is the faster for heads that see every key; None until a
-    layer has such heads.
+    heads: query and KV heads of the calls.
     """
 
     kernel: str
     why: str | None = None
     heads: tuple[int, int] | None = None
-    sdpa: bool | None = None
 
 
 def verdict_of(call: Call) -> Verdict:

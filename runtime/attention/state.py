@@ -8,8 +8,6 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,7 +18,7 @@ from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import Reads, Role
+from runtime.omnikv.roles import Role
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
 MIN_QUERIES = 64
@@ -84,23 +82,6 @@ class Settings:
         self.kernel_from = {"auto": LEAST, "kernel": 0}.get(self.dense_by)
         # Whether our kernel may serve a step of decode on the CPU.
         self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
-        # Whether sdpa may serve single heads. Who names a backend, or what serves densely, gets that.
-        self.heads_by_torch = (self.backend, self.dense_by, self.dense) == ("auto", "auto", "sdpa")
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """What is served while it lasts is in no count. Nobody else may be served meanwhile."""
-        calls, decode = self.calls, self.decode
-        reads = None if decode is None else decode.reads
-        self.calls = Calls()
-        if decode is not None:
-            decode.reads = Reads()
-        try:
-            yield
-        finally:
-            self.calls = calls
-            if decode is not None and reads is not None:
-                decode.reads = reads
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """A call cannot be served sparsely: raise if strict, otherwise say so the first time, whatever the detail."""
@@ -129,8 +110,6 @@ class Layer:
     number: int
     plan: LayerPlan | None
     role: Role | None = None
-    # The module as it was, for attention that reads its own name there; None where sdpa or eager is dense.
-    before: Any = None
     # By which code that was compiled finds the module.
     key: int = field(default_factory=itertools.count().__next__)
 

@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers.masking_utils import flash_attention_mask
 
 import artifacts
 from artifacts import HeadwiseError
@@ -69,6 +70,23 @@ def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, mon
     with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:
         model(prompt)
     assert handle.stats()["sparse"] == 2
+
+
+def test_a_model_with_flash_attention_is_dense_by_sdpa_and_gets_it_back(build, artifact_for, ids):
+    def attention(*_, **__):
+        pytest.fail("flash was asked")
+
+    AttentionInterface.register("flash_for_tests", attention)
+    AttentionMaskInterface.register("flash_for_tests", flash_attention_mask)
+    model, prompt = build(), ids(100, batch=2)
+    real = torch.ones_like(prompt)
+    real[0, :30] = 0
+    expected = model(prompt, attention_mask=real).logits
+    model.config._attn_implementation = "flash_for_tests"
+    with Headwise(artifact_for(model)).apply(model) as handle:
+        assert torch.equal(model(prompt, attention_mask=real).logits, expected)
+        assert handle.stats()["dense"] == {"short": 2}
+    assert implementations(model) == ["flash_for_tests"]
 
 
 def test_transformers_itself_refuses_continuous_batching(build, apply):
