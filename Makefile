@@ -121,7 +121,7 @@ test-vllm: $(VLLM_VENV)/.installed
 
 # One engine, one prompt.
 test-vllm-smoke: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm/test_start.py -k stats_go_to_a_file
+	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm/test_start.py -k stats_are_in_vllms_metrics
 
 # A release that has no build for CPUs: its Python over the operations that the last build for CPUs has compiled. That it was
 # built for CPUs vLLM reads off its version.

@@ -94,6 +94,8 @@ def run(config: Config) -> str:
         )
     if not dense.get("prefills", {}).get(DENSE):
         raise HeadwiseError(f"Headwise's kernel served no prefill of {config.length} tokens over every key: {dense}")
+    if served.get("fallbacks"):
+        raise HeadwiseError(f"patterns left steps to dense attention: {served['fallbacks']}")
     return _told(config, seconds, served)
 
 

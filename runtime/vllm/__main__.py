@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from artifacts import Artifact, HeadwiseError, Streaming, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
-from artifacts.options import add_arguments, config_of
+from artifacts.options import add_arguments, config_of, option
 from runtime.omnikv.roles import roles_of
 from runtime.vllm.decode import reading
 from runtime.vllm.fit import full_layers, grouped, keeps_of, misfits, why_dense
@@ -37,6 +38,15 @@ examples:
 _WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Which point of the artifact's front is meant, see runtime.load."""
+
+    target_speedup: float | None = option("the point of the front: at least so fast", default=None, metavar="X")
+    target_kl: float | None = option("the point of the front: at most so far off", default=None, metavar="X")
+    target_recall: float | None = option("the point of the front: at least so whole", default=None, metavar="X")
+
+
 def parser() -> ArgumentParser:
     """The command line of python -m runtime.vllm."""
     made = ArgumentParser(
@@ -49,7 +59,7 @@ def parser() -> ArgumentParser:
     check.add_argument(
         "--tensor-parallel-size", type=count, default=1, metavar="N", help="over how many processes heads are sharded"
     )
-    add_arguments(check, Options)
+    add_arguments(check, Point)
     return made
 
 
@@ -124,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line, check and print what was found; returns the exit status."""
     given = vars(parser().parse_args(argv))
     file: Path = given["file"]
-    options = config_of(Options, given, artifact=str(file.absolute()))
+    options = Options(artifact=str(file.absolute()), **asdict(config_of(Point, given)))
     outcome = run(file, options, given["model"], given["tensor_parallel_size"])
     sys.stdout.write(outcome.text)
     return int(outcome.status)

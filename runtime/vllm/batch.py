@@ -1,4 +1,4 @@
-"""A step's batch as vLLM makes it, parted into prefills that are served sparsely and the rest.
+"""A step's batch as vLLM makes it, parted into what is served sparsely and what densely.
 
 Shapes: R requests of the step, T tokens of all of them, one after another.
 """
@@ -6,7 +6,7 @@ Shapes: R requests of the step, T tokens of all of them, one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime.attention.state import MIN_QUERIES, enough_queries
 
-# The attribute of a parent's metadata that holds the Batch, where something of a step is served here.
+# The attribute of a parent's metadata that holds the Batch of the layers that are served here.
 KEY = "headwise"
 
 
@@ -105,26 +105,21 @@ def few_of(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
-    """What of a step is served here, in those layers that serve it, and the parent's metadata of all others.
+    """A step of the layers that are served here.
 
     every: all requests of the step. pieces: prompts, or chunks of some, by patterns. chosen: decode by chosen tokens.
-    part: the parent's metadata of some requests.
+    lengths: (R,) int32, the keys of each request, on the device; None where the pieces' own are right. captured: the
+    step is to be replayed for other requests.
     """
 
     every: tuple[Piece, ...] = ()
     pieces: tuple[Piece, ...] = ()
     chosen: tuple[Few, ...] = ()
     block_table: Tensor
-    part: Callable[[Sequence[Piece]], Any] = lambda _: None
+    lengths: Tensor | None = None
+    captured: bool = False
     _left: dict[tuple[int, ...], tuple[Piece, ...]] = field(default_factory=dict)
-    _parts: dict[tuple[Piece, ...], tuple[Any, slice | Tensor]] = field(default_factory=dict)
     _few: dict[tuple[Piece, ...], tuple[Few, ...]] = field(default_factory=dict)
-
-    def parted(self, pieces: tuple[Piece, ...]) -> tuple[Any, slice | Tensor]:
-        """The parent's metadata of these requests and their rows, made once for all layers that leave them to it."""
-        if pieces not in self._parts:
-            self._parts[pieces] = self.part(pieces), moved(rows_of(pieces), self.block_table)
-        return self._parts[pieces]
 
     def left(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
         """The requests beside those that are served and those known to be generated, once for all layers alike."""
@@ -137,7 +132,7 @@ class Batch:
     def few(self, pieces: tuple[Piece, ...]) -> tuple[Few, ...]:
         """These requests, made once for all layers."""
         if pieces not in self._few:
-            self._few[pieces] = few_of(pieces, self.block_table)
+            self._few[pieces] = few_of(pieces, self.block_table, self.lengths, captured=self.captured)
         return self._few[pieces]
 
     def pages(self, piece: Piece, size: int) -> Tensor:
@@ -194,33 +189,6 @@ def special(common: Any) -> bool:
 def is_long(piece: Piece, dense_below: int, dense_tail: int) -> bool:
     """Whether a piece may be served sparsely: as in transformers, by the keys so far, and not where all is the tail."""
     return piece.k_len >= dense_below and enough_queries(piece.q_len, piece.k_len, dense_tail)
-
-
-def part_of(common: Any, pieces: Sequence[Piece]) -> Any:
-    """The CommonAttentionMetadata of these requests alone."""
-    lengths = [piece.q_len for piece in pieces]
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    requests = torch.tensor([piece.request for piece in pieces])
-    there, rows = moved(requests, common.query_start_loc), moved(rows_of(pieces), common.query_start_loc)
-    host, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling
-    return replace(
-        common,
-        query_start_loc=moved(starts, common.query_start_loc),
-        query_start_loc_cpu=starts,
-        seq_lens=common.seq_lens[there],
-        seq_lens_cpu_upper_bound=None if host is None else host[requests],
-        num_reqs=len(pieces),
-        num_actual_tokens=sum(lengths),
-        max_query_len=max(lengths),
-        max_seq_len=common.max_seq_len if host is None else int(host[requests].max()),
-        block_table_tensor=common.block_table_tensor[there],
-        slot_mapping=common.slot_mapping[rows],
-        positions=None if common.positions is None else common.positions[rows],
-        is_prefilling=None if prefilling is None else prefilling[moved(requests, prefilling)],
-        req_idx=None if common.req_idx is None else common.req_idx[requests.numpy()],
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
-    )
 
 
 def rows_of(pieces: Sequence[Piece]) -> slice | Tensor:

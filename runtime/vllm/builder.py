@@ -1,20 +1,18 @@
-"""Mixed into a parent's metadata builder: parts each step's batch into what is served here and the rest."""
+"""Mixed into a parent's metadata builder: parts each step's batch for the layers that are served here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from artifacts import HeadwiseError
+from kernels.decode import MAX_QUERIES
 from runtime.vllm.batch import (
     KEY,
     Batch,
     Piece,
-    part_of,
     parted_at_prompts,
     prefills_of,
     requests_of,
@@ -54,16 +52,17 @@ class SparseBuilder(_Parent):
         every = get_layers_from_vllm_config(vllm_config, Attention)
         at_work.say(list(every.values()))
         here = [at_work.of(every[name]) for name in layer_names if name in every]
-        # Whether a layer of the group keeps its cache as we want it: the parent cannot serve any request of that.
-        self._owned = any(layer.owns for layer in here)
-        # Whether a layer of the group keeps a part of each prompt.
+        # Whether a layer of the group drops tokens, and whether it keeps a part of each prompt.
+        self._keeps = any(layer.keeps is not None for layer in here)
         self._snaps = any(isinstance(layer.keeps, Snap) for layer in here)
+        # Whether the parent could read what the group's layers cache.
+        self._readable = not self._keeps and not any(every[name].impl.ours for name in layer_names if name in every)
         self._told_prompts = at_work.asks_prompts
         if self._told_prompts:
             # vLLM hands builders the lengths of prompts where a model has a window over what it generates (R-SWA). It
             # reads this only when a layer or a builder is made and a step begins: no layer's attention changes.
             vllm_config.model_config.model_arch_config.rswa_window = at_work.longest
-        if any(layer.served for layer in here):
+        if any(layer.owns for layer in here):
             self._served = at_work
             if at_work.counting is None:
                 at_work.counting = self
@@ -72,7 +71,8 @@ class SparseBuilder(_Parent):
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """The parent's, without graphs of what depends on the host: what was chosen for one prompt, and how many keys.
 
-        What decodes by chosen tokens can be replayed where each request has one new token (see Chooser.attend).
+        Decode over every key can be replayed, and what decodes by chosen tokens where each request has one new token
+        (see Chooser.attend).
         """
         from vllm.v1.attention.backend import AttentionCGSupport as Support
 
@@ -80,7 +80,8 @@ class SparseBuilder(_Parent):
         if at_work is None:
             return parents
         chooser, ours = at_work.chooser, Support.UNIFORM_BATCH
-        if at_work.dense or at_work.artifact.kv_cache is not None or not (chooser is None or chooser.captures):
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+        if at_work.artifact.kv_cache is not None or drafts >= MAX_QUERIES or not (chooser is None or chooser.captures):
             ours = Support.NEVER
         elif chooser is not None:
             ours = Support.UNIFORM_SINGLE_TOKEN_DECODE
@@ -108,31 +109,30 @@ class SparseBuilder(_Parent):
         long = tuple(filter(self._served.is_long, prefills))
         chosen, gaining = ((), []) if chooser is None else chooser.groups(every, common, captured=self._captured)
         if self._served.counting is self and not self._captured:
-            # Of the steps before this one: what falls back in it is not known yet.
-            self._served.counters.tell()
             pieces = [(SPARSE, piece.q_len) for piece in long]
             why = DENSE if self._served.dense else "short"
             pieces += [(why, piece.q_len) for piece in set(prefills).difference(long, gaining)]
             self._served.counters.step(pieces, len(gaining))
-        if long or chosen or self._owned:
-            table, part = common.block_table_tensor, partial(self._part, common)
-            setattr(metadata, KEY, Batch(every=every, pieces=long, chosen=chosen, block_table=table, part=part))
+        if every:
+            batch = Batch(
+                every=every,
+                pieces=long,
+                chosen=chosen,
+                block_table=common.block_table_tensor,
+                lengths=None if self._keeps else common.seq_lens,
+                captured=self._captured,
+            )
+            setattr(metadata, KEY, batch)
         return metadata
 
     def _requests(self, common: Any, prompts: Tensor | None) -> tuple[Piece, ...]:
-        """The requests of a step, none where nothing of it can be served here; prompts: the lengths of theirs."""
+        """The requests of a step, none where the parent serves all of it; prompts: the lengths of theirs."""
         assert self._served is not None
         chooser = self._served.chooser
-        if self._owned and special(common):
+        if special(common) and not self._readable:
             raise HeadwiseError("a step is not plainly causal, and vLLM cannot read the cache of a layer served here")
-        if not self._owned and chooser is None and common.max_query_len < 2:
-            return ()
-        every = requests_of(common, lambda q_len: self._owned or (chooser is not None and chooser.takes(q_len)))
+        every = requests_of(common, lambda q_len: self._keeps or (chooser is not None and chooser.takes(q_len)))
         if self._snaps:
             assert prompts is not None
             every = parted_at_prompts(every, prompts.tolist())
         return every
-
-    def _part(self, common: Any, pieces: Sequence[Piece]) -> Any:
-        # A fast build keeps nothing in buffers that the metadata of the whole step is still to be read from.
-        return super().build(0, part_of(common, pieces), fast_build=True)

@@ -1,6 +1,6 @@
-"""Mixed into a parent's implementation: sparse prefill and decode by chosen tokens here, everything else there.
+"""Mixed into a parent's implementation: a layer that an artifact serves is served here, any other by the parent.
 
-On a CPU, a layer that is served at all is served here alone, from pages laid out as our kernels read them best.
+On a CPU its pages are laid out as our kernels read them best; on a GPU they are the parent's.
 
 Shapes: T tokens of a step, H query heads and G KV heads of this process, K key length of a request, D head dim.
 """
@@ -29,7 +29,7 @@ _Parent: Any = object
 
 
 class SparseImpl(_Parent):
-    """AttentionImpl of a parent, which it calls for all that is not sparse."""
+    """AttentionImpl of a parent, which it calls for layers that are not served here."""
 
     # Whether a layer that is served here keeps its cache as our kernels want it, which the parent cannot read.
     ours: bool
@@ -75,7 +75,7 @@ class SparseImpl(_Parent):
         if attn_metadata is None:
             self._rehearse(at, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
-        if batch is None or not (at.owns or (at.plan and batch.pieces) or (at.role and batch.chosen)):
+        if batch is None or not at.owns:
             return super().forward(*arguments, **more)
         if any(x is not None for x in (*scales, *more.values())):
             self._served.counters.fell_back("the output is to be quantised")
@@ -83,9 +83,9 @@ class SparseImpl(_Parent):
         pages = Pages.of(layer, kv_cache, self.ours, at.eight_bits)
         # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
         plain = query if query.dtype == output.dtype else query.to(output.dtype) * layer._q_scale_float
-        step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), arguments[:5])
+        step = LayerStep(batch, plain, pages, output, self._how(pages.k_scale), key, value)
         done = self._sparsely(at, step)
-        self._densely(at, step, batch.left(done))
+        step.attend(batch.left(done), at.keeps if isinstance(at.keeps, Streaming) else None)
         if isinstance(at.keeps, Snap):
             at.keeps.keep(step)
         return output
@@ -124,30 +124,16 @@ class SparseImpl(_Parent):
         q, out, pages = step.of(piece)
         table: Tensor | None = pages
         (k, v, _, v_scale), how = step.pages, step.how
-        _, _, key, value, _ = step.given
-        if piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None and value is not None:
+        whole = piece.q_len == piece.k_len and self.kv_sharing_target_layer_name is None
+        if whole and step.key is not None and step.value is not None:
             # No other keys than those of this step, which are there as they were before they were stored.
-            k, v = (x[piece.rows].transpose(0, 1)[None] for x in (key, value))
+            k, v = (x[piece.rows].transpose(0, 1)[None] for x in (step.key, step.value))
             table, v_scale, how = None, 1.0, self._how()
         index = plan.build(q, k, scale=how["scale"], block_table=table, k_len=piece.k_len)
         sparse_attention(q, k, v, index, block_table=table, out=out, **how)
         if v_scale != 1:
             out.mul_(v_scale)
         return index
-
-    def _densely(self, at: ServedLayer, step: LayerStep, pieces: tuple[Piece, ...]) -> Tensor:
-        """Write the dense attention of these requests, here or by the parent; the step's output."""
-        if at.owns:
-            step.attend(pieces, at.keeps if isinstance(at.keeps, Streaming) else None)
-        elif pieces:
-            metadata, rows = step.batch.parted(pieces)
-            layer, *given, cache = step.given
-            q, k, v = (None if x is None else x[rows] for x in given)
-            out = step.output[rows]
-            super().forward(layer, q, k, v, cache, metadata, out)
-            if isinstance(rows, Tensor):
-                step.output[rows] = out
-        return step.output
 
     def _rehearse(self, at: ServedLayer, query: Tensor) -> None:
         """In vLLM's profiling run, take what a step of this layer takes beside its output: vLLM leaves room for it.

@@ -24,9 +24,10 @@ class ServedLayer:
     """What is served of one attention layer of vLLM in this process.
 
     number: by vLLM's name for it, None where the name has none or several. why_dense: why no prefill of it is sparse.
-    plan: that of its heads, where it has patterns. role: what it does by the decode section,
-    None where that is nothing. keeps: the tokens that it keeps by the kv_cache section, None for all. owns: all of its
-    requests are served here alone. eight_bits: what its cache of 8 bits holds, which vLLM hands out as bytes.
+    plan: that of its heads, where it has patterns. role: what it does by the decode section, None where that is
+    nothing. keeps: the tokens that it keeps by the kv_cache section, None for all. owns: whether all of its requests
+    are served here; those of any other layer are vLLM's. eight_bits: what its cache of 8 bits holds, which vLLM hands
+    out as bytes.
     """
 
     number: int | None
@@ -36,11 +37,6 @@ class ServedLayer:
     keeps: Streaming | Snap | None = None
     owns: bool = False
     eight_bits: torch.dtype | None = None
-
-    @property
-    def served(self) -> bool:
-        """Whether anything of it is."""
-        return self.owns or self.plan is not None or self.role is not None
 
 
 def number_of(layer_name: str) -> int | None:

@@ -3,49 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
 from typing import Any
+
+from pydantic import ValidationError
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
-from artifacts.options import option
+from artifacts.fields import Record, Text
+from artifacts.validation import explain
 from runtime import Headwise, load
 
 KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
 HASH_KEY = "headwise_content_sha256"
 
-# What JSON has for the types of the fields below, and in words.
-_FITS = {
-    "str": (lambda entry: isinstance(entry, str) and entry != "", "a text"),
-    "float": (lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool), "a number"),
-    "bool": (lambda entry: isinstance(entry, bool), "true or false"),
-}
 
-
-def _target(what: str) -> Any:
-    return option(f"the point of the front: {what}", default=None, metavar="X")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Record):
     """{"headwise": "cfg.yaml"} is short for {"headwise": {"artifact": "cfg.yaml"}}.
 
     content_sha256: the artifact has to have this hash: every process of a cluster then serves the same one.
     verify: a public key; the artifact has to be signed by its holder.
     target_speedup, target_kl, target_recall: which point of the artifact's front, see runtime.load.
-    stats: a folder where each process keeps what it served, as headwise-<rank>.json.
     dense: no patterns and no other section of the artifact: Headwise's kernel over every key, in every layer that can
         be served; what a speed-up is to be compared with, beside vLLM's own attention.
     """
 
-    artifact: str
-    content_sha256: str | None = None
-    verify: str | None = None
-    target_speedup: float | None = _target("at least so fast")
-    target_kl: float | None = _target("at most so far off")
-    target_recall: float | None = _target("at least so whole")
-    stats: str | None = None
+    artifact: Text
+    content_sha256: Text | None = None
+    verify: Text | None = None
+    target_speedup: float | None = None
+    target_kl: float | None = None
+    target_recall: float | None = None
     dense: bool = False
 
     @property
@@ -83,16 +71,10 @@ def options_of(additional_config: Any) -> Options | None:
     where = f'"{KEY}" in --additional-config'
     if not isinstance(given, dict):
         raise HeadwiseError(f"{where} must be a path or an object, got {shorten(value)}")
-    kinds = {field.name: str(field.type).partition(" ")[0] for field in fields(Options)}
-    for name, entry in given.items():
-        if name not in kinds:
-            raise HeadwiseError(f"{where} has no field {shorten(name)}; it has: {', '.join(kinds)}")
-        fits, words = _FITS[kinds[name]]
-        if not fits(entry):
-            raise HeadwiseError(f"{where}: {name} must be {words}, got {shorten(entry)}")
-    if "artifact" not in given:
-        raise HeadwiseError(f"{where} needs a field 'artifact'")
-    return Options(**given)
+    try:
+        return Options.model_validate(given)
+    except ValidationError as error:
+        raise HeadwiseError(f"{where}: {explain(error)}") from None
 
 
 def count(text: str) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
-from pathlib import Path
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Streaming
@@ -12,7 +10,7 @@ from runtime.allocator import keep_freed_memory
 from runtime.omnikv.decode import OmniKV
 from runtime.plans import layer_plans, part_of
 from runtime.vllm.batch import Piece, is_long
-from runtime.vllm.counters import DENSE, SPARSE, Counters, log
+from runtime.vllm.counters import DENSE, SPARSE, Counters, log, metrics
 from runtime.vllm.decode import Chooser
 from runtime.vllm.fit import engine_misfits, full_layers, grouped, keeps_of, why_dense
 from runtime.vllm.layers import ServedLayer, eight_bits, number_of, why_unserved
@@ -44,8 +42,8 @@ class Served:
             raise HeadwiseError(reason)
         # Not into the dict itself: that may be the caller's.
         config.additional_config = {**config.additional_config, HASH_KEY: self.artifact.content_sha256}
-        model, parallel = config.model_config, config.parallel_config
-        self._size = int(parallel.tensor_parallel_size)
+        model = config.model_config
+        self._size = int(config.parallel_config.tensor_parallel_size)
         self._both_ways = bool(getattr(model, "is_mm_prefix_lm", False))
         # Tokens of the longest sequence that the engine takes.
         self.longest = int(model.max_model_len)
@@ -57,10 +55,7 @@ class Served:
         # Which layers are sparse here, and which are dense by which reason, once that was said.
         self._layers: dict[str, str] | None = None
         self._requests = int(config.scheduler_config.max_num_seqs)
-        # Ranks are counted anew in each replica.
-        process = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-        self.counters = Counters(None if options.stats is None else Path(options.stats) / f"headwise-{process}.json")
-        atexit.register(self.counters.write)
+        self.counters = Counters(metrics())
         self.chooser = self._chooser(config)
         # One of the builders counts the pieces that they all see.
         self.counting: Any = None
@@ -152,14 +147,13 @@ class Served:
             first, heads = _rank() * layer.impl.num_heads, layer.impl.num_heads
             plan = part_of(self._plans.get(number), slice(first, first + heads), layer.impl.num_kv_heads)
         role = None if self.chooser is None else self.chooser.role(number)
-        ours = layer.impl.ours and (plan is not None or role is not None)
         return ServedLayer(
             number=number,
             why_dense=why,
             plan=plan,
             role=role,
             keeps=keeps,
-            owns=bool(ours or self.dense or keeps is not None),
+            owns=bool(self.dense or plan is not None or role is not None or keeps is not None),
             eight_bits=eight_bits(layer),
         )
 

@@ -27,7 +27,7 @@ class LayerStep(NamedTuple):
 
     query: (T, H, D) in the model's dtype. pages: keys and values, with those of the step. output: (T, H, D).
     how: scale, softcap and sinks, as kernels.attention.sparse_attention has them; the scale counts in the pages' own.
-    given: the layer, its query, key, value and cache as vLLM has them.
+    key, value: (T, G, D) of the step's tokens as they were before they were stored; None where vLLM hands on none.
     """
 
     batch: Batch
@@ -35,7 +35,8 @@ class LayerStep(NamedTuple):
     pages: Pages
     output: Tensor
     how: dict[str, Any]
-    given: tuple[Any, ...] = ()
+    key: Tensor | None = None
+    value: Tensor | None = None
 
     def of(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         """A request's queries and their output (1, H, Q, D), and its pages (1, N)."""

@@ -161,7 +161,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     omni = OmniKV(section, range(4), backend="auto")
     served = engine.served
     served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
-    engine.layer["plan"], served.counters.tell = None, lambda: None
+    engine.layer["plan"] = None
     return section
 
 
@@ -198,6 +198,21 @@ def test_a_captured_step_is_replayed_for_any_requests(
     assert engine.served.chooser.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
 
 
+def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine: Any) -> None:
+    buffers, tape = Buffers(engine), Tape()
+    buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
+    common = buffers.common()
+    metadata = engine.builder.build_for_cudagraph_capture(common)
+    with unread(common.query_start_loc_cpu), tape:
+        buffers.forward(metadata)
+    every = artifacts.OmniKV(**SECTION, window=1, budget=LONGEST)
+    for lengths in STEPS:
+        buffers.fill(lengths)
+        buffers.output.fill_(float("nan"))
+        tape.replay()
+        assert buffers.check(every, lengths) == 0
+
+
 def test_steps_have_the_same_memory_whoever_is_served(
     engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,14 +243,14 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: 
     buffers.fill([300, 30, 97, 512, 77])
     common = buffers.common()
     assert common.seq_lens_cpu_upper_bound is not None
-    # Where the cache is vLLM's, lengths are known on the device alone; the host has bounds.
+    # Lengths are known on the device alone; the host has bounds.
     common.seq_lens_cpu_upper_bound += 3
     host = [common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound]
-    with unread(*host, *([common.seq_lens] if engine.impl.ours else [])):
+    with unread(*host):
         metadata = engine.builder.build(0, common)
         buffers.forward(metadata)
     buffers.check(section, [300, 30, 97, 512, 77])
-    assert getattr(metadata, KEY).chosen[0].k_len == 512 + (0 if engine.impl.ours else 3)
+    assert getattr(metadata, KEY).chosen[0].k_len == 512 + 3
     budget = 5 if isinstance(section.budget, float) else 4
     assert engine.served.counters.report()["decode"] == {"chosen": budget}
 

@@ -21,7 +21,7 @@ from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from runtime import load
 from runtime.vllm.__main__ import _layers, main
-from runtime.vllm.batch import Batch, Piece, is_long, part_of, prefills_of, requests_of, rows_of
+from runtime.vllm.batch import Batch, Piece, is_long, prefills_of, requests_of, rows_of
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.fit import full_layers, ranges
@@ -50,8 +50,8 @@ LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **SCALES)
         ({"headwise": "a.yaml"}, Options(artifact="a.yaml")),
         ({"headwise": {"artifact": "a.yaml", "dense": True}}, Options(artifact="a.yaml", dense=True)),
         (
-            {"headwise": {"artifact": "a.yaml", "target_kl": 1, "stats": "/s"}},
-            Options(artifact="a.yaml", target_kl=1, stats="/s"),
+            {"headwise": {"artifact": "a.yaml", "target_kl": 1, "verify": "/key"}},
+            Options(artifact="a.yaml", target_kl=1, verify="/key"),
         ),
     ],
 )
@@ -63,11 +63,12 @@ def test_options(given: Any, expected: Options | None) -> None:
     ("given", "told"),
     [
         (3, "must be a path or an object, got 3"),
-        ({}, "needs a field 'artifact'"),
-        ({"artifact": ""}, "artifact must be a text, got ''"),
-        ({"artifact": "a", "target_kl": True}, "target_kl must be a number, got True"),
-        ({"artifact": "a", "dense": "yes"}, "dense must be true or false, got 'yes'"),
-        ({"artifact": "a", "budget": 1}, "has no field 'budget'; it has: artifact, content_sha256, verify"),
+        ({}, "artifact: missing"),
+        ({"artifact": ""}, "artifact: must not be empty, got ''"),
+        ({"artifact": "a", "target_kl": True}, "target_kl: must be a number, got true"),
+        ({"artifact": "a", "target_kl": float("nan")}, "target_kl: must be a finite number, got nan"),
+        ({"artifact": "a", "dense": "yes"}, "dense: must be true or false, got 'yes'"),
+        ({"artifact": "a", "budget": 1}, "budget: unknown field"),
     ],
 )
 def test_options_that_are_wrong(given: Any, told: str) -> None:
@@ -97,8 +98,6 @@ class Common:
     logits_indices_padded: Any = None
     mm_req_doc_ranges: Any = None
     rswa_prefix_lens: Any = None
-    _num_computed_tokens_cache: Any = None
-    _token_to_req_indices_cache: Any = None
 
 
 def step(*requests: tuple[int, int], padded: int = 0) -> Common:
@@ -140,12 +139,8 @@ def test_pieces_and_the_rest() -> None:
     # Shorter ones would be all tail.
     assert [piece.request for piece in pieces if is_long(piece, 128, 100)] == [3]
     left = [piece for piece in requests_of(common) if piece not in long]
-    rest, rows = part_of(common, left), rows_of(left)
+    rows = rows_of(left)
     assert isinstance(rows, Tensor) and rows.tolist() == [0, *range(101, 111), *range(311, 375)]
-    assert rest.query_start_loc_cpu.tolist() == [0, 1, 11, 75] and rest.seq_lens.tolist() == [40, 10, 100]
-    assert (rest.num_reqs, rest.num_actual_tokens, rest.max_query_len) == (3, 75, 64)
-    assert torch.equal(rest.block_table_tensor, common.block_table_tensor[[0, 2, 4]])
-    assert torch.equal(rest.slot_mapping, common.slot_mapping[rows])
 
 
 def test_drafts_that_are_verified_are_no_prefills() -> None:
@@ -227,7 +222,7 @@ class ParentsBuilder:
 
 @pytest.fixture(params=[False, True], ids=["pages of the parent", "pages of ours"])
 def ours(request: pytest.FixtureRequest) -> bool:
-    """Whether the layer is served here alone, as on a CPU."""
+    """Whether its pages are laid out for our kernels, as on a CPU."""
     return bool(request.param)
 
 
@@ -250,7 +245,7 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         _size=1,
     )
     # What is served of every layer, as tests change it; the chooser says what it does in decode.
-    layer: dict[str, Any] = {"plan": LayerPlan(patterns * 2, G), "owns": ours, "eight_bits": stored}
+    layer: dict[str, Any] = {"plan": LayerPlan(patterns * 2, G), "owns": True, "eight_bits": stored}
 
     def of(asked: Any) -> ServedLayer:
         number = number_of(asked.layer_name)
@@ -262,7 +257,7 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
     impl.__dict__.update(_served=served, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
-    builder.__dict__.update(_served=served, _owned=ours, _snaps=False, _told_prompts=False)
+    builder.__dict__.update(_served=served, _keeps=False, _snaps=False, _readable=not ours, _told_prompts=False)
     served.counting = builder
     return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2, layer=layer)
 
@@ -339,7 +334,7 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
     assert report["prefills"].get("sparse", 0) == sparse
     assert report["prefills"].get("short", 0) == sum(q_len > 1 for q_len, _ in requests) - sparse
     assert (report["density"] is None) == (sparse == 0)
-    assert hasattr(metadata, "headwise") == (sparse > 0 or engine.impl.ours)
+    assert hasattr(metadata, "headwise")
 
 
 @pytest.mark.parametrize("stored", EIGHT[:1])
@@ -380,7 +375,7 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
 )
 def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artifacts.Streaming) -> None:
     engine.layer.update(owns=True, keeps=stream, plan=None)
-    engine.builder._owned = True
+    engine.builder._keeps = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
     outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
@@ -464,7 +459,7 @@ def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
     assert found["decode"] == {"chosen": 5}
 
 
-def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any) -> None:
+def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine: Any) -> None:
     from runtime.omnikv.decode import OmniKV
     from runtime.vllm.decode import Chooser
 
@@ -473,7 +468,7 @@ def test_a_filter_layer_that_failed_leaves_the_others_to_the_parent(engine: Any)
     engine.layer["role"] = omni.roles[2]
     (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))
     torch.testing.assert_close(out, by_choice(q, k, v, None), atol=2e-5, rtol=1e-5)
-    assert engine.served.counters.report()["decode"] == {"filter layer 1 has chosen nothing": 1}
+    assert engine.served.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
 
 
 def test_attention_sinks(engine: Any) -> None:
@@ -486,7 +481,7 @@ def test_attention_sinks(engine: Any) -> None:
     torch.testing.assert_close(out.transpose(0, 1)[None], plain * share[..., None], atol=2e-5, rtol=1e-5)
 
 
-def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
+def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
     engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
@@ -500,21 +495,31 @@ def test_a_kernel_that_fails_leaves_the_step_to_the_parent(
     index = LayerPlan([make("dense")] * H, G).build(q, k)
     expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
     torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
-    assert [record.getMessage() for record in caplog.records] == ["a prefill is served densely: out of memory: no room"]
-    # It is counted as what it was.
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["a layer's step is served densely: out of memory: no room"]
     found = engine.served.counters.report()
-    assert found == {"prefills": {"out of memory": 2}, "tokens": {"out of memory": 400}, "density": None}
+    assert found["fallbacks"] == {"out of memory": 2} and found["density"] is None
 
 
-def test_several_layers_that_fall_back_count_once() -> None:
-    counters = Counters()
-    counters.step([("sparse", 100), ("short", 7), ("sparse", 50)])
-    assert counters.report()["prefills"] == {"sparse": 2, "short": 1}
-    counters.fell_back("out of memory")
-    counters.fell_back("another")
-    counters.step([("sparse", 30)])
-    assert counters.report()["prefills"] == {"sparse": 1, "short": 1, "out of memory": 2}
-    assert counters.report()["tokens"] == {"sparse": 30, "short": 7, "out of memory": 150}
+def test_layers_of_vllm_are_the_parents_as_a_whole(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.layer.update(owns=False, plan=None)
+    asked: list[Any] = []
+    monkeypatch.setattr(Parent, "forward", lambda self, *given: (asked.append(given), given[-1].fill_(1))[1])
+    metadata, output = engine.builder.build(0, step((1, 40), (130, 300))), torch.zeros(131, H, D)
+    query = torch.randn(131, H, D)
+    engine.impl.forward(LAYER, query, None, None, torch.empty(0), metadata, output)
+    ((layer, given, *_),) = asked
+    assert layer is LAYER and given is query and output.min() == 1
+
+
+def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine: Any) -> None:
+    common = step((200, 200))
+    common.causal = False
+    if engine.impl.ours:
+        with pytest.raises(artifacts.HeadwiseError, match="a step is not plainly causal"):
+            engine.builder.build(0, common)
+    else:
+        assert not hasattr(engine.builder.build(0, common), "headwise")
 
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_sparse", "memory_units"])
@@ -578,31 +583,32 @@ def test_names_of_layers() -> None:
     assert ranges([]) == "none" and ranges([5, 0, 1, 2, 7, 8]) == "0-2, 5, 7-8"
 
 
-def test_counters_keep_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "headwise-0.json"
-    counters = Counters(file)
-    assert json.loads(file.read_text()) == {"prefills": {}, "tokens": {}, "density": None}
-    counters.step([("sparse", 100)])
-    counters.step([("sparse", 50), ("short", 7)])
-    counters.write()
-    found = json.loads(file.read_text())
-    assert found == {"prefills": {"sparse": 2, "short": 1}, "tokens": {"sparse": 150, "short": 7}, "density": None}
-    assert [path.name for path in file.parent.iterdir()] == ["headwise-0.json"]
+def test_counters_count_up_metrics() -> None:
+    counted: dict[tuple[str, str], int] = {}
 
+    def metric(section: str) -> Any:
+        def labels(how: str) -> Any:
+            def inc(count: int) -> None:
+                counted[section, how] = counted.get((section, how), 0) + count
 
-def test_counters_say_a_line_of_decode_too() -> None:
-    counters = Counters()
-    counters.step([("sparse", 100)], chosen=2)
-    assert counters.line() is None
-    counters._logged -= 60
-    assert counters.line() == "prefills so far: 1 sparse; decode: 2 chosen"
-    # Nothing is new, then decode alone is.
-    counters._logged -= 60
-    assert counters.line() is None
+            return SimpleNamespace(inc=inc)
+
+        return SimpleNamespace(labels=labels)
+
+    sections = ("prefills", "tokens", "decode", "fallbacks")
+    counters = Counters({section: metric(section) for section in sections})
     counters.read = lambda: 47.6
-    counters.step([], chosen=3)
-    assert counters.line() == "prefills so far: 1 sparse; decode: 5 chosen, 48 tokens read each"
-    assert counters.report()["tokens_read"] == 47.6
+    counters.step([("sparse", 100), ("short", 7)])
+    counters.step([("sparse", 50)], chosen=2)
+    counters.fell_back("out of memory", "no room")
+    expected = {
+        "prefills": {"sparse": 2, "short": 1},
+        "tokens": {"sparse": 150, "short": 7},
+        "decode": {"chosen": 2},
+        "fallbacks": {"out of memory": 1},
+    }
+    assert counters.report() == {"density": None, "tokens_read": 47.6, **expected}
+    assert counted == {(section, how): count for section in sections for how, count in expected[section].items()}
 
 
 @pytest.fixture

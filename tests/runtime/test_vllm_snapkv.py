@@ -125,7 +125,7 @@ def test_what_is_kept_and_what_is_generated(
 ) -> None:
     snap = Snap(policies, 8)
     engine.layer.update(owns=True, keeps=snap, plan=None)
-    engine.builder.__dict__.update(_owned=True, _snaps=True, _told_prompts=True)
+    engine.builder.__dict__.update(_keeps=True, _snaps=True, _told_prompts=True)
     prompts = [200] if len(cuts) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
     pages = torch.randperm(width * len(cuts)).to(torch.int32).view(len(cuts), width)

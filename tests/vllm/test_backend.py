@@ -90,7 +90,9 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: py
         ("ALWAYS", {"chooser": CHOOSES | {"group": object()}}, "NEVER"),
         ("ALWAYS", {"chooser": CHOOSES, "kv_cache": object()}, "NEVER"),
         ("ALWAYS", {"kv_cache": object()}, "NEVER"),
-        ("ALWAYS", {"dense": True}, "NEVER"),
+        ("ALWAYS", {"dense": True}, "UNIFORM_BATCH"),
+        ("ALWAYS", {"drafts": 15}, "UNIFORM_BATCH"),
+        ("ALWAYS", {"drafts": 16}, "NEVER"),
     ],
 )
 def test_graphs_are_of_what_can_be_replayed(
@@ -106,10 +108,12 @@ def test_graphs_are_of_what_can_be_replayed(
     class Builder(SparseBuilder, Parent):  # type: ignore[misc]
         pass
 
-    has = {"chooser": None, "kv_cache": None, "dense": False, **(artifact or {})}
+    has = {"chooser": None, "kv_cache": None, "dense": False, "drafts": None, **(artifact or {})}
     at_work: Any = object.__new__(Served)
     chooser = None if has["chooser"] is None else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
     kept = SimpleNamespace(kv_cache=has["kv_cache"])
     at_work.__dict__.update(chooser=chooser, dense=has["dense"], artifact=kept)
     monkeypatch.setattr("runtime.vllm.builder.served", lambda _: None if artifact is None else at_work)
-    assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport[ours]
+    drafts = None if has["drafts"] is None else SimpleNamespace(num_speculative_tokens=has["drafts"])
+    config = SimpleNamespace(speculative_config=drafts)
+    assert Builder.get_cudagraph_support(config, None) == AttentionCGSupport[ours]

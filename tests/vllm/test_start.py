@@ -50,12 +50,17 @@ def test_with_an_artifact(model: str, artifact: Any, caplog: pytest.LogCaptureFi
     }
 
 
-def test_stats_go_to_a_file(model: str, artifact: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "stats"
-    with engine(model, additional_config={"headwise": {"artifact": artifact(), "stats": str(folder)}}) as served:
+def test_stats_are_in_vllms_metrics(model: str, artifact: Any) -> None:
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    def metric(name: str) -> float:
+        return get_prometheus_registry().get_sample_value(f"headwise:{name}_total", {"served": "sparse"}) or 0
+
+    before = metric("prefills"), metric("prefill_tokens")
+    with engine(model, artifact()) as served:
         served.tokens([prompt(300)])
         assert stats()["prefills"] == {"sparse": 1}
-    assert [path.name for path in folder.iterdir()] == ["headwise-0.json"]
+        assert (metric("prefills"), metric("prefill_tokens")) == (before[0] + 1, before[1] + 300)
 
 
 def refused(model: str, given: Any, **settings: Any) -> str:
@@ -71,7 +76,7 @@ def test_an_artifact_that_does_not_fit_ends_the_start(model: str, artifact: Any,
     path = artifact()
     assert "no such file" in refused(model, str(tmp_path / "none.yaml"))
     assert "has the content hash" in refused(model, {"artifact": path, "content_sha256": "0" * 64})
-    assert "has no field 'budget'" in refused(model, {"artifact": path, "budget": 1})
+    assert "budget: unknown field" in refused(model, {"artifact": path, "budget": 1})
     loaded = artifacts.load(path)
     other = loaded.model_copy(update={"model": loaded.model.model_copy(update={"head_dim": 128})})
     artifacts.save(other, tmp_path / "other.yaml")
