@@ -51,7 +51,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "serve": {
         "check": ("runtime.vllm", "whether vLLM would serve an artifact, and if not, why not"),
-        "ttft": ("profiling.first_token", "time to the first token inside vLLM, with and without it"),
     },
     "this machine": {
         "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),

@@ -21,8 +21,8 @@ BELOW: dict[str, set[str]] = {
 }
 # Needed by some calls only: a serving process imports runtime without them.
 HEAVY = {"optuna", "matplotlib", "transformers", "triton", "vllm"}
-# What knows of vLLM: the plugin, and the command that measures it.
-ENGINE_ROOM = ("runtime/vllm/", "profiling/first_token.py")
+# What knows of vLLM: the plugin.
+ENGINE_ROOM = "runtime/vllm/"
 LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
 HEAVY_ROOMS = {
@@ -74,7 +74,7 @@ def wrong(package: str, path: str, source: str) -> list[str]:
         if top == "kernels" and not _is_room_of_kernels(module):
             found.append(f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like kernels.index")
         if top == "vllm" and not path.startswith(ENGINE_ROOM):
-            found.append(f"{path}:{line}: only {' and '.join(ENGINE_ROOM)} may import {module}")
+            found.append(f"{path}:{line}: only {ENGINE_ROOM} may import {module}")
         if top in HEAVY - HEAVY_ROOMS.get(path, set()) and now and package in LIGHT_PACKAGES:
             found.append(f"{path}:{line}: import {top} where it is used, not at the top of {package}")
     return found

@@ -1,24 +1,29 @@
-"""python -m profiling.first_token on a tiny model: what it prints, never how fast that was."""
+"""benchmarks/vllm_ttft.py on a tiny model: what it prints, never how fast that was."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-import pytest
-
 import artifacts
-from profiling.first_token import main
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/vllm_ttft.py"
 
 _ENGINE = json.dumps({"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True})
 
 WAYS = ["vLLM's own attention", "dense by Headwise's kernel", "Headwise"]
 
 
-def test_all_three_ways_are_told(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+
+
+def test_all_three_ways_are_told(model: str, artifact: Any) -> None:
     command = [artifact(), "--model", model, "--length", "400", "--repeats", "2", "--engine", _ENGINE]
-    assert main(command) == 0
-    *rows, ratio, record = capsys.readouterr().out.splitlines()[-5:]
+    *rows, ratio, record = run(*command).stdout.splitlines()[-5:]
     assert [row.partition("  ")[0] for row in rows] == WAYS
     assert ratio.startswith("400 tokens: ") and "density of the sparse layers 0." in ratio
     assert "as fast as the better dense" in ratio and "as fast as vLLM's own attention" in ratio
@@ -31,12 +36,11 @@ def test_all_three_ways_are_told(model: str, artifact: Any, capsys: pytest.Captu
     assert found["served"]["prefills"] == {"sparse": 3}
 
 
-def test_later_tokens(model: str, artifact: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_tokens(model: str, artifact: Any) -> None:
     section = artifacts.OmniKV(filter_layers=(1,), dense_layers=(0,), selector="last", window=1, budget=48)
     path = artifact((None,) * 3, decode=artifacts.Decode(omnikv=section))
     how = ["--model", model, "--length", "200", "--tokens", "5", "--repeats", "1", "--engine", _ENGINE]
-    assert main([path, *how]) == 0
-    *rows, ratio, record = capsys.readouterr().out.splitlines()[-5:]
+    *rows, ratio, record = run(path, *how).stdout.splitlines()[-5:]
     assert [row.partition("  ")[0] for row in rows] == WAYS and "s a later token" in rows[-1]
     assert ratio.startswith("200 tokens: ")
     found = json.loads(record)
@@ -45,5 +49,5 @@ def test_later_tokens(model: str, artifact: Any, capsys: pytest.CaptureFixture[s
 
 def test_no_speed_where_nothing_was_sparse(model: str, artifact: Any) -> None:
     command = [artifact(), "--model", model, "--length", "100", "--repeats", "1", "--engine", _ENGINE]
-    with pytest.raises(artifacts.HeadwiseError, match="no prefill of 100 tokens was sparse"):
-        main(command)
+    done = run(*command)
+    assert done.returncode == 2 and "error: no prefill of 100 tokens was sparse" in done.stderr

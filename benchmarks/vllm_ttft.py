@@ -1,4 +1,6 @@
-"""python -m profiling.first_token: time to the first token in vLLM and to each later one, with an artifact and without.
+"""Time to the first token in vLLM and to each later one, with an artifact and without.
+
+    python benchmarks/vllm_ttft.py cfg.yaml --model MODEL --length 8191
 
 Three engines are asked for tokens after the same random prompts: vLLM's own attention, Headwise's kernel over every
 key, and the artifact; docs/vllm.md has figures.
@@ -14,7 +16,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -22,11 +24,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts import HeadwiseError
+from artifacts.command_line import run_command
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, of_rounds
-from runtime.vllm.counters import CHOSEN, DENSE, SPARSE
-from runtime.vllm.options import KEY, count
 
 ARTIFACT = "artifact"
 _LABELS = {MODEL: "vLLM's own attention", KERNEL: "dense by Headwise's kernel", ARTIFACT: "Headwise"}
@@ -38,31 +38,25 @@ class Config:
 
     file: Path
     model: str
-    # The token that is generated takes the last of 8,192 positions.
-    length: int = 8191
-    tokens: int = 1
-    repeats: int = 5
-    seed: int = 0
-    engine: dict[str, Any] = field(default_factory=dict)
+    length: int
+    tokens: int
+    repeats: int
+    seed: int
+    engine: dict[str, Any]
 
 
-def parser() -> ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """The command line, by the names of Config."""
-    made = ArgumentParser(prog="python -m profiling.first_token", description=__doc__)
-    arguments.add_artifact(made, dest="file")
-    arguments.add_model(made, "the model as vLLM is given it: a folder or a name")
-    arguments.add_length(made, "tokens of a prompt (default %(default)s)", default=Config.length)
-    made.add_argument("--tokens", type=count, default=1, metavar="N", help="tokens to generate (default 1)")
-    made.add_argument("--repeats", type=count, default=5, metavar="N", help="prompts for each engine (default 5)")
-    arguments.add_seed(made, help="of the prompts, which are random tokens (default 0)")
-    made.add_argument(
-        "--engine",
-        type=_settings,
-        default={},
-        metavar="JSON",
-        help="""settings of all engines: '{"dtype": "float32"}'""",
-    )
-    return made
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("file", type=Path, metavar="ARTIFACT", help="artifact, such as cfg.yaml")
+    p.add_argument("--model", required=True, help="the model as vLLM is given it: a folder or a name")
+    # The token that is generated takes the last of 8,192 positions.
+    p.add_argument("--length", type=int, default=8191, help="tokens of a prompt (default 8191)")
+    p.add_argument("--tokens", type=int, default=1, help="tokens to generate (default 1)")
+    p.add_argument("--repeats", type=int, default=5, help="prompts for each engine (default 5)")
+    p.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)")
+    p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="settings of all engines")
+    return p
 
 
 def run(config: Config) -> str:
@@ -87,12 +81,12 @@ def run(config: Config) -> str:
                 # The first prompt warms all of them up.
                 seconds[way] += [taken] if turn else []
         dense, served = engines[KERNEL].ask(None), engines[ARTIFACT].ask(None)
-    if not (served.get("prefills", {}).get(SPARSE) or served.get("decode", {}).get(CHOSEN)):
+    if not (served.get("prefills", {}).get("sparse") or served.get("decode", {}).get("chosen")):
         raise HeadwiseError(
             f"no prefill of {config.length} tokens was sparse, and no token was decoded by chosen ones: "
             f"{served or 'no artifact was at work'}"
         )
-    if not dense.get("prefills", {}).get(DENSE):
+    if not dense.get("prefills", {}).get("dense by kernel"):
         raise HeadwiseError(f"Headwise's kernel served no prefill of {config.length} tokens over every key: {dense}")
     if served.get("fallbacks"):
         raise HeadwiseError(f"patterns left steps to dense attention: {served['fallbacks']}")
@@ -193,7 +187,7 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
     settings["gpu_memory_utilization"] = 0.25
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
     if given is not None:
-        settings["additional_config"] = settings.get("additional_config", {}) | {KEY: given}
+        settings["additional_config"] = settings.get("additional_config", {}) | {"headwise": given}
     asked = SamplingParams(temperature=0, max_tokens=config.tokens, ignore_eos=True, detokenize=False)
     try:
         llm = LLM(model=config.model, **settings)
@@ -220,21 +214,11 @@ def _timed(engine: Any, prompt: list[int], asked: Any) -> list[float]:
     return [first - start, *([(last - first) / (len(marks) - 1)] if len(marks) > 1 else [])]
 
 
-def _settings(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return given
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: a table, and one line of JSON."""
-    sys.stdout.write(run(Config(**vars(parser().parse_args(argv)))))
+def main() -> int:
+    """A table, and one line of JSON."""
+    sys.stdout.write(run(Config(**vars(parser().parse_args()))))
     return 0
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda _: main())
