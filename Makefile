@@ -72,7 +72,7 @@ $(LM_EVAL_VENV)/.installed: pyproject.toml constraints.txt
 		--editable '.[search,lm-eval]' pytest
 	@touch $@
 
-# kvpress with the transformers that it needs, for `headwise peers`: an environment of its own, without Headwise.
+# kvpress with the transformers that it needs, for benchmarks/kvpress.py: an environment of its own, without Headwise.
 kvpress: $(KVPRESS_VENV)/.installed
 
 $(KVPRESS_VENV)/.installed:

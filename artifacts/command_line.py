@@ -35,8 +35,6 @@ leave_at_once = False
 EXTRAS = {
     "lm_eval": "lm-eval",
     "matplotlib": "search",
-    "openvino": "rivals",
-    "openvino_genai": "rivals",
     "optuna": "search",
 }
 

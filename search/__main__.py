@@ -26,8 +26,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "evaluate": ("profiling.evaluate", "artifacts and methods side by side: tasks, perplexity, speed, as one page"),
         "lm-eval": ("profiling.lm_eval", "lm-evaluation-harness, with an artifact in its model"),
         "decode": ("profiling.decode", "decode: time a token, perplexity, answers, bytes of the cache"),
-        "rivals": ("profiling.rivals", "an artifact beside OpenVINO GenAI, dense and with XAttention"),
-        "peers": ("profiling.peers", "caches beside kvpress's presses, on the same prompts"),
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
         "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),

@@ -1,1 +1,1 @@
-"""Loads models: from the hub's cache, folders, GGUF files and packages; exports them for OpenVINO."""
+"""Loads models: from the hub's cache, folders, GGUF files and packages."""

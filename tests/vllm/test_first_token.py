@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import artifacts
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/vllm_ttft.py"
+ROOT = Path(__file__).parents[2]
 
 _ENGINE = json.dumps({"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True})
 
@@ -18,7 +19,8 @@ WAYS = ["vLLM's own attention", "dense by Headwise's kernel", "Headwise"]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True)
+    command = [sys.executable, str(ROOT / "benchmarks/vllm_ttft.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_all_three_ways_are_told(model: str, artifact: Any) -> None:
