@@ -1,29 +1,90 @@
-"""The page of an evaluation: one HTML file with its charts and style in it, that needs no network and no script."""
+"""The page of an evaluation: one HTML file that needs no network and no script; evaluation.json has every figure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from artifacts.files import atomic_write
-from profiling.evaluation.fronts import section
 from profiling.evaluation.measure import OUTPUT
+from profiling.evaluation.method_table import says
 from profiling.evaluation.record import (
     as_json,
     crossover_sentence,
     figure,
     methods_at,
     nearness,
+    number,
     speedup_of,
     summary_tasks,
     told_seen,
 )
-from profiling.evaluation.rows import ALL, BASELINE, MEASURES, PERPLEXITY, SCORE
-from profiling.pictures.charts import Bar, Series, heatmap, intervals, legend, lines
-from profiling.pictures.page_parts import STYLE, number, plain, size, table
-from profiling.speed.baselines import COLUMNS, cells, sentence
+from profiling.evaluation.rows import ALL, BASELINE, CHOICE, PERPLEXITY, SCORE
+from profiling.prompts.prompt import KINDS, parse_name
+from profiling.speed.baselines import COLUMNS, HEADWISE, cells, sentence
+
+_TEMPLATE = Template("""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --muted: #5b6570; --rule: #d8dde3;
+  --band: #dce6f2; --dot: #0072b2; --good: #00714f; --bad: #b3400a }
+@media (prefers-color-scheme: dark) { :root { --paper: #15181c; --ink: #e7eaee; --muted: #9aa5b1;
+  --rule: #343b44; --band: #26384d; --dot: #5ab4ef; --good: #4cc79f; --bad: #ff9d66 } }
+body { margin: 0 auto; padding: 1rem clamp(.8rem, 4vw, 3rem) 3rem; max-width: 70rem;
+  background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.5rem; line-height: 1.2 }
+h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem }
+p, ul, dl { max-width: 46rem; overflow-wrap: anywhere }
+dt { font-weight: 600 }
+dd { margin: 0 0 .5rem }
+small, caption, .muted { color: var(--muted) }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
+caption { text-align: left; padding-bottom: .3rem }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap }
+thead th { white-space: normal; vertical-align: bottom }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper) }
+td small { display: block }
+.better { color: var(--good) }
+.worse { color: var(--bad) }
+.row { display: grid; grid-template-columns: 12rem 1fr 4rem; gap: .1rem .6rem; align-items: center;
+  max-width: 46rem; font-size: .875rem }
+.track { position: relative; height: 1.3rem }
+.track * { position: absolute }
+.track .band { top: 0; bottom: 0; background: var(--band) }
+.track .bar { top: .55rem; height: .2rem; background: var(--muted) }
+.track .dot { top: .35rem; width: .6rem; height: .6rem; margin-left: -.3rem; border-radius: 50%;
+  background: var(--dot) }
+@media (max-width: 34rem) {
+  .row { grid-template-columns: 1fr 4rem }
+  .row .name { grid-column: 1 / -1 }
+}
+</style>
+<h1>$title</h1>
+$sentences
+$lengths
+<h2>Names</h2>
+$names
+<h2>Made with</h2>
+$made_with
+</html>
+""")
+_COLUMN_NAMES = {
+    "density": "fraction of the causal area that prefill computes, mean over heads",
+    "kept": "fraction of the prompt's keys and values that decode attends to",
+    "prefill": "seconds to the first token, index builds included",
+    COLUMNS[0]: "times as fast as the faster of both dense attentions, in the same rounds",
+    COLUMNS[1]: "times as fast as the model's own dense attention, in the same rounds",
+    "tokens/s": "decoded tokens a second after a prompt of that length",
+    "cache": "bytes of keys and values after the prompt",
+    "peak": "peak memory of a prefill beside the model",
+}
 
 
 def write_report(out: Path, record: dict[str, Any]) -> None:
@@ -34,324 +95,218 @@ def write_report(out: Path, record: dict[str, Any]) -> None:
 
 def page(record: dict[str, Any]) -> str:
     """The whole page."""
-    model = escape(record["model"]["name"])
-    parts = [
-        f"<h1>{model}: sparse attention beside dense</h1>",
-        _in_short(record),
-        *[_length(record, length) for length in record["settings"]["lengths"]],
-        _nearness(record),
-        section(record),
-        _needle(record),
-        _positions(record),
-        _speed(record),
-        _methods(record),
-        _power(record),
-        _all_figures(record),
-        _made_with(record),
-    ]
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{model}: evaluation</title><style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    return _TEMPLATE.substitute(
+        title=f"{escape(record['model']['name'])}: sparse attention vs dense",
+        sentences="".join(f"<p>{escape(each)}</p>" for each in _sentences(record)),
+        lengths="".join(_length(record, length) for length in record["settings"]["lengths"]),
+        names=_names(record),
+        made_with=_made_with(record),
     )
 
 
-def _in_short(record: dict[str, Any]) -> str:
+def _sentences(record: dict[str, Any]) -> list[str]:
+    """The artifact's quality and speed at the longest length, and the verdicts on the other methods."""
+    length = record["settings"]["lengths"][-1]
+    columns = summary_tasks(record, length)
     said = []
-    for length in record["settings"]["lengths"]:
-        columns = summary_tasks(record, length)
-        for task, measure in [each for each in columns if each[1] in (SCORE, PERPLEXITY)]:
-            pooled = any(each[0] == ALL for each in columns)
-            if measure == SCORE and pooled and task != ALL:
-                continue
-            own, dense = (figure(record, task, length, name, measure) for name in ("headwise", BASELINE))
-            if own and dense:
-                said.append(f"<li>{length:,} tokens: {_sentence(own, dense, task, measure)}</li>")
-        timed = _of(record["prefill"], "headwise", length)
-        if timed:
-            said.append(
-                f"<li>{length:,} tokens: prefill takes {timed['seconds']:.3f} s, {sentence(speedup_of(timed))}; "
-                f"{timed['build'] / timed['seconds']:.0%} of it is spent on indices.</li>"
-            )
-    if record["crossover"]:
-        crossover = crossover_sentence(record)
-        said.append(f"<li>{escape(crossover[0].upper() + crossover[1:])}.</li>")
-    return f"<ul>{''.join(said)}</ul>" if said else ""
-
-
-def _sentence(own: dict[str, Any], dense: dict[str, Any], task: str, measure: str) -> str:
-    none = "too few prompts to tell it from dense" if own.get("few") else "no different from dense beyond chance"
-    verdict = {"": none, "better": "better than dense", "worse": "worse than dense"}
-    if measure == PERPLEXITY:
-        bounds = f"{own['difference_low']:+.1%} to {own['difference_high']:+.1%}"
-        return (
-            f"Headwise's perplexity on {escape(task)} is {own['value']:.2f} against {dense['value']:.2f} "
-            f"({own['difference']:+.1%}, {bounds}): {verdict[own['verdict']]}."
+    if columns:
+        task, measure = columns[0]
+        own = figure(record, task, length, HEADWISE, measure)
+        dense = figure(record, task, length, BASELINE, measure)
+        if own and dense and own["difference"] is not None:
+            said.append(_quality(own, dense, length))
+    timed = _of(record["prefill"], HEADWISE, length)
+    if timed:
+        crossover = f"; {crossover_sentence(record)}" if record["crossover"] else ""
+        share = timed["build"] / timed["seconds"]
+        said.append(
+            f"Prefill of {length:,} tokens takes {timed['seconds']:.3f} s, {sentence(speedup_of(timed))}; "
+            f"{share:.0%} of it builds indices{crossover}."
         )
-    bounds = f"{own['difference_low']:+.3f} to {own['difference_high']:+.3f}"
+    if columns:
+        said += _verdicts(record, *columns[0], length)
+    return said
+
+
+def _quality(own: dict[str, Any], dense: dict[str, Any], length: int) -> str:
+    verdicts = {
+        "better": "better than dense",
+        "worse": "worse than dense",
+        "": "too few prompts to tell it from dense" if own["few"] else "no significant difference",
+    }
+    form = "+.1%" if own["measure"].startswith(PERPLEXITY) else "+.3f"
+    difference, low, high = (format(own[name], form) for name in ("difference", "difference_low", "difference_high"))
     return (
-        f"Headwise scores {own['value']:.3f} on {escape(task)} against {dense['value']:.3f} "
-        f"(difference {own['difference']:+.3f}, {bounds}, {own['count']} prompts): {verdict[own['verdict']]}."
+        f"At {length:,} tokens Headwise's {_named(own['task'], own['measure'])} is {number(own['value'])}, "
+        f"dense attention's {number(dense['value'])} (difference {difference}, {low} to {high}, "
+        f"{own['count']} units): {verdicts[own['verdict']]}."
     )
+
+
+def _verdicts(record: dict[str, Any], task: str, measure: str, length: int) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name in record["settings"]["methods"]:
+        found = figure(record, task, length, name, measure)
+        if found and name not in (BASELINE, HEADWISE) and found["difference"] is not None:
+            verdict = found["verdict"] or ("few" if found["few"] else "alike")
+            groups.setdefault(verdict, []).append(name)
+    words = {
+        "better": "better than dense",
+        "worse": "worse than dense",
+        "alike": "not significantly different",
+        "few": "too few prompts to tell",
+    }
+    parts = [f"{says}: {', '.join(groups[verdict])}" for verdict, says in words.items() if verdict in groups]
+    return [f"Of the other methods, by {_named(task, measure)}: {'; '.join(parts)}."] if parts else []
 
 
 def _length(record: dict[str, Any], length: int) -> str:
+    parts = [f"<h2>{length:,} tokens</h2>", _chart(record, length), _summary(record, length)]
+    head, *rows = nearness(record, length) or [[]]
+    if rows:
+        body = [["<td>" + escape(cell) for cell in row] for row in rows]
+        says = "Agreement with dense attention's predictions, right or wrong, with 95% intervals."
+        parts.append(_table(["method", *head[1:]], body, says))
+    return "".join(parts)
+
+
+def _chart(record: dict[str, Any], length: int) -> str:
+    """A row for each method: its value and 95% interval by the first column of the table; a band for dense's."""
     columns = summary_tasks(record, length)
-    names = record["settings"]["methods"]
-    head = ["method", "density", "kept", *(_column(*each) for each in columns), "prefill", *COLUMNS]
+    if not columns:
+        return ""
+    task, measure = columns[0]
+    found = [figure(record, task, length, name, measure) for name in record["settings"]["methods"]]
+    bars = [each for each in found if each is not None]
+    low, high = 0.0, 1.0
+    if measure not in (SCORE, CHOICE):
+        low = min(each["low"] for each in bars)
+        high = max(each["high"] for each in bars)
+
+    def percent(value: float) -> float:
+        return 100 * (value - low) / (high - low or 1.0)
+
+    def span(kind: str, each: dict[str, Any]) -> str:
+        left = percent(each["low"])
+        return f'<span class={kind} style="left:{left:.1f}%;width:{percent(each["high"]) - left:.1f}%"></span>'
+
+    dense = next((each for each in bars if each["method"] == BASELINE), None)
+    band = span("band", dense) if dense else ""
+    rows = [
+        f"<div class=row><span class=name>{escape(each['method'])}</span><span class=track>{band}{span('bar', each)}"
+        f'<span class=dot style="left:{percent(each["value"]):.1f}%"></span></span>'
+        f"<span class={each['verdict'] or 'value'}>{number(each['value'])}{_mark(each)}</span></div>"
+        for each in bars
+    ]
+    band_says = "; the band is dense attention's" if dense else ""
+    says = f"{escape(_named(task, measure))} with 95% intervals, {number(low)} to {number(high)}{band_says}."
+    return f"<figure style='margin:0'>{''.join(rows)}<figcaption class=muted>{says}</figcaption></figure>"
+
+
+def _summary(record: dict[str, Any], length: int) -> str:
+    """All methods that have any figure, and the columns that have any."""
+    columns = summary_tasks(record, length)
     rows = []
     for made in methods_at(record, length):
         name = made["name"]
+        figures = [_cell(figure(record, task, length, name, measure)) for task, measure in columns]
         timed = _of(record["prefill"], name, length)
-        rows.append(
-            [
-                ("text", escape(name)),
-                ("", number(made["density"])),
-                ("", number(made["kept"])),
-                *(_cell(figure(record, task, length, name, measure)) for task, measure in columns),
-                ("", f"{timed['seconds']:.3f} s" if timed else "-"),
-                *(("", cell) for cell in cells(speedup_of(timed) if timed else None)),
-            ]
-        )
-    summary = table(
-        head,
-        rows,
-        "Beneath each figure: its 95% interval. Coloured and marked: other than dense beyond chance, after Holm's "
-        "correction for all looks of this page; ?: too few prompts for any mark.",
-    )
-    pooled = next((each for each in columns if each[1] == SCORE), None)
-    chart = ""
-    if pooled:
-        found = [figure(record, pooled[0], length, name, SCORE) for name in names]
-        bars = [
-            Bar(name=f["method"], value=f["value"], low=f["low"], high=f["high"], mark=f["verdict"]) for f in found if f
+        decoded = _of(record["decode"], name, length)
+        peak = _of(record["memory"], name, length)
+        measured = [
+            *figures,
+            f"<td>{timed['seconds']:.3f}" if timed else "",
+            *(f"<td>{cell}" if timed else "" for cell in cells(speedup_of(timed) if timed else None)),
+            f"<td>{decoded['tokens_per_second']:.1f}" if decoded else "",
+            f"<td>{_size(decoded['cache_bytes'])}" if decoded else "",
+            f"<td>{_size(peak['bytes'])}" if peak else "",
         ]
-        told = f"Score on {escape(pooled[0])} with 95% intervals; the band is that of {escape(bars[0].name)}."
-        chart = f"<figure>{intervals(bars, title='Scores')}<figcaption>{told}</figcaption></figure>"
-    return f"<h2>{length:,} tokens</h2>{chart}{summary}"
-
-
-def _nearness(record: dict[str, Any]) -> str:
-    told = (
-        "Answers inside a prompt and after it whose every token is dense attention's, whether right or wrong; places "
-        "whose likeliest token is; KL in nats a token; the share of attention's mass that patterns keep. 95% intervals "
-        "over prompts. Dense attention is by Headwise's kernel."
+        if any(measured):
+            sizes = [f"<td>{number(made[key])}" for key in ("density", "kept")]
+            rows.append([f"<td>{escape(name)}", *sizes, *measured])
+    head = [
+        "method",
+        "density",
+        "kept",
+        *(_named(task, measure) for task, measure in columns),
+        "prefill",
+        *COLUMNS,
+        "tokens/s",
+        "cache",
+        "peak",
+    ]
+    shown = [at for at in range(len(head)) if any(row[at] for row in rows)]
+    says = (
+        "Beneath each figure its 95% interval. ▲ better, ▼ worse: significantly different from dense "
+        "(Holm-corrected over all comparisons on this page); ?: too few prompts for any mark."
     )
-    parts = []
-    for length in record["settings"]["lengths"]:
-        head, *rows = nearness(record, length) or [[]]
-        if rows:
-            cells = [[("text", escape(row[0])), *(("", escape(cell)) for cell in row[1:])] for row in rows]
-            head = ["method", *(escape(each) for each in head[1:])]
-            parts.append(f"<h2>How near to dense attention, {length:,} tokens</h2>{table(head, cells, told)}")
-    return "".join(parts)
+    kept = [[row[at] or "<td>-" for at in shown] for row in rows]
+    return _table([head[at] for at in shown], kept, says)
 
 
-def _column(task: str, measure: str) -> str:
-    return escape(task) if measure == SCORE else f"{escape(task)}<br>{escape(measure)}"
-
-
-def _cell(found: dict[str, Any] | None) -> tuple[str, str]:
+def _cell(found: dict[str, Any] | None) -> str:
     if found is None:
-        return "", "-"
-    mark = {"better": " ▲", "worse": " ▼", "": " ?" if found.get("few") else ""}[found["verdict"]]
-    return found[
-        "verdict"
-    ], f"{number(found['value'])}{mark}<small>{number(found['low'])} to {number(found['high'])}</small>"
-
-
-def _needle(record: dict[str, Any]) -> str:
-    cells = record["grid"]
-    if not cells:
         return ""
-    lengths = sorted({cell["length"] for cell in cells})
-    depths = sorted({cell["depth"] for cell in cells})
-    maps = []
-    for name in dict.fromkeys(cell["method"] for cell in cells):
-        own = {(cell["depth"], cell["length"]): cell["score"] for cell in cells if cell["method"] == name}
-        values = [[own.get((depth, length)) for length in lengths] for depth in depths]
-        chart = heatmap(
-            values, [f"{depth:.0%}" for depth in depths], [f"{length:,}" for length in lengths], title=f"needle, {name}"
-        )
-        maps.append(f"<figure><figcaption>{escape(name)}</figcaption>{chart}</figure>")
-    count = min(cell["count"] for cell in cells)
+    bounds = f"<small>{number(found['low'])} to {number(found['high'])}</small>"
+    return f'<td class="{found["verdict"]}">{number(found["value"])}{_mark(found)}{bounds}'
+
+
+def _mark(found: dict[str, Any]) -> str:
+    few = " ?" if found["few"] else ""
+    return {"better": " ▲", "worse": " ▼", "": few}[found["verdict"]]
+
+
+def _named(task: str, measure: str) -> str:
+    return task if measure == SCORE and task == ALL else f"{task} {measure}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+    """A table of text heads and HTML cells, each with its opening tag."""
+    top = "".join(f"<th scope=col>{escape(cell)}" for cell in head)
+    body = "".join("<tr>" + "".join(row) for row in rows)
     return (
-        f"<h2>Needle in a haystack</h2><p class=muted>Score by depth (down) and prompt length (across), "
-        f"{count} prompts a cell.</p><div class=maps>{''.join(maps)}</div>"
+        f"<div class=scroll><table><caption>{escape(caption)}</caption>"
+        f"<thead><tr>{top}</thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _positions(record: dict[str, Any]) -> str:
-    charts = []
-    for task, length in dict.fromkeys((curve["task"], curve["length"]) for curve in record["curves"]):
-        own = [curve for curve in record["curves"] if (curve["task"], curve["length"]) == (task, length)]
-        series = [
-            Series(name=curve["method"], x=curve["positions"], y=curve["perplexity"], place=at)
-            for at, curve in enumerate(own)
-        ]
-        if len(series[0].x) > 1:
-            chart = lines(series, title=f"Perplexity of {task}", x_label="position, tokens", y_label="perplexity")
-            charts.append(f"<h3>{escape(task)}, {length:,} tokens</h3>{chart}{legend(series)}")
-    return f"<h2>Perplexity by position</h2>{''.join(charts)}" if charts else ""
-
-
-def _speed(record: dict[str, Any]) -> str:
-    if not record["prefill"]:
-        return ""
-    rows = [
-        [
-            ("text", escape(each["method"])),
-            ("", f"{each['length']:,}"),
-            ("", f"{each['seconds']:.3f}"),
-            ("", f"{each['build']:.3f}"),
-            *(("", cell) for cell in cells(speedup_of(each))),
-            ("", str(len(each["rounds"]))),
-        ]
-        for each in record["prefill"]
-    ]
-    head = ["method", "tokens", "seconds to the first token", "of which indices", *COLUMNS, "rounds"]
-    parts = [
-        "<h2>Speed</h2><p class=muted>Every method in turn with dense attention as the model comes (dense) and by "
-        "Headwise's kernel (dense_kernel). Ratios are medians of the same rounds; seconds are by them, of one "
-        "dense_kernel.</p>",
-        table(head, rows, "Prefill"),
-    ]
-    names = list(dict.fromkeys(each["method"] for each in record["prefill"]))
-    series = []
-    for at, name in enumerate(names):
-        own = sorted((e["length"], e["seconds"]) for e in record["prefill"] if e["method"] == name)
-        series.append(Series(name=name, x=[x for x, _ in own], y=[y for _, y in own], place=at))
-    if len(record["settings"]["lengths"]) > 1:
-        chart = lines(series, title="Prefill", x_label="tokens", y_label="seconds", log=True)
-        parts.append(chart + legend(series))
-    if record["decode"]:
-        rows = [
-            [
-                ("text", escape(each["method"])),
-                ("", f"{each['length']:,}"),
-                ("", f"{each['tokens_per_second']:.1f}"),
-                *(("", cell) for cell in cells(speedup_of(each))),
-                ("", size(each["cache_bytes"])),
-            ]
-            for each in record["decode"]
-        ]
-        parts.append(table(["method", "context", "tokens/s", *COLUMNS, "keys and values"], rows, "Decode"))
-    if record["memory"]:
-        rows = [
-            [("text", escape(each["method"])), ("", f"{each['length']:,}"), ("", size(each["bytes"]))]
-            for each in record["memory"]
-        ]
-        parts.append(table(["method", "tokens", "peak"], rows, "Peak memory of a prefill beside the model"))
-    if record["crossover"]:
-        rows = [[("", f"{length:,}"), ("", f"{speedup:.2f}")] for length, speedup in record["crossover"]["measured"]]
-        parts.append(f"<h3>Crossover</h3><p>{escape(crossover_sentence(record))}.</p>")
-        parts.append(table(["tokens", COLUMNS[0]], rows, "Lengths that were timed"))
-    return "".join(parts)
-
-
-def _methods(record: dict[str, Any]) -> str:
-    rows = [
-        [
-            ("text", escape(each["name"])),
-            ("", f"{each['length']:,}"),
-            ("", number(each["density"])),
-            ("text", escape(each["says"])),
-            ("text", escape(each["sizes"])),
-            ("text", escape(each["source"])),
-        ]
-        for each in record["methods"]
-    ]
-    head = ["method", "tokens", "density", "what it is", "sizes", "source"]
-    return (
-        f"<h2>Methods</h2>{table(head, rows, 'Density: share of the causal area that is computed, mean over heads.')}"
-    )
-
-
-def _power(record: dict[str, Any]) -> str:
-    """How many prompts of each task tell a loss of 5 points, beside how many there were; by the least alike method."""
-    most: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for each in record["figures"]:
-        place = each["task"], each["length"], each["measure"]
-        if each.get("needed") is not None and (place not in most or most[place]["needed"] < each["needed"]):
-            most[place] = each
-    rows = [
-        [
-            ("text", escape(task)),
-            ("", f"{length:,}"),
-            ("text", escape(measure)),
-            ("", str(each["count"])),
-            ("", f"{each['needed']:,}"),
-            ("text", escape(each["method"])),
-        ]
-        for (task, length, measure), each in most.items()
-    ]
-    head = ["task", "tokens", "measure", "prompts", "needed", "for"]
-    told = "Prompts, or contexts, that tell a loss of 5 points at 95% in 80% of runs, by how unlike dense a method was."
-    return f"<h2>How many prompts it takes</h2>{table(head, rows, told)}" if rows else ""
-
-
-def _all_figures(record: dict[str, Any]) -> str:
-    seeded = any(each.get("by_seed") for each in record["figures"])
-    rows = [
-        [
-            ("text", escape(each["task"])),
-            ("", f"{each['length']:,}"),
-            ("text", escape(each["method"])),
-            ("text", escape(each["measure"])),
-            _cell(each),
-            ("", _difference(each)),
-            *([("", _by_seed(each))] if seeded else []),
-            ("", str(each["count"])),
-        ]
-        for measure in MEASURES
-        for each in record["figures"]
-        if each["measure"] == measure
-    ]
-    head = ["task", "tokens", "method", "measure", "value", "less dense", *(["by seed"] if seeded else []), "count"]
-    told = "95% intervals: Wilson's for right and wrong answers, else Student's; differences are of pairs."
-    return f"<details><summary>Every figure</summary>{table(head, rows, told)}</details>"
-
-
-def _difference(each: dict[str, Any]) -> str:
-    if each["difference"] is None:
-        return "-"
-    kind = _form(each)
-    low, high = (format(each[name], kind) for name in ("difference_low", "difference_high"))
-    return f"{format(each['difference'], kind)}<small>{low} to {high}</small>"
-
-
-def _by_seed(each: dict[str, Any]) -> str:
-    return ", ".join(format(value, _form(each)) for value in each["by_seed"]) or "-"
-
-
-def _form(each: dict[str, Any]) -> str:
-    """How its differences are written."""
-    return "+.1%" if each["measure"].startswith(PERPLEXITY) else "+.3f"
+def _names(record: dict[str, Any]) -> str:
+    """What each method, task and column is."""
+    terms: dict[str, str] = {}
+    for length in record["settings"]["lengths"]:
+        for made in methods_at(record, length):
+            what, source = (made["says"], made["source"]) if "says" in made else says(made["name"])
+            terms[made["name"]] = f"{what} ({source})" if source else what
+    for task in dict.fromkeys(each["task"] for each in record["figures"]):
+        kind = KINDS.get(parse_name(task))
+        if task == ALL:
+            terms[ALL] = "the answers of all tasks together"
+        elif kind is not None:
+            terms[task] = f"{kind.asks}; scored by {kind.scored}"
+    terms |= _COLUMN_NAMES
+    return "<dl>" + "".join(f"<dt>{escape(name)}<dd>{escape(says)}" for name, says in terms.items()) + "</dl>"
 
 
 def _made_with(record: dict[str, Any]) -> str:
-    told = {**record["environment"], **record["settings"]}
-    items = "".join(f"<li>{escape(str(key))}: {escape(plain(value))}</li>" for key, value in told.items())
-    digest = escape(str(record["artifact"]["content_sha256"]))
+    settings = record["settings"]
+    seeds = range(settings["seed"], settings["seed"] + settings["seeds"])
+    told = [f"Prompts of seed {', '.join(map(str, seeds))}."]
+    if searches := record["artifact"]["seeds"]:
+        told[0] += f" Searched with seed: {', '.join(f'{name} {seed}' for name, seed in searches.items())}."
     left = record.get("left_out", {"what": []})
-    missing = (
-        f"<p>Left out of {left['minutes']:g} minutes: {escape('; '.join(left['what']))}.</p>" if left["what"] else ""
-    )
-    notes = missing + _seeds(record) + "".join(f"<p>{escape(note)}</p>" for note in told_seen(record))
-    return (
-        f"{notes}<h2>Made with</h2><p><code>{escape(record['command'])}</code></p><p>Artifact <code>{digest}</code></p>"
-        f"<details><summary>Machine, packages and settings</summary><ul>{items}</ul></details>"
-    )
+    if left["what"]:
+        told.append(f"Left out of {left['minutes']:g} minutes: {'; '.join(left['what'])}.")
+    told += told_seen(record)
+    told.append(f"Artifact {record['artifact']['content_sha256']}")
+    told.append(record["command"])
+    told.append(", ".join(f"{name}: {value}" for name, value in record["environment"].items()))
+    told.append(f"Every figure is in {OUTPUT}.")
+    return "".join(f"<p>{escape(each)}</p>" for each in told)
 
 
-def _seeds(record: dict[str, Any]) -> str:
-    """Which seeds prompts and searches are of; earlier versions kept those of prompts alone."""
-    first, count = record["settings"]["seed"], record["settings"].get("seeds", 1)
-    said = f"Prompts of seed {', '.join(str(seed) for seed in range(first, first + count))}."
-    searches = record["artifact"].get("seeds", {})
-    if searches:
-        said += f" Searched with seed: {', '.join(f'{name} {seed}' for name, seed in searches.items())}."
-    return f"<p>{escape(said)}</p>"
+def _of(entries: Sequence[dict[str, Any]], name: str, length: int) -> dict[str, Any] | None:
+    return next((each for each in entries if each["method"] == name and each["length"] == length), None)
 
 
-def _of(entries: Sequence[dict[str, Any]], name: str, length: int, key: str = "method") -> dict[str, Any] | None:
-    return next((each for each in entries if each[key] == name and each["length"] == length), None)
+def _size(value: int) -> str:
+    return f"{value / 2**20:,.1f} MiB"

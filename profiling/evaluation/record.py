@@ -29,7 +29,6 @@ from profiling.evaluation.rows import (
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
 from profiling.models.loading import LoadedModel
-from profiling.pictures.page_parts import number
 from profiling.prompts.held_out import overlap_sentence
 from profiling.prompts.settings import HIGH, LOW, settings
 from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells, speedup
@@ -146,6 +145,13 @@ def _rounds(
 def as_json(record: dict[str, Any]) -> bytes:
     """The record as a file's bytes."""
     return (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
+
+
+def number(value: float | None) -> str:
+    """A figure with the digits that matter; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
 def figure(record: dict[str, Any], task: str, length: int, method: str, measure: str) -> dict[str, Any] | None:

@@ -1,1 +1,1 @@
-"""Pictures and pages: charts, heatmaps, and the numbers behind them."""
+"""Pictures of layers and heads, and the numbers behind them."""

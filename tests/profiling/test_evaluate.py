@@ -178,7 +178,7 @@ def test_fidelity_is_beside_dense_attention_and_kept(
     assert ("passkey", "dense+snapkv", "answers as dense's") in found
     html, shown = (tmp_path / "report" / "index.html").read_text(), capsys.readouterr().out
     assert (
-        "How near to dense attention, 900 tokens" in html
+        "Agreement with dense attention&#x27;s predictions" in html
         and "900 tokens, beside dense attention's predictions" in shown
     )
     monkeypatch.setattr(evaluation, "Likeness", None)

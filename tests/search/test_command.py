@@ -37,7 +37,7 @@ def test_help_lists_every_verb_and_needs_no_torch() -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    for words in (["--help"], [], ["show", "--help"], ["lint", "--help"]):
+    for words in (["--help"], [], ["show", "--help"], ["validate", "--help"]):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
         assert done.stdout.endswith("False False\n"), (words, done.stderr)
         if words in (["--help"], []):

@@ -1,4 +1,4 @@
-"""Figures from records: means, intervals and differences that are called only outside of them; charts of them."""
+"""Figures from records: means, intervals and differences that are called only outside of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from profiling.evaluation.measure import Outcome
 from profiling.evaluation.rows import ALL, KL, NLL, PERPLEXITY, SCORE, curves, figures, grid
-from profiling.pictures.charts import Bar, Series, heatmap, intervals, lines
 from profiling.prompts.prompt import Prompt
 
 
@@ -143,15 +142,3 @@ def test_a_divergence_is_a_figure_without_a_test_and_never_below_0() -> None:
     found = of(figures([outcome("dense", [1.0, 1.0]), near]), "m", KL)
     assert (found.value, found.low, found.p, found.few) == (pytest.approx(0.105), 0.0, None, False)
     assert found.high > 0.2
-
-
-def test_charts_show_what_they_are_given() -> None:
-    drawn = intervals([Bar(name="a<b", value=0.5, low=0.25, high=0.75)], title="t")
-    assert "a&lt;b" in drawn and "0.500" in drawn and "0.250 to 0.750" in drawn
-    assert heatmap([[0.25, None]], ["0%"], ["1", "2"], title="t").count("<rect") == 1
-    series = Series(name="x", x=[1, 2, 4], y=[1, 4, 16], place=0)
-    points = lines([series], title="t", x_label="x", y_label="y", log=True).split('points="')[1].split('"')[0]
-    xs, ys = zip(*(map(float, point.split(",")) for point in points.split()), strict=True)
-    # On two logarithmic axes a power is a straight line.
-    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
-    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1], abs=0.2)

@@ -1,0 +1,128 @@
+"""The page of an evaluation, and seconds of methods that were timed in other rounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from profiling.evaluation.page import page
+from profiling.evaluation.record import timed_record
+from profiling.evaluation.speed import Timed
+from profiling.evaluation.times import Times
+
+
+def times() -> Times:
+    """Two methods of equal cost, the one timed on a machine that was then twice as busy as in dense's last rounds."""
+    quiet = {"model": (4.0, 4.0, 4.0), "kernel": (2.0, 2.0, 2.0)}
+    busy = {name: tuple(2 * value for value in values) for name, values in quiet.items()}
+    prefill = {
+        ("dense", 64): Timed(seconds=quiet["model"], **quiet),
+        ("dense_kernel", 64): Timed(seconds=quiet["kernel"], **quiet),
+        ("a_shape", 64): Timed(seconds=(2.0, 2.0, 2.0), build=0.5, **busy),
+        ("headwise", 64): Timed(seconds=(1.0, 1.0, 1.0), build=0.25, **quiet),
+    }
+    return Times(prefill=prefill, decode=prefill, memory={}, crossover=None)
+
+
+def test_seconds_of_other_rounds_compare() -> None:
+    record = timed_record(times())
+    seconds = {each["method"]: (each["seconds"], each.get("build")) for each in record["prefill"]}
+    assert seconds["a_shape"] == seconds["headwise"] == (1.0, 0.25)
+    assert seconds["dense"][0] == 4 and seconds["dense_kernel"][0] == 2
+    rates = {each["method"]: each["tokens_per_second"] for each in record["decode"]}
+    assert rates["a_shape"] == rates["headwise"] == 1
+
+
+def figure(method: str, value: float, verdict: str = "", *, few: bool = False) -> dict[str, Any]:
+    difference = None if method == "dense" else value - 0.9
+    return {
+        **{"task": "passkey", "length": 64, "method": method, "measure": "score", "value": value},
+        **{"low": value - 0.125, "high": value + 0.05, "count": 20, "verdict": verdict, "few": few},
+        **{"difference": difference, "difference_low": difference, "difference_high": difference},
+    }
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    names = ("dense", "headwise", "a_shape", "vertical", "oracle", "no<thing")
+    method = {"length": 64, "density": 0.5, "kept": 1.0, "sizes": "", "source": "somebody"}
+    return {
+        "command": "headwise evaluate",
+        "model": {"name": "tiny & small"},
+        "artifact": {"content_sha256": "ab" * 32, "seeds": {"headwise": 7}},
+        "settings": {"lengths": [64], "methods": list(names), "seed": 5, "seeds": 2},
+        "environment": {"torch": "2"},
+        "methods": [{"name": name, "says": f"about {name}", **method} for name in names],
+        "figures": [
+            figure("dense", 0.9),
+            figure("headwise", 0.8),
+            figure("a_shape", 0.25, "worse"),
+            figure("vertical", 0.6, few=True),
+            figure("oracle", 0.95, "better"),
+        ],
+        "measures": [],
+        "seen_by_search": [],
+        **timed_record(times()),
+        **changes,
+    }
+
+
+def cells(html: str) -> list[list[str]]:
+    body = html.split("<tbody>")[1].split("</tbody>")[0]
+    rows = [re.split(r"<td[^>]*>", row)[1:] for row in body.split("<tr>")[1:]]
+    return [[re.sub(r"<small>.*", "", cell) for cell in row] for row in rows]
+
+
+def test_three_sentences_a_chart_and_a_table() -> None:
+    html = page(record())
+    said = re.findall(r"<p>(.*?)</p>", html.split("<h2>")[0])
+    assert said[0] == (
+        "At 64 tokens Headwise&#x27;s passkey score is 0.800, dense attention&#x27;s 0.900 "
+        "(difference -0.100, -0.100 to -0.100, 20 units): no significant difference."
+    )
+    assert said[1].startswith("Prefill of 64 tokens takes 1.000 s, 2.00 times as fast") and "25% of it" in said[1]
+    assert said[2] == (
+        "Of the other methods, by passkey score: better than dense: oracle; worse than dense: a_shape; "
+        "too few prompts to tell: vertical."
+    )
+    assert len(said) == 3
+    # The band is dense attention's interval, each bar a method's own.
+    assert html.count('class=band style="left:77.5%;width:17.5%"') == 5
+    assert 'class=bar style="left:12.5%;width:17.5%"></span><span class=dot style="left:25.0%">' in html
+    head = re.findall(r"<th scope=col>([^<]*)", html)
+    assert head == [
+        *("method", "density", "kept", "passkey score", "prefill", "x better dense"),
+        *("x model&#x27;s dense", "tokens/s", "cache"),
+    ]
+    rows = {row[0]: row[1:] for row in cells(html)}
+    assert rows["headwise"][:6] == ["0.500", "1.000", "0.800", "1.000", "2.00x", "4.00x"]
+    assert (
+        rows["a_shape"][2] == "0.250 ▼" and rows["oracle"][2:4] == ["0.950 ▲", "-"] and rows["vertical"][2] == "0.600 ?"
+    )
+
+
+def test_rows_and_columns_without_figures_are_left_out_and_names_are_explained() -> None:
+    html = page(record(prefill=[], decode=[]))
+    assert [row[0] for row in cells(html)] == ["dense", "headwise", "a_shape", "vertical", "oracle"]
+    assert re.findall(r"<th scope=col>([^<]*)", html) == ["method", "density", "kept", "passkey score"]
+    terms = dict(re.findall(r"<dt>([^<]*)<dd>([^<]*)", html))
+    assert terms["a_shape"] == "about a_shape (somebody)" and "scored by" in terms["passkey"]
+    assert {"no&lt;thing", "density", "kept"} <= set(terms)
+
+
+def test_the_page_stands_alone_and_says_what_it_was_made_with() -> None:
+    left = {"minutes": 30, "what": ["prose at 64 tokens, 4 prompts"]}
+    html = page(record(left_out=left))
+    assert "tiny &amp; small" in html and '<meta name="viewport" content="width=device-width' in html
+    assert not re.search(r"<script|(src|href)=|url\(|@import|http", html)
+    assert "Prompts of seed 5, 6. Searched with seed: headwise 7." in html
+    assert "Left out of 30 minutes: prose at 64 tokens, 4 prompts." in html
+    assert "headwise evaluate" in html and "ab" * 32 in html
+
+
+def test_a_page_of_texts_alone_has_a_chart_between_its_own_bounds() -> None:
+    texts = [
+        {**each, "task": "prose", "measure": "perplexity", "value": 10 * each["value"]} for each in record()["figures"]
+    ]
+    texts = [{**each, "low": each["value"] - 1, "high": each["value"] + 1} for each in texts]
+    html = page(record(figures=texts))
+    assert "prose perplexity with 95% intervals, 1.500 to 10.500" in html
