@@ -18,8 +18,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "gate": ("search.gate", "what an artifact loses on prompts that its search did not see; fails if too much"),
         "filters": ("search.filters", "the filter layers of decode (OmniKV)"),
         "kv": ("search.kv", "how many tokens each KV head keeps, for a total (H2O)"),
-        "explain": ("search.explain", "why a head has its pattern"),
-        "transfer": ("search.transfer", "an artifact for a fine-tune of its model"),
         "demo": ("search.demo", "search, apply and compare on a small model, in minutes"),
     },
     "measure": {

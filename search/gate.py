@@ -4,11 +4,16 @@ The worst task decides, or all answers together: KL to dense attention, perplexi
 likely the right one becomes and how many that dense attention gets right are lost.
 
     python -m search.gate cfg.yaml --model MODEL --max-kl 0.05 --max-lost 0.1
+    python -m search.gate cfg.yaml --model FINE_TUNE --out new.yaml
+
+With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or the model of an
+import, which does not say which it is for.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
@@ -23,6 +28,9 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="python -m search.gate", description=__doc__)
     arguments.add_artifact(p)
     arguments.add_model(p)
+    p.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the artifact for this model, with its fingerprint and evidence"
+    )
     add_limits(p)
     arguments.add_task(p, f"what is asked (default {' '.join(GATE_TASKS)})", old="--tasks")
     arguments.add_length(p, "tokens of a prompt (default: what was searched)")
@@ -47,12 +55,18 @@ def main(argv: list[str] | None = None) -> int:
     lines = [f"  {line(task)}" for task in verdict.tasks]
     if verdict.fault is None:
         text = ["passes", *lines]
+        if options["out"] is not None:
+            text.append(f"wrote {options['out']}, for {options['model']}")
+        if verdict.left_out:
+            text.append(f"left out, for they were measured on other weights: {', '.join(verdict.left_out)}")
     else:
         heads = (
             f"head {layer}.{head}: error {error:.3f}, its search measured {before:.3f}"
             for layer, head, error, before in verdict.heads
         )
         text = [f"fails: {verdict.fault}", *lines, *(f"  {head}" for head in heads)]
+        if options["out"] is not None:
+            text.append(f"nothing was written: search again, python -m search.heads --model {options['model']}")
     arguments.deliver("\n".join(text), {"passes": verdict.fault is None, **asdict(verdict)}, to_json)
     return 0 if verdict.fault is None else FOUND
 

@@ -1,4 +1,4 @@
-"""show: the artifact as a page, or every field of it as JSON."""
+"""show: the artifact as a page, every field of it as JSON, or what a search knows of one head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from artifacts.commands import Outcome, as_asked, file_arg, json_flag
+from artifacts.errors import HeadwiseError, shorten
+from artifacts.options import arg
 from artifacts.page import ARRAYS, render
+from artifacts.page_head import render_head
 from artifacts.store import look
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
@@ -17,14 +20,16 @@ The page needs only the YAML file: a sidecar that is missing or changed is said 
 examples:
   python -m artifacts show cfg.yaml
   python -m artifacts show cfg.yaml --json | jq .search.summary
+  python -m artifacts show cfg.yaml --head 12.3     what was tried for a head, its neighbours, its picture
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file, and whether as JSON."""
+    """Which file, which head alone, and whether as JSON."""
 
     file: Path = file_arg()
+    head: str | None = arg("--head", metavar="LAYER.HEAD", default=None, help="one head: its curve and its picture")
     as_json: Path | None = json_flag()
 
 
@@ -35,6 +40,8 @@ def run(config: Config) -> Outcome:
         ArtifactError: the YAML file is not as it should be.
     """
     pair = look(config.file)
+    if config.head is not None:
+        return Outcome(text=f"{render_head(pair.artifact, pair.arrays, *_at(config.head))}\n")
     artifact, entries = pair.artifact, pair.entries
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     fitting = [name for name in ARRAYS if name in entries and entries[name].shape[-2:] == shape]
@@ -46,3 +53,10 @@ def run(config: Config) -> Outcome:
     arrays = {name: pair.arrays[name] for name in fitting}
     text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
     return as_asked(config.as_json, artifact.model_dump_json(), text)
+
+
+def _at(text: str) -> tuple[int, int]:
+    layer, _, head = text.partition(".")
+    if not layer.isdecimal() or not head.isdecimal():
+        raise HeadwiseError(f"--head must be a layer and a head of it, such as 12.3, got {shorten(text)}")
+    return int(layer), int(head)

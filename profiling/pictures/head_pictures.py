@@ -6,7 +6,6 @@ Shapes: L layers, H query heads, G KV heads, N budgets, S prompt length, P poole
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,36 +36,6 @@ def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
     for axes, (one, over) in zip(grid.flat, panels, strict=False):
         _map_panel(axes, one, over, scale)
     figure.colorbar(scale, ax=grid, shrink=0.7, label="share of a query's attention", extend="min")
-    return figure
-
-
-def missed_figure(one: HeadMap, missed: np.ndarray, by_query: np.ndarray, caption: str) -> Any:
-    """A head's attention, its pattern over it, and what is missed: by cells, (P, P), and by queries, (S)."""
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm
-
-    scale = ScalarMappable(LogNorm(_FAINTEST, 1.0), colormaps[MAP])
-    figure = new_figure(11.0, 5.4, caption)
-    grid = figure.add_gridspec(2, 3, height_ratios=[3.2, 1])
-    upper = [figure.add_subplot(grid[0, at]) for at in range(3)]
-    _map_panel(upper[0], one, False, scale)
-    _map_panel(upper[1], one, True, scale)
-    _map_panel(upper[2], replace(one, attention=missed), False, scale)
-    upper[2].set_title(f"missed: {1 - (one.recall or 0.0):.4f} of the attention", fontsize=7, loc="left")
-    bar = figure.colorbar(scale, ax=upper, shrink=0.8, extend="min")
-    bar.set_label("share of a query's attention", fontsize=7)
-    bar.ax.tick_params(labelsize=6)
-    lower = figure.add_subplot(grid[1, :])
-    # Each query is a point of its own: a mean over neighbours hides the one that asks for what is not there.
-    lower.plot(np.arange(len(by_query)), by_query, linestyle="", marker=".", markersize=2, color=LINES[0])
-    lower.set_xlim(0, len(by_query))
-    lower.set_ylim(0, max(0.02, 1.05 * float(by_query.max())))
-    lower.set_xlabel("query", fontsize=7)
-    lower.set_ylabel("attention missed", fontsize=7)
-    lower.tick_params(labelsize=6)
-    lower.grid(color="#E0E0E0", linewidth=0.6)
-    lower.spines[["top", "right"]].set_visible(False)
     return figure
 
 

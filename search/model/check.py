@@ -1,4 +1,7 @@
-"""Checks what an artifact loses on prompts that no search has seen, against limits, task by task."""
+"""Checks what an artifact loses on prompts that no search has seen, against limits, task by task.
+
+One that passes can be written for the model that it was checked on, such as a fine-tune of the one that was searched.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts import Artifact, Evidence, HeadwiseError, load_pair, save
+from artifacts.files import check_writable
+from artifacts.front_rows import FRONT_ROWS
+from artifacts.merging import section_of
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
@@ -17,8 +23,10 @@ from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
-from runtime.fingerprint import check
+from runtime.fingerprint import check, config_info, fingerprint
+from runtime.layers import attention_layers, sliding_layers, text_config
 from runtime.plans import layer_plans
+from search.model.evidence import HELD_OUT, prompt_set
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts
 from search.model.task_losses import TaskLoss, by_task, pooled
@@ -27,15 +35,22 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 _NAMED = 10
+# What makes another shape, from what a person recognises first. Not the hash of the configuration: a fine-tune may have
+# more words.
+_SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What to check and on what; None for the default tasks and the artifact's own length."""
+    """What to check and on what; None for the default tasks and the artifact's own length.
+
+    out: where an artifact that passes is written for this model, whose weights may be others than those it is for.
+    """
 
     config: Path
     model: str
     limits: Limits
+    out: Path | None = None
     tasks: tuple[str, ...] | None = None
     length: int | None = None
     samples: int = 1
@@ -48,16 +63,24 @@ class Check:
 class Verdict:
     """fault: None for one that passes. heads: where it fails, those with the most error beyond what was searched.
 
-    heads: (layer, head, error found, error that the search measured).
+    heads: (layer, head, error found, error that the search measured). left_out: what was measured on
+    the former weights, of an artifact that was written for others.
     """
 
     tasks: tuple[TaskLoss, ...]
     fault: str | None
     heads: tuple[tuple[int, int, float, float], ...]
+    left_out: tuple[str, ...] = ()
 
 
 def run(config: Check) -> Verdict:
-    """Check an artifact against its limits."""
+    """Check an artifact against its limits; one that passes is written to `out`, if there is one.
+
+    Raises:
+        HeadwiseError: the model is another one, without `out` of other weights, with it of another shape.
+    """
+    if config.out is not None:
+        check_writable(config.out)
     artifact, arrays = load_pair(config.config)
     for task in config.tasks or ():
         parse_task(task)
@@ -71,14 +94,10 @@ def run(config: Check) -> Verdict:
             "dense; ask for longer prompts"
         )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    check(artifact.model, loaded.model)
-    return verdict(config, artifact, arrays, loaded, length)
-
-
-def verdict(
-    config: Check, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, length: int
-) -> Verdict:
-    """The same of an artifact and a model that are loaded."""
+    if config.out is None:
+        check(artifact.model, loaded.model)
+    else:
+        _check_shape(artifact, loaded)
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
     # A set that no search uses: its own may have decided.
     prompts = held_out_prompts(config.tasks or GATE_TASKS, loaded, **how, seen=Seen.by([arrays]), number=GATE_SET)
@@ -92,8 +111,72 @@ def verdict(
     found = by_task(reference.sequences, losses)
     fault = config.limits.fault(found)
     heads = _worst(loaded, artifact, arrays, prompts) if fault else ()
-    tasks = tuple(replace(task, contexts=()) for task in (*found, *pooled(found)))
-    return Verdict(tasks=tasks, fault=fault, heads=heads)
+    every = (*found, *pooled(found))
+    left_out: tuple[str, ...] = ()
+    if config.out is not None and fault is None:
+        evidence = Evidence(
+            reported_on=prompt_set(HELD_OUT, reference.sequences),
+            tasks=tuple(task.figures(length) for task in every),
+        )
+        left_out = _write(config.out, artifact, arrays, loaded, evidence)
+    tasks = tuple(replace(task, contexts=()) for task in every)
+    return Verdict(tasks=tasks, fault=fault, heads=heads, left_out=left_out)
+
+
+def _check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
+    """Raise HeadwiseError where the model is no fine-tune of the artifact's: other heads, layers or positions."""
+    expected = artifact.model
+    actual = config_info(text_config(loaded.model), type(loaded.model).__name__, loaded.name)
+    for field in _SHAPE:
+        wanted, found = getattr(expected, field), getattr(actual, field)
+        if None not in (wanted, found) and wanted != found:
+            raise HeadwiseError(
+                f"{loaded.name} is no fine-tune of {expected.name}: {field} is {wanted} in the artifact, {found} in it"
+            )
+    modules = attention_layers(loaded.model)
+    free = modules.keys() - sliding_layers(modules)
+    for layer, row in enumerate(artifact.prefill.layers):
+        if row is not None and layer not in free:
+            raise HeadwiseError(
+                f"layer {layer} has patterns in the artifact, but slides or has no attention in the model"
+            )
+
+
+def _write(
+    out: Path, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, evidence: Evidence
+) -> tuple[str, ...]:
+    """Write the artifact for the loaded model with what was measured on it; the names of what is left out.
+
+    What is open in an imported artifact's fingerprint is filled in. Of other weights the front, the sections decode and
+    kv_cache, and times stay behind: they were measured on the former ones, and nothing here has measured them again.
+    """
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    former = artifact.model
+    same = former.weights_sha256 in (None, model.weights_sha256)
+    if same:
+        evidence = artifact.evidence.model_copy(
+            update={"chosen_on": None, "reported_on": evidence.reported_on, "tasks": evidence.tasks}
+        )
+        save(artifact.model_copy(update={"model": model, "evidence": evidence}), out, dict(arrays))
+        return ()
+    prefill = artifact.prefill.model_copy(update={"front": None})
+    used = {name for row in prefill.layers for name in row or ()}
+    changes: dict[str, Any] = {
+        "model": model,
+        "evidence": evidence,
+        "prefill": prefill,
+        "patterns": {name: pattern for name, pattern in artifact.patterns.items() if name in used},
+        "decode": None,
+        "kv_cache": None,
+    }
+    kept = {
+        name: np.asarray(array)
+        for name, array in arrays.items()
+        if section_of(name) == "prefill" and name != FRONT_ROWS
+    }
+    save(artifact.model_copy(update=changes), out, kept)
+    there = {"front": artifact.prefill.front, "decode": artifact.decode, "kv_cache": artifact.kv_cache}
+    return tuple(name for name, section in there.items() if section is not None)
 
 
 def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> dict[int, LayerPlan]:

@@ -48,14 +48,15 @@ def evidence(outcome: Outcome, timings: Timings | None) -> Evidence:
     """Its figures; without timings those of tasks alone."""
     gated, tasks = outcome.gated, outcome.gated.chosen.tasks
     return Evidence(
-        chosen_on=_prompt_set(CHOSE, gated.chosen_on) if gated.chosen_on else None,
-        reported_on=_prompt_set(HELD_OUT if gated.held_out else CHOSE, gated.reported_on),
+        chosen_on=prompt_set(CHOSE, gated.chosen_on) if gated.chosen_on else None,
+        reported_on=prompt_set(HELD_OUT if gated.held_out else CHOSE, gated.reported_on),
         tasks=tuple(task.figures(outcome.setup.length) for task in (*tasks, *pooled(tasks))),
         measurements=_measurements(outcome, timings),
     )
 
 
-def _prompt_set(name: str, found: Sequence[TokenSequence]) -> PromptSet:
+def prompt_set(name: str, found: Sequence[TokenSequence]) -> PromptSet:
+    """The record of a set of prompts."""
     content = json.dumps([one.digest for one in found]).encode()
     return PromptSet(name=name, prompts=len(found), sha256=hashlib.sha256(content).hexdigest())
 

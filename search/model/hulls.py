@@ -16,8 +16,6 @@ import numpy as np
 from artifacts import HeadwiseError
 
 _ROUNDING = 1e-12
-# Losses and costs are in float32 in a sidecar.
-_FLOAT32 = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +70,6 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
         elif not price:
             price = -steepness
     return Spent(entries=[line[step] for line, step in zip(hulls, at, strict=True)], price=price)
-
-
-def at_price(losses: Sequence[float], costs: Sequence[float], price: float) -> int:
-    """The entry with the least loss and price times cost; of entries that float32 cannot tell apart the cheapest.
-
-    At the price that a search recorded, heads that choose so spend no more than its budget: the price is the slope of
-    the first step that did not fit, and where that step is a tie it is not taken.
-    """
-    totals = [loss + price * cost for loss, cost in zip(losses, costs, strict=True)]
-    least = min(totals)
-    alike = [at for at, total in enumerate(totals) if total <= least + _FLOAT32 * abs(least)]
-    return min(alike, key=lambda at: (costs[at], totals[at]))
 
 
 def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> list[int]:

@@ -127,7 +127,6 @@ def test_old_spellings_lead_to_what_is_there_and_are_options_no_more(verb: str) 
     [
         ("filters", ["cfg.yaml"]),
         ("kv", ["cfg.yaml", "--target-share", "0.2"]),
-        ("transfer", ["cfg.yaml"]),
         ("heads", ["--allocation", "heads"]),
         ("demo", []),
     ],

@@ -105,6 +105,68 @@ def test_mistakes_are_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def fine_tune(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights of the same shape."""
+    import transformers as t
+
+    folder = tmp_path_factory.mktemp("fine-tune") / "tiny"
+    model = t.AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
+    model.save_pretrained(folder)
+    t.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def test_one_that_passes_is_written_for_a_fine_tune(
+    exact: Path, fine_tune: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, source = tmp_path / "new.yaml", tmp_path / "old.yaml"
+    former = artifacts.load(exact)
+    section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
+    told = artifacts.Measurement(name="m", value=1.0, unit="s", command="c", device="d", versions={})
+    evidence = artifacts.Evidence(measurements=(told,))
+    artifacts.save(former.model_copy(update={"decode": section, "evidence": evidence}), source)
+    with pytest.raises(HeadwiseError, match="this artifact is for another model: weights_sha256"):
+        main([str(source), *options(fine_tune)])
+    assert main([str(source), *options(fine_tune), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert f"wrote {out}, for {fine_tune}" in said and "measured on other weights: decode" in said
+    new, loaded = artifacts.load(out), load_model(str(fine_tune), dtype="float32")
+    assert new.model == fingerprint(loaded.model, name=loaded.name)
+    assert new.prefill == former.prefill and new.decode is None and not new.evidence.measurements
+    (task,) = new.evidence.tasks
+    assert task.task.startswith("passkey") and task.kl < 1e-3 and task.length == LENGTH
+    assert new.evidence.reported_on is not None and new.evidence.reported_on.name == "held-out"
+    assert main([str(out), *options(fine_tune)]) == 0
+
+
+def test_one_that_fails_is_not_written(
+    poor: Path, fine_tune: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(poor), *options(fine_tune), "--out", str(tmp_path / "new.yaml")]) == 3
+    assert "nothing was written: search again" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_what_an_import_leaves_open_is_filled_in(exact: Path, tiny_model: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "imported.yaml", tmp_path / "new.yaml"
+    whole = artifacts.load(exact)
+    section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
+    model = whole.model.model_copy(update={"weights_sha256": None, "config_sha256": None})
+    artifacts.save(whole.model_copy(update={"model": model, "decode": section}), source)
+    assert main([str(source), *options(tiny_model), "--out", str(out)]) == 0
+    filled = artifacts.load(out)
+    assert filled.model == whole.model and not filled.model.unknown and filled.decode == section
+
+
+def test_another_shape_is_no_fine_tune(exact: Path, tmp_path: Path) -> None:
+    from tests.search.conftest import save_tiny
+
+    other = save_tiny(tmp_path / "other", num_hidden_layers=2)
+    with pytest.raises(HeadwiseError, match=r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"):
+        main([str(exact), *options(other), "--out", str(tmp_path / "new.yaml")])
+
+
 def test_without_a_search_the_length_has_to_be_told(exact: Path, tiny_model: Path) -> None:
     with pytest.raises(HeadwiseError, match="give --length"):
         main([str(exact), "--model", str(tiny_model), "--dtype", "float32"])
