@@ -1,20 +1,22 @@
-"""Both dense attentions against an artifact's decode section: time a token, perplexity, pass keys, bytes held.
+"""Decode by both dense attentions, artifacts and cache policies: time a token, perplexity, pass keys, bytes held.
 
 python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
-With --policy caches that drop tokens stand beside it, by their quality; profiling.cache_speed times them.
+With --policy caches that drop tokens are compared, with an artifact or without one; with --memory also by the largest
+batch whose caches fit into it, and what that decodes in a second: caches that shrink serve more sequences at once.
 With --dense-prefill texts are prefilled once, densely, for all artifacts: what decode alone loses.
 With --json FILE an interrupted comparison goes on after the last method whose quality it has.
 
-Speed is measured on a cache of random keys and values, whatever context the model was trained for; quality on prompts.
+Speed is measured on a cache of random keys and values (of random tokens where it drops some), whatever context the
+model was trained for; quality on prompts.
 
 Shapes: T texts, F forced tokens of each.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -27,10 +29,12 @@ from torch import Tensor
 
 from artifacts import Artifact, HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.options import add_arguments, arg, at_least, check_ranges, config_of, option, shared
 from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
 from profiling.ledger import Ledger
+from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.answers import answers, is_right
@@ -47,10 +51,10 @@ from profiling.quality.forced_decode import (
 )
 from profiling.quality.intervals import Interval
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
-from profiling.speed.decode_steps import Method, methods, of_cache, step_seconds
+from profiling.speed.decode_steps import Method, filled, methods, of_cache, step_seconds
 from runtime import load as load_headwise
 from runtime.fingerprint import fingerprint
-from runtime.memory import CacheBytes
+from runtime.memory import CacheBytes, cache_bytes
 from runtime.new_cache import OFFLOADS, make_cache
 
 
@@ -58,26 +62,60 @@ from runtime.new_cache import OFFLOADS, make_cache
 class Comparison:
     """What to compare; 0 leaves a measurement out."""
 
-    model: str
-    config: Path
-    beside: tuple[Path, ...] = ()
-    policies: tuple[str, ...] = ()
-    context: int
-    steps: int = 16
-    repeats: int = 5
-    text: str | None = None
-    texts: int = 1
-    text_length: int = 4096
-    forced: int = 512
-    task: str = "passkey"
-    task_length: int = 4096
-    trials: int = 20
-    dense_prefill: bool = False
-    prefill_chunk: int | None = None
-    seed: int = 1000
-    offload: tuple[str, ...] = ("auto",)
-    dtype: str = "bfloat16"
-    device: str = "cpu"
+    model: str = shared(arguments.add_model)
+    config: Path | None = shared(
+        arguments.add_artifact, "artifact with a decode section; none: --policy alone", nargs="?", default=None
+    )
+    beside: tuple[Path, ...] = shared(arguments.add_beside, default=())
+    policies: tuple[str, ...] = arg(
+        "--policy",
+        action="append",
+        default=(),
+        help=f"KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare; kinds: {CACHES}",
+    )
+    context: int = option("tokens in the cache when decode is timed", default=8192, within=at_least(1))
+    memory: int | None = option(
+        "time also the largest batch whose caches fit into so many bytes, such as 1GiB (not artifacts)",
+        default=None,
+        read=lambda text: bytes_of(text, "--memory"),
+    )
+    steps: int = option("tokens of a timed round", default=16, within=at_least(1))
+    repeats: int = option("timed rounds, interleaved, 0 for none", default=5, within=at_least(0))
+    text: str | None = option("long text for perplexity; without it there is none", default=None)
+    texts: int = option("windows of it", default=1, within=at_least(1))
+    text_length: int = option("tokens of the text's window", default=4096, within=at_least(1))
+    forced: int = option("of these, decoded one by one at the end", default=512, within=at_least(1))
+    task: str = shared(arguments.add_task, "what is answered (default passkey)", several=False, default="passkey")
+    task_length: int = option("tokens of its prompts", default=4096, within=at_least(1))
+    trials: int = option("seeded prompts of the task, 0 for none", default=20, within=at_least(0))
+    dense_prefill: bool = option(
+        "prefill the texts once, densely, for all artifacts (not policies)", default=False, action="store_true"
+    )
+    prefill_chunk: int | None = option(
+        "prefill them so many tokens at a time (default: at once)", default=None, within=at_least(1)
+    )
+    offload: tuple[str, ...] = arg(
+        "--offload", nargs="+", choices=OFFLOADS, default=("auto",), help="caches to compare (default auto)"
+    )
+    seed: int = shared(arguments.add_seed, default=1000)
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.config is None and not self.policies:
+            raise HeadwiseError("name an artifact with a decode section, or caches with --policy")
+        if self.config is None and self.beside:
+            raise HeadwiseError("--beside goes with an artifact: name one first")
+        if self.dense_prefill and self.offload != ("auto",):
+            raise HeadwiseError("--dense-prefill shares one cache: leave --offload away")
+        for text in self.policies:
+            parse_cache(text)
+        if self.forced >= self.text_length:
+            raise HeadwiseError(
+                f"--forced must be below --text-length ({self.text_length}), got {self.forced}: "
+                "the tokens before are prefilled"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +126,7 @@ class Row:
     change, apart: of the loss, in nats a token, against dense and against the first artifact on the same tokens, over
     texts. losses: of 64 tokens, by text.
     tokens: that a KV head of a sparse layer read in a step, on average over all that was decoded.
+    batch: the most sequences whose caches fit into the memory asked for. batch_rate: tokens a second of all of them.
     """
 
     method: str
@@ -101,6 +140,18 @@ class Row:
     answers: tuple[str, ...]
     losses: tuple[tuple[float, ...], ...] = ()
     apart: Interval | None = None
+    batch: int | None = None
+    batch_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Of each method, by name: seconds of each round, bytes of its cache, its largest batch and seconds of that."""
+
+    seconds: dict[str, list[float]]
+    held: dict[str, CacheBytes]
+    batches: dict[str, int]
+    batch_seconds: dict[str, list[float]]
 
 
 def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
@@ -111,12 +162,12 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     Raises:
         HeadwiseError: the artifact has no decode section, or is for another model.
     """
-    files = (config.config, *config.beside)
+    files = () if config.config is None else (config.config, *config.beside)
     found = {file: load(file) for file in files}
     for file, artifact in found.items():
         if artifact.decode is None:
             raise HeadwiseError(f"{file} has no decode section: python -m search.filters writes one")
-    names = ["headwise", *(file.stem for file in config.beside)]
+    names = ["headwise", *(file.stem for file in config.beside)][: len(files)]
     if len(set(names)) < len(names):
         raise HeadwiseError(f"artifacts of one name cannot be told apart: {', '.join(names)}")
     hashes = {name: found[file].content_sha256 for name, file in zip(names, files, strict=True)}
@@ -130,32 +181,55 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
         loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
     )
     compared += [of_cache(loaded, text, parse_cache(text)) for text in config.policies]
-    timed = {"context": config.context, "steps": config.steps, "repeats": config.repeats, "seed": config.seed}
-    seconds, held = step_seconds(loaded, compared, **timed) if config.repeats else ({}, {})
+    timed = _timed(config, loaded, compared)
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
-    shared = cache(partial(_shared, config, loaded, texts))
+    begun = cache(partial(_shared, config, loaded, texts))
     depends = None if ledger is None else _depends(config, loaded, prompts, texts)
     rows: list[Row] = []
     known: dict[str, Tensor] = {}
     for method in compared:
         if method.name == KERNEL:
-            if seconds:
-                rows.append(_row(config, method.name, seconds, held, (), (), {}))
+            if timed.seconds:
+                rows.append(_row(config, method.name, timed, (), (), {}))
             continue
-        find = partial(_quality, config, loaded, method, prompts, texts, shared)
+        find = partial(_quality, config, loaded, method, prompts, texts, begun)
         if ledger is None:
             quality = find()
         else:
             quality = ledger.once(ledger.unit(f"{method.name} {method.artifact}", depends), find)
         if texts:
             known[method.name] = torch.as_tensor(quality["losses"])
-        rows.append(_row(config, method.name, seconds, held, prompts, quality["answers"], known, quality["tokens"]))
+        rows.append(_row(config, method.name, timed, prompts, quality["answers"], known, quality["tokens"]))
     parts = by_position(known, known[MODEL]) if texts else {}
-    figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": seconds}
+    figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": timed.seconds}
     figures["by_position"] = {name: [asdict(part) for part in each] for name, each in parts.items()}
-    figures["speedups"] = {name: of_rounds(seconds, name).over for name in seconds}
+    figures["batch_seconds"] = timed.batch_seconds
+    figures["speedups"] = {name: of_rounds(timed.seconds, name).over for name in timed.seconds}
     return rows, _record(config, hashes, figures)
+
+
+def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) -> Timed:
+    """Time one sequence by each method, and with --memory the largest batch; nothing without repeats."""
+    if not config.repeats:
+        return Timed(seconds={}, held={}, batches={}, batch_seconds={})
+    how = {"context": config.context, "steps": config.steps, "repeats": config.repeats}
+    caches = filled(loaded, compared, context=config.context, seed=config.seed)
+    held = {name: cache_bytes(cache) for name, cache in caches.items()}
+    seconds = step_seconds(loaded, compared, caches, **how)
+    if config.memory is None:
+        return Timed(seconds=seconds, held=held, batches={}, batch_seconds={})
+    fitting = [method for method in compared if not method.sparse]
+    batches = {method.name: config.memory // held[method.name].device for method in fitting}
+    for name, batch in batches.items():
+        if batch < 1:
+            raise HeadwiseError(
+                f"--memory {config.memory} is too small for one sequence of {config.context} tokens under {name}, "
+                f"which takes {held[name].device}"
+            )
+        caches[name].batch_repeat_interleave(batch)
+    batch_seconds = step_seconds(loaded, fitting, caches, **how, batches=batches)
+    return Timed(seconds=seconds, held=held, batches=batches, batch_seconds=batch_seconds)
 
 
 def _depends(
@@ -211,9 +285,10 @@ def _shared(config: Comparison, loaded: LoadedModel, texts: Sequence[Prompt]) ->
 
 def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, Any]) -> dict[str, Any]:
     """What was found, and what is needed to repeat it. hashes: the artifacts' content, by their names."""
+    file = config.config
     return {
         **figures,
-        "settings": {**asdict(config), "config": config.config.name, "beside": [file.name for file in config.beside]},
+        "settings": {**asdict(config), "config": file and file.name, "beside": [each.name for each in config.beside]},
         "artifacts": hashes,
         "environment": environment(config.device),
     }
@@ -226,36 +301,43 @@ def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, sa
 def _row(
     config: Comparison,
     name: str,
-    seconds: dict[str, list[float]],
-    held: dict[str, CacheBytes],
+    timed: Timed,
     prompts: Sequence[Prompt],
     given: Sequence[str],
     known: Mapping[str, Tensor],
     tokens: float | None = None,
 ) -> Row:
     """known: losses (T, F) of the methods so far, dense first and then an artifact."""
-    timed, losses = sorted(seconds.get(name, [])), known.get(name)
+    losses = known.get(name)
     first = None if losses is None else next((each for each in known if each != MODEL), name)
     return Row(
         method=name,
-        token_seconds=timed[len(timed) // 2] / config.steps if timed else None,
-        device_bytes=held[name].device if name in held else None,
-        bank_bytes=held[name].bank if name in held else None,
+        token_seconds=statistics.median(timed.seconds[name]) / config.steps if name in timed.seconds else None,
+        device_bytes=timed.held[name].device if name in timed.held else None,
+        bank_bytes=timed.held[name].bank if name in timed.held else None,
         perplexity=None if losses is None else math.exp(losses.mean().item()),
         change=None if losses is None or name == MODEL else apart(losses, known[MODEL]),
         right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
         tokens=tokens,
         answers=tuple(given),
         losses=() if losses is None else in_blocks(losses),
+        batch=timed.batches.get(name),
+        batch_rate=(
+            timed.batches[name] * config.steps / statistics.median(timed.batch_seconds[name])
+            if name in timed.batch_seconds
+            else None
+        ),
         apart=None if losses is None or first is None or name in (MODEL, first) else apart(losses, known[first]),
     )
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
     """The comparison as an aligned text table. seconds: of each method's rounds."""
+    rates = {row.method: [1 / row.batch_rate] for row in rows if row.batch_rate}
     lines = [["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "tokens read", "perplexity", "right"]]
     beside = [row.apart for row in rows if row.apart]
-    lines[0] += ["perplexity to the artifact's"] if beside else []
+    lines[0] += ["perplexity to the first's"] if beside else []
+    lines[0] += ["batch", "tokens/s", *COLUMNS] if rates else []
     for row in rows:
         t, loss = row.token_seconds, row.perplexity
         change = f" {changed(row.change)}" if row.change else ""
@@ -270,81 +352,32 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
                 f"{loss:.3f}{change}" if loss else "-",
                 f"{row.right}/{trials}" if row.right is not None else "-",
                 *([changed(row.apart) if row.apart else "-"] if beside else []),
+                *(_batch_cells(row, rates) if rates else []),
             ]
         )
     return "\n".join(aligned(lines))
 
 
+def _batch_cells(row: Row, rates: Mapping[str, Sequence[float]]) -> list[str]:
+    """The largest batch, its tokens a second, and how many times as fast that is as each dense attention's batch."""
+    if row.batch_rate is None:
+        return ["-"] * (2 + len(COLUMNS))
+    return [str(row.batch), f"{row.batch_rate:.1f}", *cells(of_rounds(rates, row.method))]
+
+
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.decode."""
     p = ArgumentParser(prog="python -m profiling.decode", description=__doc__)
-    arguments.add_model(p)
-    arguments.add_artifact(p, "artifact with a decode section", old="--config")
-    arguments.add_beside(p)
-    p.add_argument(
-        "--policy",
-        dest="policies",
-        action="append",
-        default=[],
-        help="KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare, with --repeats 0; kinds: " + CACHES,
-    )
-    p.add_argument("--context", type=int, default=8192, help="tokens in the cache when decode is timed")
-    p.add_argument("--steps", type=int, default=Comparison.steps, help="tokens of a timed round")
-    p.add_argument("--repeats", type=int, default=Comparison.repeats, help="timed rounds, in turn (0: none)")
-    p.add_argument("--text", help="long text for perplexity; without it there is none")
-    p.add_argument("--texts", type=int, default=Comparison.texts, help="windows of it (default 1)")
-    p.add_argument("--text-length", type=int, default=Comparison.text_length, help="tokens of the text's window")
-    p.add_argument("--forced", type=int, default=Comparison.forced, help="of these, decoded one by one at the end")
-    arguments.add_task(p, "what is answered (default passkey)", several=False, default=Comparison.task)
-    p.add_argument("--task-length", type=int, default=Comparison.task_length, help="tokens of its prompts")
-    p.add_argument("--trials", type=int, default=Comparison.trials, help="seeded prompts of the task (0: none)")
-    p.add_argument(
-        "--dense-prefill", action="store_true", help="prefill the texts once, densely, for all artifacts (not policies)"
-    )
-    p.add_argument("--prefill-chunk", type=int, help="prefill them so many tokens at a time (default: at once)")
-    p.add_argument("--offload", nargs="+", choices=OFFLOADS, default=["auto"], help="caches to compare (default auto)")
-    arguments.add_seed(p, Comparison.seed)
-    arguments.add_dtype(p)
-    arguments.add_device(p)
+    add_arguments(p, Comparison)
     arguments.add_json(p)
-    p.add_argument("--fresh", action="store_true", help="discard what an interrupted run left")
+    arguments.add_fresh(p)
     return p
-
-
-def config_from(options: argparse.Namespace) -> Comparison:
-    """The comparison of a command line.
-
-    Raises:
-        HeadwiseError: a size that leaves nothing to measure.
-    """
-    values = {name: value for name, value in vars(options).items() if name not in ("json", "fresh")}
-    for name in ("context", "steps", "forced", "texts", "text_length", "task_length"):
-        if values[name] < 1:
-            raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {values[name]}")
-    if values["prefill_chunk"] is not None and values["prefill_chunk"] < 1:
-        raise HeadwiseError(f"--prefill-chunk must be at least 1, got {values['prefill_chunk']}")
-    if values["dense_prefill"] and options.offload != ["auto"]:
-        raise HeadwiseError("--dense-prefill shares one cache: leave --offload away")
-    if values["policies"] and values["repeats"]:
-        raise HeadwiseError("--policy compares quality: give --repeats 0 with it; profiling.cache_speed times caches")
-    for text in values["policies"]:
-        parse_cache(text)
-    for name in ("repeats", "trials"):
-        if values[name] < 0:
-            raise HeadwiseError(f"--{name} must be at least 0, got {values[name]}")
-    if values["forced"] >= values["text_length"]:
-        raise HeadwiseError(
-            f"--forced must be below --text-length ({values['text_length']}), got {values['forced']}: "
-            "the tokens before are prefilled"
-        )
-    tuples = {name: tuple(values[name]) for name in ("offload", "beside", "policies")}
-    return Comparison(**values | tuples)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
-    config = config_from(options)
+    config = config_of(Comparison, vars(options))
     # With the file that is written a ledger lies beside it; timed rounds are never taken from one.
     kept = isinstance(options.json, Path) and options.json != arguments.STDOUT
     with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:

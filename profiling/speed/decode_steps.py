@@ -1,4 +1,4 @@
-"""Methods of decode, and the seconds of a step by each: on a cache of random keys and values, in turn.
+"""Methods of decode, and the seconds of a step by each: on a cache of random keys and values, interleaved.
 
 Shapes: B batch (1 here), G KV heads, K context, D head dim.
 """
@@ -15,21 +15,28 @@ import torch
 
 from profiling.caches.policies import CacheKind, with_policy
 from profiling.models.loading import LoadedModel
+from profiling.progress import bar
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from profiling.speed.latency import interleaved
 from runtime import Headwise
 from runtime.layers import heads_of, text_config
-from runtime.memory import CacheBytes, cache_bytes
+
+# Tokens that are prefilled at a time.
+_CHUNK = 2048
 
 
 @dataclass(eq=False)
 class Method:
-    """How a method attends, and the cache that it decodes with. artifact: its content; "" of what has none."""
+    """How a method attends, and the cache that it decodes with. artifact: its content; "" of what has none.
+
+    drops: whether the cache drops tokens, so that it is filled by a prefill and goes on from round to round.
+    """
 
     name: str
     apply: Callable[[], AbstractContextManager[Any]]
     cache: Callable[[], Any]
     sparse: bool = False
+    drops: bool = False
     artifact: str = ""
 
 
@@ -57,41 +64,70 @@ def of_cache(loaded: LoadedModel, name: str, kind: CacheKind) -> Method:
     """A cache under a policy, with dense prefill."""
     headwise = with_policy(loaded, kind.policy)
     return Method(
-        name, partial(headwise.apply, loaded.model, strict=True), lambda: kind.changed(headwise.new_cache(loaded.model))
+        name,
+        partial(headwise.apply, loaded.model, strict=True),
+        lambda: kind.changed(headwise.new_cache(loaded.model)),
+        drops=True,
     )
 
 
 @torch.no_grad()
-def step_seconds(
-    loaded: LoadedModel, methods: Sequence[Method], *, context: int, steps: int, repeats: int, seed: int
-) -> tuple[dict[str, list[float]], dict[str, CacheBytes]]:
-    """Seconds of `steps` tokens in turn, and the bytes of each method's cache."""
-    model = loaded.model
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+def filled(loaded: LoadedModel, methods: Sequence[Method], *, context: int, seed: int) -> dict[str, Any]:
+    """Each method's cache of one sequence with that context, by the method's name."""
     caches = {}
     for method in methods:
         with method.apply():
             caches[method.name] = method.cache()
-            fill(model, caches[method.name], context, seed)
+            if method.drops:
+                _prefill(loaded.model, caches[method.name], context, seed)
+            else:
+                fill(loaded.model, caches[method.name], context, seed)
+    return caches
+
+
+@torch.no_grad()
+def step_seconds(
+    loaded: LoadedModel,
+    methods: Sequence[Method],
+    caches: Mapping[str, Any],
+    *,
+    context: int,
+    steps: int,
+    repeats: int,
+    batches: Mapping[str, int] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of `steps` tokens of each sequence, the methods interleaved. batches: sequences in a cache; 1 of each."""
+    model = loaded.model
     current: list[Any] = []
 
     def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
         def enter() -> AbstractContextManager[object]:
-            current[:] = [caches[method.name]]
-            if extra := current[0].get_seq_length() - context:
-                current[0].crop(-extra)
+            cache = caches[method.name]
+            extra = cache.get_seq_length() - context
+            if extra and not method.drops:
+                cache.crop(-extra)
+            batch = 1 if batches is None else batches[method.name]
+            current[:] = [cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device)]
             return method.apply()
 
         return enter
 
     def decode() -> None:
-        for step in range(steps):
-            position = torch.tensor([[context + step]], device=model.device)
-            model(token, position_ids=position, past_key_values=current[0], use_cache=True)
+        cache, tokens = current
+        for _ in range(steps):
+            model(tokens, past_key_values=cache, use_cache=True)
 
     contexts = {method.name: entering(method) for method in methods}
-    seconds = interleaved(contexts, decode, repeats=repeats, device=str(model.device))
-    return seconds, {name: cache_bytes(cache) for name, cache in caches.items()}
+    return interleaved(contexts, decode, repeats=repeats, device=str(model.device))
+
+
+def _prefill(model: Any, cache: Any, context: int, seed: int) -> None:
+    """Random tokens into a cache that drops some, in chunks, as a serving engine does."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(0, vocabulary, (1, context), generator=generator).to(model.device)
+    for part in bar(ids.split(_CHUNK, dim=1), desc=f"prefill {context}"):
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def fill(model: Any, cache: Any, context: int, seed: int) -> None:

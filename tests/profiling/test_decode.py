@@ -159,11 +159,28 @@ def test_caches_stand_beside_the_artifact(
         means = [(64 * first + 6 * second) / 70 for first, second in row["losses"]]
         assert math.exp(sum(means) / 2) == pytest.approx(row["perplexity"], rel=1e-4)
     assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
-    assert "perplexity to the artifact's" in capsys.readouterr().out
-    with pytest.raises(HeadwiseError, match="--policy compares quality: give --repeats 0 with it"):
-        decode.main([*options, "--repeats", "1"])
+    assert "perplexity to the first's" in capsys.readouterr().out
     with pytest.raises(HeadwiseError, match="unknown policy 'none'"):
         decode.main([*options, "--repeats", "0", "--policy", "none"])
+
+
+def test_caches_are_timed_without_an_artifact(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out, policy = tmp_path / "speed.json", "streaming:sinks=4,window=60"
+    options = ["--model", str(folder), "--dtype", "float32", "--policy", policy, "--context", "512", "--trials", "0"]
+    options += ["--repeats", "1", "--steps", "2"]
+    decode.main([*options, "--memory", "1MiB", "--json", str(out)])
+    sdpa, full, stream = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in (sdpa, full, stream)] == ["dense", "dense_kernel", policy]
+    # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
+    token = 3 * 2 * 2 * 16 * 4
+    assert 512 * token <= full["device_bytes"] <= 1.6 * 512 * token
+    assert 64 * token <= stream["device_bytes"] <= 1.1 * 64 * token
+    for row in (sdpa, full, stream):
+        assert row["batch"] == 2**20 // row["device_bytes"] and row["token_seconds"] > 0 and row["batch_rate"] > 0
+    head, *_, line = capsys.readouterr().out.splitlines()
+    assert "batch" in head.split() and str(stream["batch"]) in line.split()
+    with pytest.raises(HeadwiseError, match="--memory 1000 is too small for one sequence of 512 tokens under dense"):
+        decode.main([*options, "--memory", "1000"])
 
 
 def test_perplexity_by_position() -> None:
@@ -229,7 +246,7 @@ def test_time_stands_beside_both_dense_attentions(
     loaded: LoadedModel, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out, place = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.05)
-    options = ["--model", str(folder), "--config", str(place), "--dtype", "float32", "--context", "300"]
+    options = ["--model", str(folder), str(place), "--dtype", "float32", "--context", "300"]
     decode.main([*options, "--repeats", "1", "--steps", "2", "--trials", "0", "--json", str(out)])
     record = json.loads(out.read_text())
     assert [row["method"] for row in record["rows"]] == ["dense", "dense_kernel", "headwise"]
@@ -247,8 +264,16 @@ def test_time_stands_beside_both_dense_attentions(
         (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1, got 0"),
         (["--forced", "4096"], "--forced must be below --text-length"),
         (["--trials", "-1"], "--trials must be at least 0, got -1"),
+        (["--memory", "much"], "--memory must be a number of bytes"),
     ],
 )
 def test_bad_sizes(options: list[str], message: str) -> None:
     with pytest.raises(HeadwiseError, match=message):
         decode.main(["--model", "nowhere", "nowhere.yaml", *options])
+
+
+def test_something_has_to_be_compared() -> None:
+    with pytest.raises(HeadwiseError, match="name an artifact with a decode section, or caches with --policy"):
+        decode.main(["--model", "nowhere"])
+    with pytest.raises(HeadwiseError, match="--beside goes with an artifact"):
+        decode.main(["--model", "nowhere", "--policy", "h2o", "--beside", "a.yaml"])
