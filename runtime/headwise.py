@@ -79,11 +79,10 @@ class Headwise:
             check_weights: compare a sample of the weights too, not only the configuration.
             backend: the kernel; "auto" takes the fastest that serves the call, and dense attention where none
                 is fast.
-            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa; that is measured
-                once for a machine, dtype, head dim and class of lengths (runtime.dense). Prefills on 1,024 keys or
-                more ("dense by kernel" in stats()); layers that slide compute their window and no mask ("window by
-                kernel"); on the CPU decode attends to every key, in half precision and on 256 keys or more ("decode by
-                kernel").
+            dense_kernels: have Headwise's kernels do what stays dense where they are faster than sdpa. On a CPU
+                prefills on 1,024 keys or more ("dense by kernel" in stats()), and decode over every key in half
+                precision or on 256 keys or more ("decode by kernel"); on every device layers that slide, which compute
+                their window and no mask ("window by kernel"), and soft-caps and sinks, which sdpa has not.
             check_fingerprint: refuse an artifact that does not say which model it is for, as an import does not; it
                 is applied with a warning otherwise, to any model of its shape.
 

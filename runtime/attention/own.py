@@ -17,7 +17,7 @@ from runtime.attention.layout import Launch, Layout, Part
 from runtime.attention.masks import PrefillMask
 from runtime.attention.reasons import Verdict, attempt, verdict_of
 from runtime.attention.state import MIN_QUERIES
-from runtime.dense import faster, right
+from runtime.dense import faster
 from runtime.layers import eager_attention
 
 
@@ -75,12 +75,12 @@ def _how(call: Call, layout: Layout | None, verdict: Verdict) -> str | None:
         return None
     q, k, v, settings = call.query, call.key, call.value, call.layer.settings
     many = q.shape[2] >= MIN_QUERIES
-    if layout.window is not None and settings.dense_kernels and many and right(q, k, v):
+    if layout.window is not None and settings.dense_kernels and many:
         return "window by kernel" if call.layer.plan is None else ""
     weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
     # What else serves soft-caps and sinks writes down every weight.
     may = layout.window is None and settings.kernel_from is not None and k.shape[2] >= settings.kernel_from
-    if may and (settings.dense_by == "kernel" or (right(q, k, v) if weights else faster(q, k, v) == "kernel")):
+    if may and (settings.dense_by == "kernel" or weights or faster(q, k, v) == "kernel"):
         return "dense by kernel"
     return None
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import artifacts
 from artifacts import HeadwiseError
 from kernels import breaker, dispatch
 from kernels.attention import cpu, reference
@@ -66,23 +65,6 @@ def test_dense_by_our_kernel_too(unbuilt: Any, build: Any, ids: Any) -> None:
     expected = model(prompt).logits
     with apply_dense(model):
         assert torch.equal(model(prompt).logits, expected)
-    assert unbuilt
-
-
-@pytest.mark.parametrize("rows", [None, [None, None]], ids=["patterns", "left alone"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
-def test_a_cache_that_drops_tokens_goes_on_in_plain_torch(
-    family: str, rows: Any, unbuilt: Any, build: Any, artifact_for: Any, ids: Any
-) -> None:
-    """Gemma-2's logits are capped, and a layer of it slides."""
-    model, tokens = build(family), ids(300)
-    section = artifacts.KVCache(
-        policies={"full": artifacts.Full()}, layers=("full", "full") if family == "Llama" else (None, "full")
-    )
-    artifact = artifact_for(model, dense=True, rows=rows).model_copy(update={"kv_cache": section})
-    expected = model(tokens).logits
-    with Headwise(artifact).apply(model) as handle:
-        torch.testing.assert_close(fed(model, tokens, (170, 130), handle.new_cache()), expected, **CLOSE)
     assert unbuilt
 
 
