@@ -87,7 +87,7 @@ gpu:
 
 # make fuzz N=200000: mutated artifacts, none of which may crash, hang, or load with a wrong hash.
 fuzz: $(VENV)/.installed
-	$(BIN)/python -m tests.artifacts.fuzz $(or $(N),10000) $(SEED)
+	FUZZ=$(or $(N),10000) $(BIN)/python -m pytest -q tests/artifacts/test_fuzz.py
 
 # The site in build/site; no page fetches anything from elsewhere. It is built from a copy, in which pages and notebooks stand
 # together. The notebooks run first, at their small setting (make docs NOTEBOOKS= leaves their outputs out). In an environment

@@ -40,7 +40,7 @@ def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
     content["search"] = _without(content.get("search"), "command")
     content["sidecar"] = _without(content.get("sidecar"), "file")
     evidence = content.get("evidence")
-    if isinstance(evidence, Mapping):
+    if isinstance(evidence, Mapping) and "measurements" in evidence:
         content["evidence"] = {**evidence, "measurements": _without_commands(evidence.get("measurements"))}
     content["costs"] = _without_commands(content.get("costs"))
     return content

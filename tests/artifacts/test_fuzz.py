@@ -1,35 +1,290 @@
-"""A short run of the fuzzer, and that it finds what it is there to find; `make fuzz N=200000` is a long one."""
+"""Mutated artifacts and other tools' files: refused in one line, or read as what they are.
+
+`make fuzz N=200000` is a long run.
+
+Most mutants are whole YAML files with whole sidecars and right hashes, so that what is wrong with them is found late,
+by validation; others have one thing wrong early: text that is no YAML, a header that lies, a hash of something else.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import pytest
+import rfc8785
+import yaml
 
-from tests.artifacts import fuzz
+import artifacts
+from artifacts import ArtifactError, HeadwiseError, strict_yaml
+from artifacts.commands import convert, diff, show, validate
+from artifacts.hashing import content_sha256
+from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
+
+COUNT = int(os.environ.get("FUZZ", 1_000))
+# Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing hang.
+HANG = 20
+FILES = Path(__file__).parent / "interop"
+TEXTS = (
+    "", "dense", "static_mean", "../x.safetensors", "/etc/passwd", "x.safetensors", "a" * 64, "a" * 65, "0" * 64, "\0",
+    "\u2028", "\x1b[31m", "\U0001f4a5", "1e5", "null", "2025-01-31T12:00:00Z", "static.mean.columns", "kv_retrieval",
+)  # fmt: skip
+NUMBERS = (
+    0, -1, 1, 2, 3, 2**31, 2**63, 2**64, 10**39, -0.0, 0.5, 1.0, 1.0001, 1e308, 5e-324, float("nan"), float("inf"),
+)  # fmt: skip
+SNIPPETS = (
+    b"&a ", b"*a", b"!!python/name:os.system ", b"!!int ", b"\n---\n", b"\n...\n", b"\n%TAG ! x\n", b"? ", b"<<: ",
+    b"\t", b"\0", b"\xef\xbb\xbf", b"\xff", b"\xc2\x85", b"\xe2\x80\xa8", b"[", b"]", b"{", b"}", b"'", b'"', b"|\n",
+    b">-\n", b"#", b": ", b"- ", b",", b"\r", b"\\x00", b"schema_version: 2\n", b"[" * 40,
+)  # fmt: skip
+ENTRIES = (
+    {"dtype": "F64"}, {"dtype": "BF16"}, {"dtype": "F8_E4M3"}, {"dtype": "X"}, {"dtype": None}, {"shape": [2**40]},
+    {"shape": [-1]}, {"shape": []}, {"shape": [0, 2**60]}, {"shape": "x"}, {"data_offsets": [0, 2**63]}, {"more": 1},
+    {"data_offsets": [8, 0]}, {"data_offsets": [0, 0]}, {"data_offsets": []}, {"shape": [1] * 70},
+)  # fmt: skip
 
 
-def test_mutants_are_refused_in_one_line_or_are_what_their_hashes_say():
-    seen = fuzz.run(1_500)
-    assert sum(seen.values()) >= 1_500
+def bases(folder: Path) -> list[tuple[str, bytes]]:
+    """The fields as JSON and the sidecar's bytes of a small artifact, one of every kind, and one without arrays."""
+    found = []
+    path = folder / "cfg.yaml"
+    for artifact, arrays in ((build(), build_arrays()), build_every_kind(), (build(), None)):
+        saved = artifacts.save(artifact, path, arrays)
+        data = b"" if saved.sidecar is None else path.with_name(saved.sidecar.file).read_bytes()
+        found.append((json.dumps(strict_yaml.parse(path.read_bytes())), data))
+    return found
+
+
+def mutant(chance: random.Random, known: list[tuple[str, bytes]]) -> tuple[bytes, bytes | None]:
+    """The bytes of a YAML file named cfg.yaml, and those of the sidecar that it names; None: there is none."""
+    text, data = chance.choice(known)
+    fields = json.loads(text)
+    kinds = chance.choices(("field", "field", "field", "sidecar", "text"), k=chance.randint(1, 4))
+    for _ in range(kinds.count("field")):
+        change_field(chance, fields)
+    for _ in range(kinds.count("sidecar")):
+        data = change_sidecar(chance, data)
+    # Hashes are mostly made right, or nothing but hashes would ever be tested.
+    if isinstance(fields.get("sidecar"), dict) and chance.randrange(3):
+        fields["sidecar"]["sha256"] = hashlib.sha256(data).hexdigest()
+    if chance.randrange(4):
+        try:
+            fields["content_sha256"] = content_sha256(fields)
+        except ValueError:
+            fields["content_sha256"] = None
+    lines = (f"{json.dumps(key)}: {as_yaml(value)}" for key, value in fields.items())
+    written = "\n".join(lines).encode()
+    for _ in range(kinds.count("text")):
+        written = change_text(chance, written)
+    return written, None if chance.randrange(20) == 0 else data
+
+
+def value(chance: random.Random) -> Any:
+    kind = chance.randrange(9)
+    if kind < 3:
+        return chance.choice(TEXTS)
+    if kind < 6:
+        return chance.choice(NUMBERS)
+    if kind == 6:
+        return [value(chance) for _ in range(chance.randrange(3))]
+    if kind == 7:
+        return {chance.choice(TEXTS): value(chance) for _ in range(chance.randrange(3))}
+    return chance.choice((None, True, False))
+
+
+def change_field(chance: random.Random, fields: Any) -> None:
+    """Change one field somewhere, in place."""
+    node = fields
+    while node:
+        key = chance.choice(list(node)) if isinstance(node, dict) else chance.randrange(len(node))
+        child = node[key]
+        if not (isinstance(child, dict | list) and child and chance.randrange(5)):
+            break
+        node = child
+    else:
+        return
+    act = chance.randrange(10)
+    if act <= 4:
+        node[key] = value(chance)
+    elif act == 5:
+        del node[key]
+    elif act == 6:
+        node[key] = [child] if chance.random() < 0.5 else {"kind": child}
+    elif act == 7 and isinstance(child, int | float):
+        node[key] = child + chance.choice((-1, 1, 0.5, 10**6))
+    elif isinstance(node, dict):
+        node[chance.choice((*TEXTS, *map(str, fields)))] = copy.deepcopy(child)
+    else:
+        node.insert(key, copy.deepcopy(child))
+
+
+def change_sidecar(chance: random.Random, data: bytes) -> bytes:
+    act = chance.randrange(8)
+    if act == 0:
+        return data[: chance.randint(0, len(data))]
+    if act == 1:
+        return data + chance.randbytes(chance.randint(1, 8))
+    if act == 2:
+        return struct.pack("<Q", chance.choice((0, 1, 8, len(data), 2**31, 2**63, 2**64 - 1))) + data[8:]
+    if act <= 5 and data:
+        # Mostly among the numbers, where no format notices.
+        place = chance.randrange(0 if act == 5 else len(data) // 4 * 3, len(data))
+        return data[:place] + chance.randbytes(1) + data[place + 1 :]
+    try:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        name = chance.choice(sorted(header))
+        entry = header[name] | chance.choice(ENTRIES)
+    except (ValueError, TypeError, IndexError):
+        return data
+    header[name if chance.random() < 0.5 else chance.choice(("__metadata__", "static.mean.columns", "", "x"))] = entry
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def change_text(chance: random.Random, text: bytes) -> bytes:
+    place = chance.randint(0, len(text))
+    length = chance.choice((0, 1, 1, 2, 20, 200, 10**6))
+    act = chance.randrange(4)
+    if act == 0:
+        return text[:place] + text[place + max(1, length) :]
+    if act == 1:
+        return text[:place] + text[place : place + length] + text[place:]
+    if act == 2:
+        return text[:place] + chance.randbytes(chance.randint(1, 4)) + text[place + 1 :]
+    return text[:place] + chance.choice(SNIPPETS) + text[place:]
+
+
+def judge(folder: Path, text: bytes, data: bytes | None) -> str:
+    """What became of a mutant, in a word; raises where that is wrong."""
+    path = folder / "cfg.yaml"
+    path.write_bytes(text)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    stated = sidecar_of(text)
+    named = stated.get("file", "")
+    if data is not None and re.fullmatch(r"[\w.-]{1,200}\.safetensors", named):
+        (folder / named).write_bytes(data)
+    try:
+        artifact, arrays = artifacts.load_pair(path)
+    except ArtifactError as error:
+        line = str(error)
+        assert line.isprintable() and line.startswith(str(path)) and len(line) < 1200, line
+        return next((kind for kind in ("content_sha256", "sidecar", "YAML") if kind in line), "a field")
+    assert artifact.content_sha256 == hash_of(text), "the content's hash is another"
+    if artifact.sidecar is None:
+        assert arrays == {}
+    else:
+        right = data is not None and stated["sha256"] == hashlib.sha256(data).hexdigest()
+        assert right, "the sidecar's hash is another"
+    again_at = folder / "again.yaml"
+    again = artifacts.save(artifact, again_at, arrays)
+    # Another writer's sidecar may be laid out in another way.
+    by_place = {"sidecar", "content_sha256"}
+    assert again.model_dump(exclude=by_place) == artifact.model_dump(exclude=by_place)
+    beside = {"before": path, "after": again_at}
+    for verb, files in ((show, {"file": path}), (validate, {"file": path}), (diff, beside)):
+        try:
+            verb.run(verb.Config(**files))
+        except HeadwiseError as error:
+            assert str(error).isprintable(), verb
+    return "loaded"
+
+
+def sidecar_of(text: bytes) -> dict[str, str]:
+    """The section as it stands in the text, read by PyYAML alone, all as text."""
+    try:
+        section = yaml.load(text, Loader=yaml.CBaseLoader)["sidecar"]
+        return {key: value for key, value in section.items() if isinstance(value, str)}
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return {}
+
+
+def hash_of(text: bytes) -> str:
+    """The content's hash as docs/artifact.md defines it, written down once more."""
+    fields = strict_yaml.parse(text)
+    for name in ("content_sha256", "created_at"):
+        fields.pop(name)
+    if fields["search"] is not None:
+        fields["search"].pop("command")
+    if fields["sidecar"] is not None:
+        fields["sidecar"].pop("file")
+    for entry in (*fields["evidence"].get("measurements", ()), *fields["costs"]):
+        entry.pop("command")
+    return hashlib.sha256(rfc8785.dumps(fields)).hexdigest()
+
+
+def run(folder: Path, count: int) -> Counter[str]:
+    """Judge mutants of the seeds 0, 1, ...; how many ended how."""
+    known = bases(folder)
+    seen: Counter[str] = Counter()
+    for seed in range(count):
+        # It ends the process; a timer that is left running would end whatever runs then.
+        signal.setitimer(signal.ITIMER_PROF, HANG)
+        try:
+            seen[judge(folder, *mutant(random.Random(seed), known))] += 1
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    return seen
+
+
+def test_mutants_are_refused_in_one_line_or_are_what_their_hashes_say(tmp_path):
+    seen = run(tmp_path, COUNT)
     # Mutants that all end in the same way would be poor ones.
-    for kind in ("loaded", "content_sha256", "sidecar.sha256", "sidecar.file", "a field", "not valid YAML"):
+    for kind in ("loaded", "content_sha256", "sidecar", "a field", "YAML"):
         assert seen[kind] > 10, seen
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "broken", "expected"),
     [
-        ("artifacts.store._check_content", "the content's hash is another"),
-        ("artifacts.sidecar._compare", "the sidecar's hash is another"),
+        ("artifacts.store._check_content", lambda *_: None, "the content's hash is another"),
+        ("artifacts.sidecar._compare", lambda *_: None, "the sidecar's hash is another"),
+        ("artifacts.store.to_artifact", lambda fields: fields["model"]["name"].encode(), "|"),
     ],
 )
-def test_the_fuzzer_sees_a_reader_that_looks_away(monkeypatch, name, expected):
-    monkeypatch.setattr(name, lambda *_: None)
-    with pytest.raises(AssertionError, match=expected):
-        fuzz.run(2_000, shrink=False)
+def test_the_fuzzer_sees_a_reader_that_looks_away(tmp_path, monkeypatch, name, broken, expected):
+    known = bases(tmp_path)
+    monkeypatch.setattr(name, broken)
+    with pytest.raises((AssertionError, AttributeError, KeyError, TypeError), match=expected):
+        for seed in range(2_000):
+            judge(tmp_path, *mutant(random.Random(seed), known))
 
 
-def test_the_fuzzer_sees_a_crash(monkeypatch):
-    # A reader that takes the layout for granted.
-    monkeypatch.setattr("artifacts.store.to_artifact", lambda fields: fields["model"]["name"].encode())
-    with pytest.raises((AttributeError, KeyError, TypeError)):
-        fuzz.run(2_000, shrink=False)
+@pytest.mark.parametrize("name", ["head_patterns.json", "full_attention_heads.tsv", "error_counts.json", "config"])
+def test_files_of_other_tools(tmp_path, name):
+    """Read as what they are, or refused in one line, the model's configuration among them."""
+    model = (FILES / "model.json").read_bytes()
+    heads = (FILES / (name if name != "config" else "head_patterns.json")).read_bytes()
+    file, config, out = tmp_path / f"file{Path(name).suffix or '.json'}", tmp_path / "config.json", tmp_path / "o.yaml"
+    for seed in range(COUNT // 10):
+        chance = random.Random(seed)
+        data = heads if name != "config" else model
+        if chance.randrange(2) and not name.endswith(".tsv"):
+            fields = json.loads(data)
+            change_field(chance, fields)
+            data = json.dumps(fields).encode()
+        else:
+            data = change_text(chance, data)
+        file.write_bytes(heads if name == "config" else data)
+        config.write_bytes(data if name == "config" else model)
+        out.unlink(missing_ok=True)
+        try:
+            convert.run(convert.Config(file=file, out=out, config=config))
+        except ArtifactError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000 and not out.exists(), seed
+        else:
+            artifacts.load_pair(out)
+            validate.run(validate.Config(file=out))

@@ -14,6 +14,7 @@ import artifacts
 from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, load_pair, pattern_name, save
 from artifacts.kv_cache import POLICY_KINDS
 from artifacts.patterns import KINDS
+from artifacts.sidecar import Sidecar
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -237,3 +238,13 @@ def test_sidecar_names_carry_their_digest(saved):
 def test_pattern_names():
     assert pattern_name(Dense()) == "dense"
     assert pattern_name(AShape(sink=1024, window=4096)) == "a_1024_4096"
+
+
+def test_what_serves_reads_the_arrays_that_serve(tmp_path, every_kind, monkeypatch):
+    save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
+    read, real = [], Sidecar.__getitem__
+    monkeypatch.setattr(Sidecar, "__getitem__", lambda self, name: read.append(name) or real(self, name))
+    serving = {"front.rows", "static.mean.columns", "static.mean.diagonals"}
+    assert load_pair(tmp_path / "cfg.yaml", names=())[1].keys() == set(read) == serving
+    assert load_pair(tmp_path / "cfg.yaml", names=("chosen.recall", "none"))[1].keys() == serving | {"chosen.recall"}
+    assert load_pair(tmp_path / "cfg.yaml")[1].keys() == every_kind[1].keys()
