@@ -1,10 +1,12 @@
-"""Peak memory of a prefill by length: without an artifact and with one, beside what was predicted.
+"""Peak memory of a prefill by length, without an artifact and with one: measured, and predicted.
 
     python -m profiling.memory cfg.yaml --model smollm2 --length 8192 16384 32768 --dense
+    python -m profiling.memory --plan config.json --length 131072 524288 1048576 --memory 139GB
 
 Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is there at most
-beside weights and the cache, `predicted` the same by profiling.memory_plan. Prompts are random tokens, so lengths may
-go beyond the model's positions.
+beside weights and the cache, `predicted` the same from the model's configuration. Prompts are random tokens, so lengths
+may go beyond the model's positions. --plan only predicts, from a config.json, the folder of one, or such JSON on the
+command line: no weights are read.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from pathlib import Path
 
 from artifacts import HeadwiseError, arguments, load
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from artifacts.page_layout import aligned
 from profiling.environment import environment
-from profiling.memory_plan import plan, shape_of
 from profiling.memory_use.peak_memory import peak_apart
+from profiling.memory_use.plan import plan, read_shape, shape_of
+from profiling.memory_use.plan import table as plan_table
+from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import load_config
 from profiling.progress import bar
 from runtime.new_cache import OFFLOADS
@@ -26,16 +31,32 @@ from runtime.new_cache import OFFLOADS
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What to measure. dense: also without an artifact."""
+    """What to measure, or with a plan to predict."""
 
-    model: str
-    config: Path
-    lengths: tuple[int, ...]
-    dense: bool = False
-    offload: str = "auto"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    revision: str | None = None
+    config: Path | None = shared(arguments.add_artifact, nargs="?", default=None)
+    model: str | None = shared(arguments.add_model, required=False, default=None)
+    length: tuple[int, ...] = shared(arguments.add_length, "tokens of the prompts", several=True, required=True)
+    dense: bool = option("also the model without an artifact", default=False, action="store_true")
+    offload: str = option("where the cache keeps keys and values", default="auto", choices=OFFLOADS)
+    plan: str | None = option(
+        "only predict: config.json, a folder with one, or its JSON", default=None, metavar="SHAPE"
+    )
+    banked: int = option("with --plan: layers whose keys and values are offloaded", default=0, within=at_least(0))
+    memory: int | None = option(
+        "with --plan: bytes of the device, such as 139GB: which rows fit",
+        default=None,
+        read=lambda text: bytes_of(text, "--memory"),
+    )
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+    revision: str | None = shared(arguments.add_revision, default=None)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if min(self.length) < 1:
+            raise HeadwiseError(f"--length must be at least 1, got {min(self.length)}")
+        if self.plan is None and (self.config is None or self.model is None):
+            raise HeadwiseError("name an artifact and its model with --model, or a configuration with --plan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +71,27 @@ class Row:
     predicted: int | None
 
 
+def predicted(config: Memory) -> str:
+    """The plan of each length.
+
+    Raises:
+        HeadwiseError: no such configuration, or layers that it does not have.
+    """
+    assert config.plan is not None
+    shape = read_shape(config.plan, config.dtype)
+    full = shape.layers - shape.sliding
+    if config.banked > full:
+        raise HeadwiseError(f"--banked must be 0 to {full}, the layers that see all: got {config.banked}")
+    return plan_table(shape, config.length, config.memory, config.banked)
+
+
 def run(config: Memory) -> list[Row]:
     """Measure each length with each method, one process at a time.
 
     Raises:
         HeadwiseError: the model or the artifact cannot be loaded, or a process failed.
     """
+    assert config.config is not None and config.model is not None
     load(config.config)
     try:
         shape = shape_of(load_config(config.model, revision=config.revision), config.dtype)
@@ -64,7 +100,7 @@ def run(config: Memory) -> list[Row]:
         shape = None
     wanted = ["dense", "headwise"] if config.dense else ["headwise"]
     rows = []
-    for length, method in bar([(n, m) for n in config.lengths for m in wanted], leave=True):
+    for length, method in bar([(n, m) for n in config.length for m in wanted], leave=True):
         found = peak_apart(
             f"{method} at {length} tokens",
             config.model,
@@ -101,33 +137,26 @@ def table(rows: list[Row]) -> str:
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.memory."""
     p = ArgumentParser(prog="python -m profiling.memory", description=__doc__)
-    arguments.add_model(p)
-    arguments.add_artifact(p, old="--config")
-    arguments.add_length(p, "tokens of the prompts", several=True, required=True, old="--lengths")
-    p.add_argument("--dense", action="store_true", help="also the model without an artifact")
-    p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
-    arguments.add_dtype(p)
-    arguments.add_device(p)
-    arguments.add_revision(p)
+    add_arguments(p, Memory)
     arguments.add_json(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options = vars(parser().parse_args(argv))
-    to_json, options["lengths"] = options.pop("json"), tuple(options.pop("length"))
-    if min(options["lengths"]) < 1:
-        raise HeadwiseError(f"--length must be at least 1, got {min(options['lengths'])}")
-    config = Memory(**options)
+    options = parser().parse_args(argv)
+    config = config_of(Memory, vars(options))
+    if config.plan is not None:
+        print(predicted(config))
+        return 0
     rows = run(config)
     record = {
         "command": arguments.as_typed("profiling.memory", argv),
         "rows": [asdict(row) for row in rows],
-        "settings": {**asdict(config), "config": config.config.name},
+        "settings": {**asdict(config), "config": config.config and config.config.name},
         "environment": environment(config.device),
     }
-    arguments.deliver(table(rows), record, to_json)
+    arguments.deliver(table(rows), record, options.json)
     return 0
 
 

@@ -1,1 +1,1 @@
-"""Memory: peaks of a prefill, in processes of their own."""
+"""Memory of a prefill: predicted, and measured in processes of their own."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from artifacts import HeadwiseError
-from profiling import memory, memory_plan
-from profiling.memory_plan import plan, read_shape
+from profiling import memory
+from profiling.memory_use.plan import plan, read_shape
 from search.published.config import HeadSearch
 from search.published.head_budget import run
 from tests.search.conftest import save_tiny
@@ -54,7 +54,7 @@ def test_layers_that_slide_keep_a_window() -> None:
 
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert memory_plan.main(["--shape", str(tmp_path), "--length", "131072", "524288", "--memory", "139GB"]) == 0
+    assert memory.main(["--plan", str(tmp_path), "--length", "131072", "524288", "--memory", "139GB"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert [(line[0], line[-1]) for line in lines] == [("131072", "yes"), ("524288", "no")]
 
@@ -62,17 +62,19 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--shape", "nowhere"], "no shape in"),
-        (["--shape", '{"model_type": "nothing"}'], "is no configuration of transformers"),
-        (["--shape", '{"model_type": "bert"'], "is no configuration of transformers"),
-        (["--shape", '{"model_type": "clip"}'], "no memory can be predicted from this CLIPConfig"),
-        (["--shape", json.dumps(LLAMA), "--banked", "33"], "--banked must be 0 to 32"),
-        (["--shape", json.dumps(LLAMA), "--memory", "much"], "--memory must be a number of bytes"),
+        (["--plan", "nowhere"], "no shape in"),
+        (["--plan", '{"model_type": "nothing"}'], "is no configuration of transformers"),
+        (["--plan", '{"model_type": "bert"'], "is no configuration of transformers"),
+        (["--plan", '{"model_type": "clip"}'], "no memory can be predicted from this CLIPConfig"),
+        (["--plan", json.dumps(LLAMA), "--banked", "33"], "--banked must be 0 to 32"),
+        (["--plan", json.dumps(LLAMA), "--banked", "-1"], "--banked must be at least 0"),
+        (["--model", "nowhere"], "name an artifact and its model with --model, or a configuration with --plan"),
+        (["--plan", json.dumps(LLAMA), "--memory", "much"], "--memory must be a number of bytes"),
     ],
 )
 def test_what_cannot_be_is_one_line(options: list[str], says: str) -> None:
     with pytest.raises(HeadwiseError, match=says) as error:
-        memory_plan.main([*options, "--length", "1024"])
+        memory.main([*options, "--length", "1024"])
     assert "\n" not in str(error.value)
 
 

@@ -1,26 +1,22 @@
-"""python -m profiling.memory_plan: what a prefill will need, from the model's configuration alone.
+"""What a prefill will need, from the model's configuration alone.
 
-    python -m profiling.memory_plan --shape llama-8b.json --length 131072 524288 1048576 --memory 139GB
-
-A shape is a config.json, the folder of one, or such JSON on the command line; no weights are read. The figures are
-those of batch 1 beside what a driver and a kernel library take, and of blocks as Llama's: two norms, an MLP of three
-matrices, rotary embeddings. `python -m profiling.memory` measures what is predicted here.
+The figures are those of batch 1 beside what a driver and a kernel library take, and of blocks as Llama's: two norms, an
+MLP of three matrices, rotary embeddings. `headwise memory` measures what is predicted here.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from artifacts.page_layout import aligned
-from profiling.memory_use.sizes import bytes_of
 
 # What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
 _ROOM = 8
@@ -140,43 +136,14 @@ def read_shape(text: str, dtype: str) -> Shape:
     return shape_of(config, dtype)
 
 
-def rows(shape: Shape, lengths: list[int], memory: int | None, banked: int) -> list[list[str]]:
-    """A table: for each length what is needed, in GiB."""
-    table = [["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]]
+def table(shape: Shape, lengths: Sequence[int], memory: int | None, banked: int) -> str:
+    """For each length what is needed, in GiB, and with `memory` in bytes whether that fits."""
+    lines = [["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]]
     for length in lengths:
         found = plan(shape, length, banked=banked)
         parts = (found.weights, found.cache, found.passing, found.device, found.bank)
         fits = [] if memory is None else ["yes" if found.device <= memory else "no"]
-        table.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
-    return table
-
-
-def parser() -> ArgumentParser:
-    """The command line of python -m profiling.memory_plan."""
-    p = ArgumentParser(prog="python -m profiling.memory_plan", description=__doc__)
-    p.add_argument("--shape", required=True, help="config.json, a folder with one, or its JSON")
-    arguments.add_length(p, "tokens of the prompt", several=True, required=True, old="--lengths")
-    arguments.add_dtype(p)
-    p.add_argument("--banked", type=int, default=0, help="layers whose keys and values are offloaded")
-    p.add_argument("--memory", help="bytes of the device, such as 139GB: which rows fit")
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    options = parser().parse_args(argv)
-    if min(options.length) < 1:
-        raise HeadwiseError(f"--length must be at least 1, got {min(options.length)}")
-    shape = read_shape(options.shape, options.dtype)
-    if not 0 <= options.banked <= shape.layers - shape.sliding:
-        raise HeadwiseError(
-            f"--banked must be 0 to {shape.layers - shape.sliding}, the layers that see all: got {options.banked}"
-        )
-    memory = None if options.memory is None else bytes_of(options.memory, "--memory")
-    print("\n".join(aligned(rows(shape, options.length, memory, options.banked))))
-    print("GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory")
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)
+        lines.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
+    return "\n".join(
+        [*aligned(lines), "GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory"]
+    )
