@@ -51,12 +51,14 @@ class SparseBuilder(_Parent):
         assert at_work is not None
         every = get_layers_from_vllm_config(vllm_config, Attention)
         at_work.say(list(every.values()))
-        here = [at_work.of(every[name]) for name in layer_names if name in every]
+        layers = [every[name] for name in layer_names if name in every]
+        here = [at_work.of(layer) for layer in layers]
         # Whether a layer of the group drops tokens, and whether it keeps a part of each prompt.
         self._keeps = any(layer.keeps is not None for layer in here)
         self._snaps = any(isinstance(layer.keeps, Snap) for layer in here)
-        # Whether the parent could read what the group's layers cache.
-        self._readable = not self._keeps and not any(every[name].impl.ours for name in layer_names if name in every)
+        # Whether the parent could read what the group's layers cache. One that is not served has an impl of vLLM's.
+        plain = not any(at.owns and layer.impl.ours for layer, at in zip(layers, here, strict=True))
+        self._readable = plain and not self._keeps
         self._told_prompts = at_work.asks_prompts
         if self._told_prompts:
             # vLLM hands builders the lengths of prompts where a model has a window over what it generates (R-SWA). It
