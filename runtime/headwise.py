@@ -123,9 +123,8 @@ class Headwise:
         Args:
             model: the model whose cache it is; before the cache is used the artifact has to be applied to it.
             offload: "packed" keeps keys and values of sparse layers in CPU memory and fetches what was chosen; "never"
-                keeps all on the device; "auto" is packed for layers on a GPU and never for others; "brutal" keeps all
-                in CPU memory and fetches all of it in every step, which is what packed is to be compared with. It is
-                about the decode section.
+                keeps all on the device; "auto" is packed for layers on a GPU and never for others. It is about the
+                decode section.
 
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers; offload is unknown.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
 
-OFFLOADS = ("auto", "never", "packed", "brutal")
+OFFLOADS = ("auto", "never", "packed")
 
 
 def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:
@@ -70,23 +70,13 @@ def _layers(
     section: artifacts.OmniKV | None, plain: dict[int, torch.device], offload: str
 ) -> dict[int, CacheLayerMixin]:
     """The cache layers of full-attention layers, by number and device."""
-    from runtime.caches.banked import BankedLayer, BrutalFilterLayer, BrutalLayer, FilterLayer
+    from runtime.caches.banked import BankedLayer, FilterLayer
     from runtime.caches.growing import GrowingLayer
 
     if section is None:
         return {number: GrowingLayer() for number in plain}
     roles, window = roles_of(section, plain), section.window
     layers: dict[int, CacheLayerMixin] = {}
-    if offload == "brutal":
-        for device in dict.fromkeys(plain.values()):
-            numbers = [number for number in plain if plain[number] == device]
-            group = Group(len(numbers), 0)
-            for place, number in enumerate(numbers):
-                if roles[number].filters:
-                    layers[number] = BrutalFilterLayer(window, group=group, place=place)
-                else:
-                    layers[number] = BrutalLayer(group, place)
-        return layers
     served: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
         chooser = roles[number].filter

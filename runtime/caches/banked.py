@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.caches.growing import GrowingLayer
 from runtime.omnikv.groups import Group
-from runtime.omnikv.offload import OffloadedTensor, fetched
+from runtime.omnikv.offload import OffloadedTensor
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _SPARE = 16
@@ -76,11 +76,6 @@ class FilterLayer(GrowingLayer):
             kept = sum(written <= left for written in self._written)
             self._written = self._written[:kept]
             self.history = self.history[:, :kept, :left] if kept else None
-
-    @property
-    def batch(self) -> int:
-        # A bank that several layers share has been told already when the second of them is.
-        return super().batch if self.history is None else self.history.shape[0]
 
     def reset(self) -> None:
         self.history, self._written = None, []
@@ -154,16 +149,3 @@ class BankedLayer(GrowingLayer):
         elif self.place == self.group.leader:
             # All layers of a group are in one bank, and each is told.
             self.group.select(indices, self._banked)
-
-
-class BrutalLayer(BankedLayer):
-    """Keys and values in a context bank, all of which come to the device in every call: the baseline of offloading."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See BankedLayer.update; plain tensors."""
-        k, v = super().update(key_states, value_states, *args, **kwargs)
-        return fetched(k), fetched(v)
-
-
-class BrutalFilterLayer(FilterLayer, BrutalLayer):
-    """A filter layer whose keys and values are in a context bank, too."""

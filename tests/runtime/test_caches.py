@@ -125,7 +125,7 @@ def test_short_turns_behind_a_past_are_dense(new, count, build, apply, ids, monk
 
 @pytest.mark.parametrize("dump", ["pickle", "torch"])
 @pytest.mark.parametrize("selector", [None, "last", "uniform"])
-@pytest.mark.parametrize("offload", ["never", "packed", "brutal"])
+@pytest.mark.parametrize("offload", ["never", "packed"])
 def test_a_cache_that_was_used_can_be_pickled(offload, selector, dump, build, artifact_for, decoding, ids):
     """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference that cannot be."""
     model, prompt, forced = build(num_hidden_layers=6), ids(150), ids(6, seed=9)

@@ -26,7 +26,7 @@ def chunked(model: Any, prompt: Tensor, sizes: tuple[int, ...], cache: Any, **gi
     return torch.cat(logits, dim=1)
 
 
-@pytest.fixture(params=["never", "packed", "brutal"])
+@pytest.fixture(params=["never", "packed"])
 def offload(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where a cache keeps its keys and values; pages are so small that a chunk needs several."""
     monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)

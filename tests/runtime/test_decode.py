@@ -11,7 +11,7 @@ from artifacts import HeadwiseError
 from tests.runtime.omnikv import CLOSE, LAYERS, oracle, steps
 
 
-@pytest.fixture(params=["never", "packed", "brutal"])
+@pytest.fixture(params=["never", "packed"])
 def offload(request: pytest.FixtureRequest) -> str:
     """Where a cache keeps its keys and values."""
     offload: str = request.param

@@ -46,15 +46,12 @@ def left_padded(ids, lengths):
 @pytest.mark.parametrize("lane", [CudaLane, SlowLane])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
-@pytest.mark.parametrize("offload", ["packed", "brutal"])
-def test_offloaded_is_what_stays_on_the_device(
-    offload, lengths, budget, lane, model, decoding, ids, monkeypatch
-) -> None:
+def test_offloaded_is_what_stays_on_the_device(lengths, budget, lane, model, decoding, ids, monkeypatch) -> None:
     monkeypatch.setattr("runtime.omnikv.groups.lane_to", lane)
     given, forced = left_padded(ids, lengths), ids(8, batch=len(lengths), seed=9).to(DEVICE)
     with decoding(model, budget=budget).apply(model) as handle:
         expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
-        found = steps(model, forced=forced, cache=handle.new_cache(offload=offload), **given)
+        found = steps(model, forced=forced, cache=handle.new_cache(offload="packed"), **given)
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
@@ -86,7 +83,7 @@ def test_auto_is_packed_in_pinned_memory(model, decoding, ids) -> None:
     assert all(page.is_pinned() for layer in banked for page in layer.group.bank.pages)
 
 
-@pytest.mark.parametrize("offload", ["never", "packed", "brutal"])
+@pytest.mark.parametrize("offload", ["never", "packed"])
 def test_bytes_are_those_of_the_allocator(offload, build, decoding) -> None:
     model = build(**LAYERS).to(DEVICE, torch.bfloat16)
     with decoding(model, budget=2048).apply(model, check_weights=False) as handle:
