@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from artifacts import Artifact, HeadwiseError, arguments, load_pair
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
+from artifacts.options import add_arguments, config_of, shared
 from artifacts.page import LETTERS
 
 # Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale shades of the first, so
@@ -161,18 +163,25 @@ def _numbers(artifact: Artifact, scores: dict[str, np.ndarray]) -> bytes:
     return stream.getvalue().encode()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The artifact, and where its map goes."""
+
+    config: Path = shared(arguments.add_artifact)
+    out: Path = shared(arguments.add_out, "stem of the .png, .svg and .csv to write", metavar="STEM")
+
+
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.pattern_map."""
     p = ArgumentParser(prog="python -m profiling.pattern_map", description=__doc__)
-    arguments.add_artifact(p)
-    arguments.add_out(p, "stem of the .png, .svg and .csv to write", metavar="STEM")
+    add_arguments(p, Config)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options = parser().parse_args(argv)
-    for path in draw_pattern_map(options.config, options.out):
+    config = config_of(Config, vars(parser().parse_args(argv)))
+    for path in draw_pattern_map(config.config, config.out):
         print(one_line(str(path)))
     return 0
 

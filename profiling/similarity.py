@@ -20,15 +20,9 @@ import numpy as np
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import check_writable
+from artifacts.options import add_arguments, config_of
 from profiling.models.loading import load_model
-from profiling.prompts.prompt import TASKS
-from profiling.similarities.layer_similarity import (
-    DEFAULT_LENGTH,
-    DEFAULT_TASKS,
-    DEFAULT_TOP_K,
-    SimilarityConfig,
-    measure,
-)
+from profiling.similarities.layer_similarity import SimilarityConfig, measure
 from profiling.similarities.similarity_profile import FILE, Profile, load_profile, save_profile
 
 __all__ = ["Profile", "SimilarityConfig", "load", "measure", "run"]
@@ -86,36 +80,18 @@ def report(profile: Profile) -> str:
 def parser() -> ArgumentParser:
     """The command line of python -m profiling.similarity."""
     p = ArgumentParser(prog="python -m profiling.similarity", description=__doc__)
-    arguments.add_model(p)
     arguments.add_out(p, f"folder for {FILE} and a CSV for each array", metavar="FOLDER")
-    arguments.add_task(p, f"what to decode (default {', '.join(DEFAULT_TASKS)}); known: {TASKS}")
-    arguments.add_length(p, f"tokens of a prompt (default {DEFAULT_LENGTH})")
-    p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task (default 2)")
-    p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt (default 32)")
-    p.add_argument(
-        "--top-k",
-        type=int,
-        help=f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
-    )
-    arguments.add_seed(p, SimilarityConfig.seed)
-    p.add_argument(
-        "--greedy",
-        action="store_true",
-        help="follow the model's own tokens from the first, not the expected answer or the text as far as known",
-    )
-    arguments.add_dtype(p)
-    arguments.add_device(p)
-    arguments.add_revision(p)
-    p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
+    add_arguments(p, SimilarityConfig)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    out, options["tasks"] = options.pop("out"), tuple(options["tasks"] or DEFAULT_TASKS)
+    out = options.pop("out")
     start = time.perf_counter()
-    config = SimilarityConfig(**options, command=arguments.as_typed("profiling.similarity", argv))
+    command = arguments.as_typed("profiling.similarity", argv)
+    config = config_of(SimilarityConfig, options, command=command)
     profile = run(config, out)
     print(report(profile))
     print(f"wrote {out / FILE} and a CSV for each array in {time.perf_counter() - start:.0f} s")

@@ -54,23 +54,16 @@ def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
     return pooled / counts[:, None]
 
 
-def sparsity_and_totals(inputs: LayerInputs, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """How uneven a layer's attention is, over the given queries.
-
-    Returns:
-        The share of visible entries that are negligible, (H) fp32 (H2O, Figure 2a), and the attention that each key
-        gets in all, averaged over the heads, (S) fp32 (H2O, Figure 2b).
-    """
+def sparsity_of(inputs: LayerInputs, queries: Tensor) -> Tensor:
+    """Fraction of visible entries that are negligible, over the queries, (H) fp32 (H2O, Figure 2a)."""
     heads, length = inputs.q.shape[1], inputs.q.shape[2]
     small = torch.zeros(heads, dtype=torch.float64, device=queries.device)
-    totals = torch.zeros(length, device=queries.device)
     for head in range(heads):
         for piece, attention in rows(inputs, head, queries):
-            totals += attention.sum(0) / heads
             # Keys after the query have no attention: they are below any limit.
             below = (attention < NEGLIGIBLE * attention.amax(1, keepdim=True)).sum(1)
             small[head] += (below - (length - 1 - piece)).sum()
-    return (small / (queries + 1).sum()).float(), totals
+    return (small / (queries + 1).sum()).float()
 
 
 def cover(index: SparseIndex, head: int, cell: int) -> Tensor:

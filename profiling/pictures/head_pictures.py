@@ -1,16 +1,16 @@
-"""Pictures of single heads: attention maps with the pattern that serves them, sparsity, sinks, accumulated attention.
+"""Pictures of single heads: attention maps with the pattern that serves them, and sparsity.
 
-Shapes: L layers, H query heads, G KV heads, N budgets, S prompt length, P pooled cells, W tokens of a sentence.
+Shapes: L layers, H query heads, S prompt length, P pooled cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from profiling.pictures.drawing import LEFT_OUT, LINES, MAP, MARK, line_style, new_figure, shade, ticks
+from profiling.pictures.drawing import LEFT_OUT, LINES, MAP, MARK, new_figure, shade, ticks
 from profiling.pictures.head_survey import HeadMap
 
 # Shares of a query's attention below this are drawn like it.
@@ -111,72 +111,3 @@ def grid_figure(values: np.ndarray, label: str, caption: str) -> Any:
     lower.spines[["top", "right"]].set_visible(False)
     lower.legend(fontsize=7, frameon=False, loc="best")
     return figure
-
-
-def sinks_figure(means: Mapping[int, np.ndarray], caption: str) -> Any:
-    """Mean logits of short sentences, a panel a layer, (W, W) each (StreamingLLM, Figure 2)."""
-    columns = min(len(means), 4)
-    rows = -(-len(means) // columns)
-    figure = new_figure(2.3 * columns + 0.9, 2.4 * rows + 0.4, caption, layout="compressed")
-    grid = figure.subplots(rows, columns, squeeze=False)
-    every = np.concatenate([mean[np.isfinite(mean)] for mean in means.values()])
-    low, high = np.quantile(every, [0.01, 0.99])
-    for axes in grid.flat[len(means) :]:
-        axes.set_visible(False)
-    for axes, (layer, mean) in zip(grid.flat, means.items(), strict=False):
-        image, scale = shade(mean, float(low), float(high))
-        image[np.isnan(mean)] = 1.0
-        axes.imshow(image, interpolation="nearest")
-        axes.set_title(f"layer {layer}", fontsize=8, loc="left")
-        axes.set_xticks(ticks(len(mean), 4))
-        axes.set_yticks(ticks(len(mean), 4))
-        axes.set_xlabel("key", fontsize=7)
-        axes.set_ylabel("query", fontsize=7)
-        axes.tick_params(labelsize=6)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.colorbar(scale, ax=grid, shrink=0.8, label="mean logit", extend="both")
-    return figure
-
-
-def totals_figure(shares: Mapping[int, np.ndarray], caption: str) -> Any:
-    """Share of all attention that the keys get, the most attended first, a line a layer (H2O, Figure 2b)."""
-    figure = new_figure(6.4, 4.0, caption)
-    axes = figure.subplots()
-    for at, (layer, share) in enumerate(shares.items()):
-        axes.plot(np.arange(1, len(share) + 1), share, linewidth=1.3, label=f"layer {layer}", **line_style(at))
-    length = len(next(iter(shares.values())))
-    axes.axhline(1 / length, color="#404040", linewidth=0.8, linestyle=":", label="all alike")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(1, length)
-    axes.set_ylim(bottom=max(1e-9, min(float(share[share > 0].min()) for share in shares.values()) / 2))
-    axes.set_xlabel("keys, the most attended first")
-    axes.set_ylabel("share of all attention")
-    _with_legend(axes, "lower left")
-    return figure
-
-
-def kept_figure(shares: Sequence[float], kept: np.ndarray, layers: Sequence[int], caption: str) -> Any:
-    """Attention kept over the budget, (L, G, N): some layers' means, and from the least to the most of all heads."""
-    figure = new_figure(6.4, 4.0, caption)
-    axes = figure.subplots()
-    heads = kept.reshape(-1, kept.shape[2])
-    heads = heads[np.isfinite(heads).all(1)]
-    axes.fill_between(
-        shares, heads.min(0), heads.max(0), color=LINES[-1], alpha=0.12, linewidth=0, label="all KV heads"
-    )
-    for at, layer in enumerate(layers):
-        axes.plot(shares, kept[layer].mean(0), linewidth=1.3, label=f"layer {layer}", **line_style(at))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(shares, [f"{share:.3g}" for share in shares])
-    axes.set_xlabel("budget as a share of the tokens: half heavy hitters, half the latest")
-    axes.set_ylabel("attention kept of later queries")
-    _with_legend(axes, "lower right")
-    return figure
-
-
-def _with_legend(axes: Any, at: str) -> None:
-    """A faint grid, no frame, and the legend of lines in a corner."""
-    axes.grid(color="#E0E0E0", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False, loc=at)

@@ -1,15 +1,13 @@
-"""What single heads do on a prompt: attention maps, sparsity, accumulated attention, and the logits of short sentences.
+"""What single heads do on a prompt: attention maps and sparsity.
 
-Shapes: L layers, H query heads, S prompt length, P pooled cells, W tokens of a sentence. Layers that slide over a
+Shapes: L layers, H query heads, S prompt length, P pooled cells. Layers that slide over a
 window hold NaN, or are missing.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,22 +18,18 @@ from kernels.attention import sparse_attention
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
-from profiling.inside.attention_rows import cover, logits, pooled_map, sparsity_and_totals
+from profiling.inside.attention_rows import cover, pooled_map, sparsity_of
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
-from profiling.prompts.prompt import Prompt, Task, make_prompts
-from profiling.prompts.tokens import Encoder
-from profiling.prompts.words import sentences
+from profiling.prompts.prompt import Prompt
 from runtime.layers import attention_layers, text_config
 from runtime.plans import layer_plans
 
 # A map has at most so many cells a side, however long the prompt.
 CELLS = 128
-# Queries, evenly spaced, that sparsity and accumulated attention are taken over.
+# Queries, evenly spaced, that sparsity is taken over.
 QUERIES = 512
-# Tokens and number of the short sentences (StreamingLLM, Figure 2: 256 of 16 tokens).
-SENTENCE, SENTENCES = 16, 64
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,10 +51,9 @@ class HeadMap:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Survey:
-    """sparsity: (L, H), NaN where not measured; totals: by layer the attention that each key gets, (S); the maps."""
+    """sparsity: (L, H), NaN where not measured; the maps."""
 
     sparsity: np.ndarray
-    totals: dict[int, np.ndarray]
     maps: list[HeadMap]
 
 
@@ -83,7 +76,7 @@ def survey(
     cell = TILE * -(-num_tiles(length) // CELLS)
     queries = torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
     plans = {} if artifact is None else layer_plans(artifact, arrays)
-    sparsity, totals = dict[int, np.ndarray](), dict[int, np.ndarray]()
+    sparsity = dict[int, np.ndarray]()
     maps = dict[tuple[int, int], HeadMap]()
     layers = attention_layers(model)
 
@@ -94,8 +87,7 @@ def survey(
             if wanted:
                 raise HeadwiseError(f"layer {inputs.layer} of {loaded.name} slides: choose heads of another layer")
             return
-        small, sums = sparsity_and_totals(inputs, queries)
-        sparsity[inputs.layer], totals[inputs.layer] = small.cpu().numpy(), sums.cpu().numpy()
+        sparsity[inputs.layer] = sparsity_of(inputs, queries).cpu().numpy()
         row, built = None, None
         if artifact is not None and wanted:
             row = artifact.prefill.layers[inputs.layer]
@@ -112,7 +104,7 @@ def survey(
         raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
     whole = np.full((max(layers) + 1, len(next(iter(sparsity.values())))), np.nan, dtype=np.float32)
     whole[list(sparsity)] = np.stack(list(sparsity.values()))
-    return Survey(sparsity=whole, totals=totals, maps=[maps[at] for at in dict.fromkeys(heads)])
+    return Survey(sparsity=whole, maps=[maps[at] for at in dict.fromkeys(heads)])
 
 
 def check_heads(loaded: LoadedModel, heads: Sequence[tuple[int, int]]) -> None:
@@ -143,40 +135,3 @@ def _drawn(index: SparseIndex, recall: torch.Tensor, head: int, cell: int) -> di
         "density": float(index.density()[0, head]),
         "recall": float(recall[head]),
     }
-
-
-def sentence_logits(loaded: LoadedModel, file: Path | None, seed: int) -> dict[int, np.ndarray]:
-    """Logits of each layer averaged over its heads and over short sentences, (W, W), NaN after the query.
-
-    What StreamingLLM's Figure 2 shows: from the third layer or so on, the first token draws attention whatever it is.
-
-    Args:
-        file: a text to take stretches of; generated sentences if None.
-    """
-    sums = dict[int, torch.Tensor]()
-
-    def visit(inputs: LayerInputs) -> None:
-        heads = range(inputs.q.shape[1])
-        every = torch.arange(inputs.q.shape[2], device=inputs.q.device)
-        mean = torch.stack([scores for head in heads for _, scores in logits(inputs, head, every)]).mean(0)
-        sums[inputs.layer] = sums[inputs.layer] + mean if inputs.layer in sums else mean
-
-    made = _sentences(loaded.tokenizer, file, seed)
-    for ids in bar(made, desc="sentences"):
-        capture(loaded.model, torch.tensor([ids], device=loaded.model.device), visit)
-    means = {layer: (total / len(made)).cpu().numpy() for layer, total in sums.items()}
-    return {layer: np.where(np.isfinite(mean), mean, np.nan) for layer, mean in means.items()}
-
-
-def _sentences(tokenizer: Any, file: Path | None, seed: int) -> list[tuple[int, ...]]:
-    if file is not None:
-        task = Task("text", file)
-        return [p.input_ids for p in make_prompts(task, tokenizer, length=SENTENCE, samples=SENTENCES, seed=seed)]
-    encode, source = Encoder(tokenizer), sentences(random.Random(f"{seed} sentences"))
-    made = []
-    for _ in range(SENTENCES):
-        ids = list(encode.prefix)
-        while len(ids) < SENTENCE:
-            ids += encode(next(source))
-        made.append(tuple(ids[:SENTENCE]))
-    return made

@@ -1,11 +1,11 @@
 """Draws what a survey of a model found and writes it: each picture as PNG and SVG with the numbers beside it.
 
-Shapes: L layers, H query heads, S prompt length, W tokens of a sentence.
+Shapes: L layers, H query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,14 +14,13 @@ import numpy as np
 from artifacts import Artifact
 from artifacts.files import atomic_write
 from artifacts.sidecar import to_bytes
-from profiling.caches.budget_curves import BudgetCurves
 from profiling.pictures.drawing import save, save_table
-from profiling.pictures.head_pictures import grid_figure, kept_figure, maps_figure, sinks_figure, totals_figure
+from profiling.pictures.head_pictures import grid_figure, maps_figure
 from profiling.pictures.head_survey import HeadMap
 
 T = TypeVar("T")
-# Panels and lines of one picture, and rows of the table of accumulated attention.
-_MAPS, _PANELS, _LINES, _RANKS = 4, 8, 6, 200
+# Maps of one picture.
+_MAPS = 4
 
 
 def draw_maps(folder: Path, maps: Sequence[HeadMap], caption: str) -> list[Path]:
@@ -40,40 +39,6 @@ def draw_grid(folder: Path, name: str, values: np.ndarray, label: str, caption: 
     header = ["layer", *(f"head {head}" for head in range(values.shape[1]))]
     stem = folder / name
     return [*save(grid_figure(values, label, caption), stem), save_table(stem, header, table)]
-
-
-def draw_totals(folder: Path, totals: Mapping[int, np.ndarray], caption: str) -> list[Path]:
-    """Attention that each key gets in all, (S) by layer, as shares from the largest to the smallest."""
-    shares = {layer: np.sort(sums)[::-1].astype(float) / sums.sum() for layer, sums in totals.items()}
-    length = len(next(iter(shares.values())))
-    ranks = np.unique(np.geomspace(1, length, _RANKS).round().astype(int)).tolist()
-    table = ([rank, *(float(share[rank - 1]) for share in shares.values())] for rank in ranks)
-    shown = {layer: shares[layer] for layer in spread(list(shares), _LINES)}
-    header = ["rank", *(f"layer {layer}" for layer in shares)]
-    stem = folder / "totals"
-    return [*save(totals_figure(shown, caption), stem), save_table(stem, header, table)]
-
-
-def draw_kept(folder: Path, curves: BudgetCurves, caption: str) -> list[Path]:
-    """What each KV head keeps of later queries' attention under budgets as H2O's."""
-    kept = curves.kept.astype(float)
-    header = ["layer", "kv_head", *(f"{share:.6g}" for share in curves.shares)]
-    table = ([layer, head, *row] for layer, heads in enumerate(kept.tolist()) for head, row in enumerate(heads))
-    figure = kept_figure(curves.shares, kept, spread(curves.layers, _LINES), caption)
-    stem = folder / "kept"
-    return [*save(figure, stem), save_table(stem, header, table)]
-
-
-def draw_sinks(folder: Path, means: Mapping[int, np.ndarray], caption: str) -> list[Path]:
-    """Mean logits of short sentences, (W, W) by layer."""
-    shown = {layer: means[layer] for layer in spread(list(means), _PANELS)}
-    table = (
-        [layer, query, key, float(mean[query, key])]
-        for layer, mean in means.items()
-        for query, key in np.argwhere(np.isfinite(mean)).tolist()
-    )
-    stem = folder / "sinks"
-    return [*save(sinks_figure(shown, caption), stem), save_table(stem, ["layer", "query", "key", "logit"], table)]
 
 
 def typical_heads(artifact: Artifact, recall: np.ndarray) -> list[tuple[int, int]]:

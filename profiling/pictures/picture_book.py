@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,50 +10,71 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts import Artifact, HeadwiseError, arguments, load_pair
 from artifacts.errors import shorten
-from profiling.caches import budget_curves
+from artifacts.options import arg, at_least, check_ranges, option, shared
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel, load_model
-from profiling.pictures.head_survey import SENTENCE, SENTENCES, Survey, check_heads, sentence_logits, survey
+from profiling.pictures.head_survey import Survey, check_heads, survey
 from profiling.pictures.layer_pictures import draw_layers
-from profiling.pictures.model_pictures import (
-    draw_grid,
-    draw_kept,
-    draw_maps,
-    draw_sinks,
-    draw_totals,
-    some_heads,
-    typical_heads,
-)
-from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
+from profiling.pictures.model_pictures import draw_grid, draw_maps, some_heads, typical_heads
+from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts, parse_task
 from profiling.similarities.layer_similarity import DEFAULT_LENGTH, SimilarityConfig, measure
 from profiling.similarities.similarity_profile import load_profile, save_profile
 from runtime.fingerprint import check
 from runtime.layers import text_config
 
-PICTURES = ("layers", "maps", "sparsity", "totals", "kept", "sinks")
+PICTURES = ("layers", "maps", "sparsity")
+_SHORTEST = 16
+
+
+def _heads(text: str) -> tuple[tuple[int, int], ...]:
+    """Read `3.0,12.5`: layer and head of each."""
+    parts = [re.fullmatch(r"\s*(\d+)\.(\d+)\s*", part) for part in text.split(",")]
+    if not all(parts):
+        raise HeadwiseError(f"--heads must be layer.head, such as 3.0,12.5, got {shorten(text)}")
+    return tuple((int(part[1]), int(part[2])) for part in parts if part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmaps:
     """What to draw from what; None takes the default that depends on the rest. heads: (layer, head) of the maps."""
 
-    out: Path
-    profile: Path | None = None
-    model: str | None = None
-    config: Path | None = None
-    pictures: tuple[str, ...] | None = None
-    heads: tuple[tuple[int, int], ...] | None = None
-    task: str = "passkey"
-    length: int | None = None
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    revision: str | None = None
+    config: Path | None = shared(
+        arguments.add_artifact,
+        "artifact: its patterns are drawn over the maps, its filter layers marked",
+        nargs="?",
+        default=None,
+    )
+    out: Path = shared(arguments.add_out, "folder for the pictures", metavar="FOLDER")
+    profile: Path | None = option("folder that python -m profiling.similarity wrote", default=None)
+    model: str | None = shared(arguments.add_model, required=False, default=None)
+    pictures: tuple[str, ...] | None = arg(
+        "--picture",
+        default=None,
+        action="append",
+        help=f"one of {', '.join(PICTURES)}; repeatable (default: all that can be drawn)",
+    )
+    heads: tuple[tuple[int, int], ...] | None = option(
+        "heads of the maps as layer.head, such as 3.0,12.5 (default: a few typical ones)",
+        default=None,
+        read=_heads,
+    )
+    task: str = shared(arguments.add_task, f"prompt, one of: {TASKS}", several=False, default="passkey")
+    length: int | None = shared(
+        arguments.add_length,
+        f"its length in tokens (default {DEFAULT_LENGTH})",
+        default=None,
+        within=at_least(_SHORTEST),
+    )
+    seed: int = shared(arguments.add_seed, default=0)
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+    revision: str | None = shared(arguments.add_revision, default=None)
     command: str = ""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         parse_task(self.task)
         if self.profile is None and self.model is None:
             raise HeadwiseError("nothing to draw from: give --profile DIR or --model M")
@@ -61,8 +83,6 @@ class Heatmaps:
                 raise HeadwiseError(f"unknown picture {shorten(name)}; known: {', '.join(PICTURES)}")
             if self.model is None and name != "layers":
                 raise HeadwiseError(f"the picture {name!r} needs --model: a profile has no single heads")
-        if self.length is not None and self.length < SENTENCE:
-            raise HeadwiseError(f"--length must be at least {SENTENCE}, got {self.length}")
 
 
 class PictureBook:
@@ -112,21 +132,6 @@ class PictureBook:
             skipped, label = 1 - self._arrays["chosen.density"], "share of tiles\nnot computed"
             paths += draw_grid(out, "kernel_sparsity", skipped, label, self._caption(prompts, *self._served))
         return paths
-
-    def totals(self) -> list[Path]:
-        return draw_totals(self._config.out, self._survey.totals, self._caption(self._prompted))
-
-    def kept(self) -> list[Path]:
-        curves = budget_curves.measure(self._loaded, [self._prompt])
-        return draw_kept(self._config.out, curves, self._caption(self._prompted))
-
-    def sinks(self) -> list[Path]:
-        task = parse_task(self._config.task)
-        file = None if task.kind == "jsonl" else task.file
-        means = sentence_logits(self._loaded, file, self._config.seed)
-        made = "generated sentences" if file is None else f"stretches of {file.name}"
-        prompts = f"mean over heads and {SENTENCES} {made} of {SENTENCE} tokens, seed {self._config.seed}"
-        return draw_sinks(self._config.out, means, self._caption(prompts))
 
     @cached_property
     def _loaded(self) -> LoadedModel:

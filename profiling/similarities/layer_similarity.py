@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
+from artifacts.options import at_least, check_ranges, option, shared
 from profiling.environment import environment
 from profiling.inside.decode_capture import StepInputs, capture_decode
 from profiling.inside.residual import ResidualStream
@@ -37,24 +38,39 @@ _SHARE = 8
 class SimilarityConfig:
     """What to measure; None takes the default that depends on the model or the length."""
 
-    model: str
-    tasks: tuple[str, ...] = DEFAULT_TASKS
-    length: int | None = None
-    samples: int = 2
-    steps: int = 32
-    top_k: int | None = None
-    seed: int = 0
-    greedy: bool = False
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    revision: str | None = None
-    beyond_positions: bool = False
+    model: str = shared(arguments.add_model)
+    tasks: tuple[str, ...] = shared(
+        arguments.add_task,
+        f"prompts to decode (default {', '.join(DEFAULT_TASKS)}), of: {TASKS}",
+        default=DEFAULT_TASKS,
+    )
+    length: int | None = shared(
+        arguments.add_length,
+        f"tokens of a prompt (default {DEFAULT_LENGTH})",
+        default=None,
+        within=at_least(4 * TAIL),
+    )
+    samples: int = option("prompts of each task", default=2, within=at_least(1))
+    steps: int = option("decode steps of each prompt", default=32, within=at_least(1))
+    top_k: int | None = option(
+        f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
+        default=None,
+        within=at_least(1),
+    )
+    seed: int = shared(arguments.add_seed, default=0)
+    greedy: bool = option(
+        "follow the model's own tokens from the first, not the expected answer or the text as far as known",
+        default=False,
+        action="store_true",
+    )
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+    revision: str | None = shared(arguments.add_revision, default=None)
+    beyond_positions: bool = option("allow a --length over the model's positions", default=False, action="store_true")
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 4 * TAIL), ("samples", 1), ("steps", 1), ("top_k", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        check_ranges(self)
         if not self.tasks:
             raise HeadwiseError(f"no task given; known: {TASKS}")
         names = [file_name(parse_task(task).name) for task in self.tasks]
