@@ -26,6 +26,7 @@ from artifacts import HeadwiseError
 from artifacts.command_line import run_command
 from artifacts.errors import shorten
 from profiling.environment import environment
+from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
 from profiling.evaluation.method_table import CACHES, RANDOM
 from profiling.models.loading import LoadedModel, load_model, local_folder
 from profiling.models.packages import PACKAGES
@@ -34,7 +35,6 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt, make_prompts, parse_task, per_context
 from profiling.quality.answers import new_tokens
 from profiling.quality.contexts import by_context
-from profiling.quality.intervals import holm, mean_interval, paired_difference, sign_flip
 from profiling.quality.method import Method, of_policy
 from profiling.quality.trials import trials
 from profiling.speed.baselines import KERNEL

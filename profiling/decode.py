@@ -33,23 +33,14 @@ from artifacts.options import add_arguments, arg, at_least, check_ranges, config
 from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
+from profiling.evaluation.decode_losses import apart, by_position, changed, in_blocks, position_lines
+from profiling.evaluation.intervals import Interval
 from profiling.ledger import Ledger
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.answers import answers, is_right
-from profiling.quality.forced_decode import (
-    Begun,
-    apart,
-    begin,
-    by_position,
-    changed,
-    dense_losses,
-    forced_losses,
-    in_blocks,
-    position_lines,
-)
-from profiling.quality.intervals import Interval
+from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from profiling.speed.decode_steps import Method, filled, methods, of_cache, step_seconds
 from runtime import load as load_headwise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,21 @@ from typing import Any
 from artifacts import Artifact, HeadwiseError
 from artifacts.hashing import canonical_json
 from profiling.evaluation.methods import Methods
+from profiling.inside.head_fidelity import recall
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts
 from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Prompt, parse_task, per_context
 from profiling.quality.contexts import by_context
-from profiling.quality.likeness import VERSION as LIKENESS
-from profiling.quality.likeness import Likeness, as_dense
 from profiling.quality.method import Method
+from profiling.quality.sequences import Reference, sequences
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import MODEL
+from runtime.plans import layer_plans
 
+# Raised where the same prompt under the same method would give another record of its agreement with dense attention.
+_AGREEMENT = 2
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "niah_single_2"
@@ -150,9 +153,9 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
             made = [methods.make(name, length) for name in config.methods]
             for method in made:
                 _run(loaded, method, here, of, ledger, shown)
-            like = _Units(ledger, methods.artifact, loaded, f"likeness/{LIKENESS}") if config.fidelity else None
+            like = _Units(ledger, methods.artifact, loaded, f"agreement/{_AGREEMENT}") if config.fidelity else None
             if like is not None:
-                _liken(loaded, made, here, like, ledger)
+                _agreement(loaded, made, here, like, ledger)
             outcomes += [
                 Outcome(
                     task=each.task,
@@ -196,7 +199,7 @@ def _compares(method: Method) -> bool:
     return method.name != MODEL and not method.evicts
 
 
-def _liken(loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger) -> None:
+def _agreement(loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger) -> None:
     """How near each method comes to dense attention on each prompt; questions of one context are one prompt here."""
     prompts = {prompt.context: prompt for each in sets for prompt in each.prompts}.values()
     some = [method for method in methods if _compares(method)]
@@ -205,11 +208,13 @@ def _liken(loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], 
             shown.note(f"{prompt.task} {len(prompt.context)}")
             missing = [method for method in some if of(method, _context(prompt)) not in ledger]
             if missing:
-                likeness = Likeness(loaded.model, prompt)
-                recall = likeness.recall(missing)
+                reference = Reference(loaded.model, sequences([_context(prompt)], loaded.tokenizer))
+                served = {method.name: method.headwise for method in missing if method.headwise is not None}
+                plans = {name: layer_plans(each.artifact, each.arrays) for name, each in served.items()}
+                kept = recall(loaded.model, prompt, plans)
                 for method in missing:
-                    record = {**likeness.record(method), "recall": recall.get(method.name)}
-                    ledger.put(of(method, _context(prompt)), record)
+                    agreement = reference.agreement(0, method.apply(loaded.model))
+                    ledger.put(of(method, _context(prompt)), {**asdict(agreement), "recall": kept.get(method.name)})
             shown.update(len(prompt.context))
 
 
@@ -229,6 +234,16 @@ def _records(
         near = [ledger.get(like(method, _context(prompt))) for prompt in one.prompts]
         found = [{**record, **other} for record, other in zip(found, near, strict=True)]
     return tuple(as_dense(one.prompts, found, [ledger.get(of(dense, prompt)) for prompt in one.prompts]))
+
+
+def as_dense(
+    prompts: Sequence[Prompt], records: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The records of trials, `as_dense` beside where an answer follows the prompt: whether its text is dense's."""
+    return [
+        dict(own) if prompt.scored or "text" not in own else {**own, "as_dense": float(own["text"] == other["text"])}
+        for prompt, own, other in zip(prompts, records, dense, strict=True)
+    ]
 
 
 def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from artifacts import Artifact
+from profiling.evaluation.intervals import least_units
 from profiling.evaluation.measure import Evaluation, Outcome, check_lengths, evaluate
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.settings import TEXT, settings, usual_length
-from profiling.quality.intervals import least_units
 
 # Model whose order of tasks is taken for a model without settings.
 _MEASURED = "smollm2"

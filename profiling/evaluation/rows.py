@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from profiling.evaluation.measure import SEED, UNIT, Outcome, groups
-from profiling.quality.intervals import (
+from profiling.evaluation.intervals import (
     CONFIDENCE,
     Interval,
     holm,
@@ -21,6 +20,7 @@ from profiling.quality.intervals import (
     sign_flip,
     student,
 )
+from profiling.evaluation.measure import SEED, UNIT, Outcome, groups
 from profiling.quality.trials import BLOCK, FORCED
 
 ALL = "all answers"

@@ -17,8 +17,7 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Find, Prompt, Task, make_prompts
 from profiling.prompts.tokens import Encoder
 from profiling.quality.answers import new_tokens
-from profiling.quality.forced import answer_ids
-from profiling.quality.guessing import compared
+from profiling.quality.forced import answer_ids, compared
 
 PREFIX = "headwise"
 

@@ -54,15 +54,16 @@ class LayerGradients:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DensePass:
-    """What the model says of the tokens. nll: (S - 1,) fp32 -log p of each token but the first; hits: if it was the
-    likeliest. Where some tokens are marked as an answer's, of these and of those after the positions that are kept.
+    """What the model says of the tokens.
 
+    nll: (S - 1,) fp32 -log p of each token but the first; likeliest: (S - 1,) the likeliest in its place. Where some
+        tokens are marked as an answer's, of these and of those after the positions that are kept.
     log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were visited on the way back;
     if not, `fault` says why.
     """
 
     nll: Tensor
-    hits: Tensor
+    likeliest: Tensor
     log_probs: Tensor
     gradients: bool
     fault: str | None = None
@@ -116,12 +117,12 @@ def gradient_pass(
         if head is None or states is None or not states.requires_grad:
             name = type(model).__name__
             return _without(model, input_ids, keep, f"{name} makes its logits in a way of its own, or has no gradients")
-        by_states, nll, hits, log_probs = _losses(states.detach(), input_ids, answers, head, keep)
+        by_states, nll, likeliest, log_probs = _losses(states.detach(), input_ids, answers, head, keep)
         if not bool(by_states.isfinite().all()):
             fault = "the loss is not finite"
-            return DensePass(nll=nll, hits=hits, log_probs=log_probs, gradients=False, fault=fault)
+            return DensePass(nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault)
         torch.autograd.grad(states, entered[0], by_states)
-    return DensePass(nll=nll, hits=hits, log_probs=log_probs, gradients=True)
+    return DensePass(nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=True)
 
 
 class _Dense(torch.autograd.Function):
@@ -170,11 +171,11 @@ def _states(model: PreTrainedModel, input_ids: Tensor) -> Any:
 def _losses(
     states: Tensor, input_ids: Tensor, answers: Tensor, head: Callable[[Tensor], Tensor], keep: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss' gradient by the last hidden states (1, S, M), a DensePass' nll and hits, and its log-probabilities."""
+    """The loss' gradient by the last hidden states (1, S, M), and a DensePass' nll, likeliest and log_probs."""
     gradient = torch.zeros_like(states)
     length, width = states.shape[1] - 1, head(states[:, :1]).shape[-1]
     nll = torch.full((length,), torch.nan, device=states.device)
-    hits = torch.zeros(length, dtype=torch.bool, device=states.device)
+    likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
     kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
     # Where some tokens are answers, nobody asks for what is predicted of the others: logits are what costs here.
     before = answers[1:].nonzero()[:, 0]
@@ -189,7 +190,7 @@ def _losses(
         targets = input_ids[0, rows + 1].to(logits.device)
         lost = cross_entropy(logits, targets, reduction="none")
         nll[rows] = lost.detach()
-        hits[rows] = logits.detach().argmax(-1) == targets
+        likeliest[rows] = logits.detach().argmax(-1)
         if len(before):
             # log(p / (1 - p)) from log p, stable at both ends.
             others = logits.scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
@@ -199,7 +200,7 @@ def _losses(
             loss = lost.sum()
         if loss.requires_grad and len(rows):
             gradient[:, some] = torch.autograd.grad(loss, part)[0]
-    return gradient, nll, hits, kept
+    return gradient, nll, likeliest, kept
 
 
 @torch.no_grad()
@@ -209,9 +210,9 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
     targets = input_ids[0, 1:].to(logits.device)
     parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
     nll = torch.cat([cross_entropy(a.float(), b, reduction="none") for a, b in parts])
-    hits = torch.cat([a.argmax(-1) == b for a, b in parts])
+    likeliest = logits[:-1].argmax(-1)
     kept = logits[keep].float().log_softmax(-1).clamp_min_(-1e4).half()
-    return DensePass(nll=nll, hits=hits, log_probs=kept, gradients=False, fault=fault)
+    return DensePass(nll=nll, likeliest=likeliest, log_probs=kept, gradients=False, fault=fault)
 
 
 @torch.no_grad()

@@ -78,6 +78,26 @@ def layer_fidelity(
     return index_fidelity(inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), dense=dense, backend=backend)
 
 
+def recall(model: Any, prompt: Prompt, plans: Mapping[str, Mapping[int, LayerPlan]]) -> dict[str, float]:
+    """The share of dense attention's mass that patterns keep, mean over the heads that have some, by name of the plans.
+
+    One dense pass for all; plans without patterns have none.
+    """
+    found: dict[str, list[np.ndarray]] = {}
+
+    def visit(inputs: LayerInputs) -> Tensor | None:
+        dense = None
+        for name, layers in plans.items():
+            if (plan := layers.get(inputs.layer)) is not None:
+                dense = dense or dense_attention(inputs)
+                found.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
+        return None if dense is None else dense[0]
+
+    if any(plans.values()):
+        capture(model, torch.tensor([prompt.context], device=model.device), visit)
+    return {name: float(np.concatenate(heads).mean()) for name, heads in found.items()}
+
+
 def index_fidelity(
     inputs: LayerInputs, index: SparseIndex, *, dense: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
 ) -> Fidelity:

@@ -17,6 +17,9 @@ from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import Prefilled
 
+# Choices that are compared of those that a prompt has, the right one among them.
+CHOICES = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedAnswer:
@@ -76,3 +79,14 @@ def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
 def asks(prompt: Prompt) -> bool:
     """Whether a prompt says an answer that follows its end."""
     return bool((prompt.continuation or "").strip())
+
+
+def compared(prompt: Prompt) -> tuple[str, ...]:
+    """The answers that a forced choice compares, in the prompt's order: the right one and CHOICES - 1 at most.
+
+    None where the right one is not among its choices.
+    """
+    if prompt.answer not in prompt.choices:
+        return ()
+    wrong = [choice for choice in prompt.choices if choice != prompt.answer][: CHOICES - 1]
+    return tuple(choice for choice in prompt.choices if choice == prompt.answer or choice in wrong)

@@ -1,4 +1,4 @@
-"""Texts decoded token by token as they stand: what each token loses, by method, by text and by position.
+"""Texts decoded token by token as they stand: what each token loses, and how far a cache leads away from a full one.
 
 Shapes: T texts, of which B are decoded together, S tokens of each, F forced ones at their end, V vocabulary.
 """
@@ -6,24 +6,19 @@ Shapes: T texts, of which B are decoded together, S tokens of each, F forced one
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from artifacts.page_layout import aligned
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import negative_log_likelihood
-from profiling.quality.intervals import Interval, student
+from profiling.quality.sequences import kl_divergence
 
-# Tokens of a mean that is kept.
-BLOCK = 64
-# Parts of the forced tokens whose perplexities stand side by side, each of so many tokens at least.
-_PARTS, _LEAST = 4, 128
 # Texts that are decoded together: a step reads the weights once for all of them.
 _TOGETHER = 8
 
@@ -75,59 +70,37 @@ def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
     return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 
-def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
-    """Means of (T, F) losses over BLOCK tokens each, text by text."""
-    return tuple(tuple(part.mean().item() for part in text.split(BLOCK)) for text in losses)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divergence:
+    """Of each forced token, prompt by prompt (prompts * F): KL(full || cache) in nats, and the loss of each of them."""
+
+    kl: np.ndarray
+    loss: np.ndarray
+    full_loss: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Those of several prompts as one."""
+        return cls(**{name: np.concatenate([asdict(part)[name] for part in parts]) for name in asdict(parts[0])})
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.kl.mean())
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity of the cache over that of the full one."""
+        return float(np.exp((self.loss - self.full_loss).mean()))
 
 
-def apart(losses: Tensor, others: Tensor) -> Interval:
-    """Losses less those of the same tokens by another method, nats a token, over texts."""
-    return student((losses - others).double().mean(1).tolist())
-
-
-def changed(interval: Interval) -> str:
-    """A difference of losses as one of perplexities; a single text has no interval."""
-    value, low, high = (100 * math.expm1(each) for each in (interval.value, interval.low, interval.high))
-    return f"{value:+.2f}%" + (f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Forced tokens from one place on: their perplexity, and their loss less the dense one, as `apart` says it.
-
-    change: None of dense attention itself.
-    """
-
-    start: int
-    perplexity: float
-    change: Interval | None
-
-
-def by_position(losses: Mapping[str, Tensor], dense: Tensor) -> dict[str, list[Part]]:
-    """Parts of the forced tokens (T, F) by method; of none where they are too few."""
-    size = -(-dense.shape[1] // _PARTS)
-    if size < _LEAST:
-        return {}
-    starts = range(0, dense.shape[1], size)
-
-    def parts(own: Tensor) -> list[Part]:
-        pairs = zip(starts, own.split(size, 1), dense.split(size, 1), strict=True)
-        return [
-            Part(start=start, perplexity=math.exp(a.mean()), change=None if own is dense else apart(a, b))
-            for start, a, b in pairs
-        ]
-
-    return {name: parts(own) for name, own in losses.items()}
-
-
-def position_lines(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Lines of a table of `by_position`, its parts as mappings; of nothing none."""
-    if not found:
-        return []
-    lines = [["perplexity by position", *(f"from {part['start']}" for part in next(iter(found.values())))]]
-    for name, parts in found.items():
-        changes = [f" {changed(Interval(**part['change']))}" if part["change"] else "" for part in parts]
-        lines.append(
-            [name, *(f"{part['perplexity']:.2f}{change}" for part, change in zip(parts, changes, strict=True))]
-        )
-    return aligned(lines)
+def divergence(
+    model: Any, full: Callable[[], Any], method: Callable[[], Any], prompt: Prompt, forced: int
+) -> Divergence:
+    """A method's divergence from `full` on a prompt; both make a cache and are called under what serves it."""
+    both = [steps(model, next(begin(model, cache, [prompt], forced)), forced) for cache in (full, method)]
+    rows = [
+        torch.stack((kl_divergence(full, own)[0], -own[0, token[0]], -full[0, token[0]]))
+        for (token, full), (_, own) in zip(*both, strict=True)
+    ]
+    kl, loss, full_loss = torch.stack(rows, dim=1).cpu().numpy()
+    return Divergence(kl=kl, loss=loss, full_loss=full_loss)

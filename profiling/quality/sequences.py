@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -117,16 +118,32 @@ class Losses:
         return replace(self, **{name: getattr(self, name)[answers] for name in own})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How near attention comes to dense attention on one sequence, whatever the right answers are.
+
+    For lengths at which the model itself gives no right answers: what is then to be kept is what dense attention does.
+
+    kl: KL(dense || found) in nats, mean over positions spread over the context. same: the share of these whose
+    likeliest token is dense attention's. as_dense: the share of the answers of which every token is; None without any.
+    """
+
+    kl: float
+    same: float
+    as_dense: float | None
+
+
 Plans = Mapping[int, LayerPlan]
 """The patterns of each layer that has some; other layers are dense."""
 
 
 class _Predicted(NamedTuple):
-    """log_probs: (P, V) at a sequence's positions. nll, hits: of all tokens of its answers, one after the other."""
+    """log_probs: (P, V) at a sequence's positions. nll: of all tokens of its answers, one after the other. likeliest:
+    the likeliest tokens at the positions, and in the places of the answers' tokens."""
 
     log_probs: Tensor
     nll: Tensor
-    hits: Tensor
+    likeliest: Tensor
 
 
 class Reference:
@@ -153,16 +170,17 @@ class Reference:
         spread = torch.linspace(0, one.context - 2, min(self._most, one.context - 1)).long()
         return spread.to(self._model.device)
 
-    def know(self, number: int, log_probs: Tensor, nll: Tensor, hits: Tensor) -> None:
+    def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
         """Take what dense attention predicts from a pass that was made anyway.
 
         Args:
             number: of the sequence.
             log_probs: (P, V) at `positions(number)`.
-            nll, hits: (S - 1,) -log p of each token but the first, and whether it was the likeliest.
+            nll, likeliest: (S - 1,) -log p of each token but the first, and the likeliest one in its place.
         """
         before = self._before(number)
-        self._dense[number] = _Predicted(log_probs.half(), nll[before], hits[before])
+        kept = torch.cat([self.positions(number), before])
+        self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[kept])
 
     @property
     def known(self) -> list[str]:
@@ -172,34 +190,51 @@ class Reference:
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare."""
         one, positions = self.sequences[number], self.positions(number)
-        if number not in self._dense:
-            log_probs, nll, hits = self._predicted(number, {})
-            self._dense[number] = _Predicted(log_probs.half(), nll, hits)
-        dense, found = self._dense[number], self._predicted(number, plans)
-        targets = torch.tensor(one.ids, device=positions.device)[positions + 1][:, None]
-        kl = torch.cat(
-            [
-                (wide.exp() * (wide - other)).sum(-1)
-                for wide, other in zip(
-                    (rows.float() for rows in dense.log_probs.split(_ROWS)), found.log_probs.split(_ROWS), strict=True
-                )
-            ]
-        ).clamp_min_(0)
+        dense, found = self._known(number), self._predicted(number, self._by(plans, one))
+        ids = torch.tensor(one.ids, device=positions.device)
+        targets = ids[positions + 1][:, None]
+        answers = ids[self._before(number) + 1]
         sizes = [stop - start for start, stop in one.answers]
 
         def of_answers(values: Tensor, of: Callable[[Tensor], Tensor], dtype: type) -> np.ndarray:
             return np.array([of(part).item() for part in values.split(sizes)] if sizes else [], dtype=dtype)
 
         return Losses(
-            kl=kl.cpu().numpy(),
+            kl=_divergence(dense, found).cpu().numpy(),
             nll=-found.log_probs.gather(1, targets)[:, 0].cpu().numpy(),
             dense_nll=-dense.log_probs.gather(1, targets)[:, 0].float().cpu().numpy(),
             answer_tokens=np.array(sizes, dtype=np.int64),
             answer_nll=of_answers(found.nll, Tensor.sum, float),
             answer_dense_nll=of_answers(dense.nll, Tensor.sum, float),
-            right=of_answers(found.hits, Tensor.all, bool),
-            dense_right=of_answers(dense.hits, Tensor.all, bool),
+            right=of_answers(found.likeliest[len(positions) :] == answers, Tensor.all, bool),
+            dense_right=of_answers(dense.likeliest[len(positions) :] == answers, Tensor.all, bool),
         )
+
+    def agreement(self, number: int, applied: AbstractContextManager[object]) -> Agreement:
+        """Run the model over a sequence within a context that puts other attention on it, and compare."""
+        dense, found = self._known(number), self._predicted(number, applied)
+        # Rounded as the dense ones are held, so that the same attention differs by nothing.
+        found = found._replace(log_probs=found.log_probs.half())
+        same = found.likeliest == dense.likeliest
+        positions = len(dense.log_probs)
+        sizes = [stop - start for start, stop in self.sequences[number].answers]
+        answers = [bool(part.all()) for part in same[positions:].split(sizes)] if sizes else []
+        return Agreement(
+            kl=float(_divergence(dense, found).mean()),
+            same=float(same[:positions].float().mean()),
+            as_dense=sum(answers) / len(answers) if answers else None,
+        )
+
+    def _known(self, number: int) -> _Predicted:
+        """What dense attention predicts on a sequence, by a pass of its own where none was known."""
+        if number not in self._dense:
+            found = self._predicted(number, self._by({}, self.sequences[number]))
+            self._dense[number] = found._replace(log_probs=found.log_probs.half())
+        return self._dense[number]
+
+    def _by(self, plans: Plans, one: TokenSequence) -> AbstractContextManager[object]:
+        """A context within which the model attends by patterns, where a layer has some, and else densely."""
+        return attending(self._model, planned(plans, one.context, backend=self._backend))
 
     def _before(self, number: int) -> Tensor:
         """The positions before the tokens of a sequence's answers."""
@@ -207,21 +242,31 @@ class Reference:
         return torch.tensor(at, dtype=torch.long, device=self._model.device)
 
     @torch.inference_mode()
-    def _predicted(self, number: int, plans: Plans) -> _Predicted:
+    def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
         one, spread, before = self.sequences[number], self.positions(number), self._before(number)
         ids = torch.tensor(one.ids, device=self._model.device)
-        with attending(self._model, planned(plans, one.context, backend=self._backend)):
+        with applied:
             output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=torch.cat([spread, before]))
         logits, of_answers = output.logits[0].split([len(spread), len(before)])
         nll = torch.zeros(len(before), device=ids.device)
-        hits = torch.zeros_like(nll, dtype=torch.bool)
         # Answers may have many tokens: of their logits nothing is kept.
         for start in range(0, len(before), _ROWS):
             rows = slice(start, start + _ROWS)
             targets, some = ids[before[rows] + 1], of_answers[rows].float()
             nll[rows] = some.logsumexp(-1) - some.gather(1, targets[:, None])[:, 0]
-            hits[rows] = some.argmax(-1) == targets
-        return _Predicted(logits.float().log_softmax(-1).clamp_min_(LEAST), nll.clamp_max_(-LEAST), hits)
+        log_probs = logits.float().log_softmax(-1).clamp_min_(LEAST)
+        return _Predicted(log_probs, nll.clamp_max_(-LEAST), output.logits[0].argmax(-1))
+
+
+def _divergence(dense: _Predicted, found: _Predicted) -> Tensor:
+    """KL(dense || found) in nats at each position, (P,) fp32."""
+    pairs = zip(dense.log_probs.split(_ROWS), found.log_probs.split(_ROWS), strict=True)
+    return torch.cat([kl_divergence(rows.float(), other.float()) for rows, other in pairs]).clamp_min_(0)
+
+
+def kl_divergence(log_probs: Tensor, others: Tensor) -> Tensor:
+    """KL(p || q) in nats of distributions over the vocabulary: (..., V) log p and log q to (...)."""
+    return (log_probs.exp() * (log_probs - others)).sum(-1)
 
 
 def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:

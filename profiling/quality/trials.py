@@ -19,9 +19,8 @@ from profiling.prompts.prompt import Prompt
 from profiling.prompts.texts import far_copies
 from profiling.quality.answers import ends, negative_log_likelihood, new_tokens
 from profiling.quality.contexts import Prefilled, fed, prefilled
-from profiling.quality.forced import answer_ids, asks, forced, scored_answers
+from profiling.quality.forced import answer_ids, asks, compared, forced, scored_answers
 from profiling.quality.forced_decode import begin, forced_losses
-from profiling.quality.guessing import compared
 from profiling.quality.method import Method
 
 # Tokens of a text whose loss is kept as one number.

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from artifacts.page_layout import aligned
+from profiling.evaluation.intervals import share_of
 from profiling.pictures.drawing import line_style, new_figure, save, save_table
-from profiling.quality.intervals import share_of
 from profiling.streams.methods import Stretch
 from profiling.streams.tokens import TokenStream
 

@@ -24,7 +24,7 @@ from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts
-from profiling.quality.divergence import Divergence, divergence
+from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, sliding_layers, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
 from search.model.hulls import spend

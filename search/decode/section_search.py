@@ -13,11 +13,11 @@ import numpy as np
 from artifacts import Artifact, HeadwiseError, load_pair, update
 from artifacts.files import check_writable
 from artifacts.sections import with_seen
+from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt
-from profiling.quality.intervals import paired_difference
 from profiling.ranks import one_process
 from runtime.fingerprint import check
 

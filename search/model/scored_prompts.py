@@ -133,7 +133,7 @@ def _score(
             keep=reference.positions(number),
             backend=setup.backend,
         )
-        reference.know(number, found_pass.log_probs, found_pass.nll, found_pass.hits)
+        reference.know(number, found_pass.log_probs, found_pass.nll, found_pass.likeliest)
         fault = found_pass.fault
         left = {layer for layer in layers if (number, layer) not in found}
 

@@ -10,7 +10,7 @@ from math import exp
 import numpy as np
 
 from artifacts import TaskFigures
-from profiling.quality.intervals import share_of
+from profiling.evaluation.intervals import share_of
 from profiling.quality.sequences import Losses, TokenSequence
 
 # With fewer answers that dense attention gets right, in four contexts, a loss of one in five is often not seen.

@@ -13,9 +13,10 @@ import torch
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, load, save
 from profiling import decode
+from profiling.evaluation.decode_losses import by_position, position_lines
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.quality.forced_decode import begin, by_position, dense_losses, forced_losses, position_lines
+from profiling.quality.forced_decode import begin, dense_losses, forced_losses
 from runtime.fingerprint import fingerprint
 from tests.search.conftest import save_tiny
 

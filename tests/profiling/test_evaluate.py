@@ -181,7 +181,7 @@ def test_fidelity_is_beside_dense_attention_and_kept(
         "Agreement with dense attention&#x27;s predictions" in html
         and "900 tokens, beside dense attention's predictions" in shown
     )
-    monkeypatch.setattr(evaluation, "Likeness", None)
+    monkeypatch.setattr(evaluation, "Reference", None)
     assert command(*asked)["figures"] == record["figures"]
 
 

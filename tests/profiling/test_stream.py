@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from profiling.evaluation.intervals import share_of
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.prompts.tokens import Encoder
-from profiling.quality.intervals import share_of
 from profiling.stream import main, report
 from profiling.streams import report as stream_report
 from profiling.streams import run as stream_run

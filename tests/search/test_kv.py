@@ -15,7 +15,7 @@ from artifacts import HeadwiseError
 from profiling.caches import budget_curves
 from profiling.caches.budget_curves import BudgetCurves
 from profiling.models.loading import load_model
-from profiling.quality.divergence import Divergence
+from profiling.quality.forced_decode import Divergence
 from runtime import load, memory_report
 from search import kv
 from search.decode import kv_search

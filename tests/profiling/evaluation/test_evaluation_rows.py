@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from profiling.evaluation.measure import Outcome
+from profiling.evaluation.measure import Outcome, as_dense
 from profiling.evaluation.rows import ALL, KL, NLL, PERPLEXITY, SCORE, curves, figures, grid
 from profiling.prompts.prompt import Prompt
 
@@ -142,3 +142,12 @@ def test_a_divergence_is_a_figure_without_a_test_and_never_below_0() -> None:
     found = of(figures([outcome("dense", [1.0, 1.0]), near]), "m", KL)
     assert (found.value, found.low, found.p, found.few) == (pytest.approx(0.105), 0.0, None, False)
     assert found.high > 0.2
+
+
+def test_answers_after_a_prompt_are_compared_as_texts() -> None:
+    scored = Prompt((1, 2, 3, 4), None, scored=((1, 2),))
+    asked = [Prompt((1, 2), "a"), Prompt((1, 3), "b"), Prompt((1, 4), None), scored]
+    own = [{"text": "x"}, {"text": ""}, {"blocks": []}, {"text": "", "as_dense": 0.5}]
+    dense = [{"text": "x"}, {"text": "y"}, {"blocks": []}, {"text": ""}]
+    found = [record.get("as_dense") for record in as_dense(asked, own, dense)]
+    assert found == [1.0, 0.0, None, 0.5]

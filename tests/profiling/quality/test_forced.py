@@ -15,7 +15,7 @@ from artifacts import HeadwiseError
 from profiling.prompts.prompt import Find, Prompt, make_prompts
 from profiling.quality.answers import answer, answers, negative_log_likelihood
 from profiling.quality.contexts import PIECE
-from profiling.quality.forced import answer_ids
+from profiling.quality.forced import answer_ids, compared
 from tests.profiling.conftest import tiny
 from tests.profiling.quality.forcing import forced_answers
 from tests.profiling.tokenizers import MAKERS, byte_level
@@ -157,3 +157,8 @@ def test_a_task_may_allow_longer_answers() -> None:
         answer(model, Counted(), Prompt((5, 6, 7), "wx", new_tokens=new_tokens))
     short = len(tokenizer("wx", add_special_tokens=False)["input_ids"]) + 2
     assert lengths[1] in range(1, 10) and lengths[0] <= short
+
+
+def test_a_forced_choice_compares_eight_at_most() -> None:
+    many = Prompt((1,), "last", choices=(*"abcdefghij", "last"))
+    assert compared(many) == (*"abcdefg", "last")

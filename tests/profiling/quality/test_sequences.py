@@ -146,8 +146,8 @@ def test_right_answers_are_told_from_lost_ones(model: Any) -> None:
 def test_what_a_pass_made_anyway_is_taken(model: Any, one: TokenSequence) -> None:
     alone, known = Reference(model, [one]), Reference(model, [one])
     dense, targets = logits_of(model, one, planned({}, CONTEXT)), torch.tensor(one.ids[1:])
-    nll, hits = -dense[:-1].gather(1, targets[:, None])[:, 0].float(), dense[:-1].argmax(-1) == targets
-    known.know(0, dense[known.positions(0)], nll, hits)
+    nll, likeliest = -dense[:-1].gather(1, targets[:, None])[:, 0].float(), dense[:-1].argmax(-1)
+    known.know(0, dense[known.positions(0)], nll, likeliest)
     for name, value in vars(alone.losses(0, plans())).items():
         np.testing.assert_allclose(getattr(known.losses(0, plans()), name), value, atol=5e-3)
 

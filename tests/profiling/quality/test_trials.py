@@ -85,7 +85,7 @@ def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded: 
 
 
 def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedModel) -> None:
-    prompt = Prompt(tuple(range(60, 90)), None, metric="any", references=("zzzzzz",), new_tokens=4)
+    prompt = Prompt(tuple(range(60, 90)), None, metric="all", references=("zzzzzz",), new_tokens=4)
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
     assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.quality.intervals import (
+from profiling.evaluation.intervals import (
     holm,
     mean_interval,
     paired_difference,
