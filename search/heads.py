@@ -9,7 +9,6 @@ to end. --allocation heads is the published search, a budget for each head (MInf
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError, arguments
@@ -28,10 +27,8 @@ from search.published.head_budget import run as run_heads
 # What only one of the two searches knows, by option.
 _OF_MODEL = (
     "cost",
-    "cost_table",
     "n_trials",
     "storage",
-    "tensor_parallel",
     "max_memory",
     "max_kl",
     "max_perplexity",
@@ -71,7 +68,6 @@ def parser() -> ArgumentParser:
         f"what a head may compute, such a share or a_shape:SINK,WINDOW (default {HEAD_BUDGET})",
     )
     p.add_argument("--cost", choices=("seconds", "flops"), default="seconds", help="what is spent (default seconds)")
-    p.add_argument("--cost-table", type=Path, help="of the device that will serve; default: this machine is measured")
     p.add_argument(
         "--n-trials",
         type=int,
@@ -79,13 +75,6 @@ def parser() -> ArgumentParser:
         help=f"ways of spending the budget that are tried on the whole model (default {DEFAULT_TRIALS})",
     )
     p.add_argument("--storage", metavar="URL", help="where Optuna keeps the study of its draws, from --n-trials 3 on")
-    p.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that will serve: the slowest counts",
-    )
     p.add_argument(
         "--max-memory",
         metavar="SIZE",

@@ -15,10 +15,7 @@ from artifacts import Pattern as ArtifactPattern
 from kernels.patterns import LayerPlan, Pattern
 from search.common.scores import Rows, picked, rows_of
 from search.model.curves import Curves
-from search.model.hulls import Spent, spend
-
-# Choices for a rank's heads that are weighed against each other, where a layer takes as long as its slowest rank.
-_KEPT = 256
+from search.model.hulls import spend
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,13 +60,11 @@ class Heads:
     """What is known about all heads of a model.
 
     curves: by dense tail. costs: (L, H, C) by dense tail. all_keys: what one head costs that computes everything.
-    ranks: of tensor parallelism, whose slowest one a layer takes as long as.
     """
 
     curves: Mapping[int, Curves]
     costs: Mapping[int, np.ndarray]
     all_keys: float
-    ranks: int = 1
 
     @property
     def searched(self) -> np.ndarray:
@@ -84,7 +79,7 @@ class Heads:
     def least(self, tail: int, allowed: np.ndarray | None = None) -> float:
         """What all heads cost with their cheapest candidates, of those (C,) that are allowed."""
         own = self.costs[tail][self.searched]
-        return spent_by((own if allowed is None else own[..., allowed]).min(axis=-1), self.ranks)
+        return float((own if allowed is None else own[..., allowed]).min(axis=-1).sum())
 
     def predicted(self, allocation: Allocation) -> float:
         """What the curves say that an allocation loses, with equal weights."""
@@ -107,7 +102,7 @@ class Heads:
         """One budget for the model: the least weighted loss for at most `total`.
 
         Args:
-            total: what all heads may cost together; of tensor parallelism with n ranks, n times its slowest one.
+            total: what all heads may cost together.
             tail: the dense tail.
             weight: (L,) of each layer's loss; ones if None.
             kinds: weight of the loss of each kind of prompt; ones if None.
@@ -123,81 +118,15 @@ class Heads:
         if allowed is not None:
             loss = np.where(allowed, loss, np.inf)
         own = costs[layers]
-        if self.ranks == 1:
-            spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
-        else:
-            spent = _over_ranks(loss, own, total, self.ranks)
+        spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
         entries = np.array(spent.entries).reshape(loss.shape[:2])
         chosen = np.full(costs.shape[:2], -1, dtype=np.int64)
         chosen[layers] = entries
         return Allocation(
             chosen=chosen,
             tail=tail,
-            cost=spent_by(np.take_along_axis(own, entries[..., None], axis=-1)[..., 0], self.ranks),
+            cost=float(np.take_along_axis(own, entries[..., None], axis=-1).sum()),
             price=spent.price,
             weight=weight,
             kinds=dict(kinds or dict.fromkeys(curves.losses(), 1.0)),
         )
-
-
-def spent_by(costs: np.ndarray, ranks: int) -> float:
-    """What heads (L, H) cost together: all of them, or of `ranks` that share the heads so many times the slowest.
-
-    Layers run one after the other, and each waits for the slowest of its equal parts.
-    """
-    return ranks * float(costs.reshape(len(costs), ranks, -1).sum(axis=-1).max(axis=-1).sum())
-
-
-def _over_ranks(loss: np.ndarray, costs: np.ndarray, total: float, ranks: int) -> Spent:
-    """The best entries of L x H heads where layers one after the other cost at most `total`, as `spent_by` counts.
-
-    What a layer loses within some time is what its ranks lose, each within that time: a knapsack of the rank's own
-    heads, whose front holds all times at which it is worth to have more. Times are then spent over the layers.
-    """
-    layers = [_of_layer(lost, own, ranks) for lost, own in zip(loss, costs, strict=True)]
-    width = max(len(times) for times, _, _ in layers)
-
-    def wide(values: np.ndarray, rest: float) -> np.ndarray:
-        return np.pad(values, (0, width - len(values)), constant_values=rest)
-
-    lost = np.array([wide(values, np.inf) for _, values, _ in layers])
-    spent = spend(lost, np.array([wide(ranks * times, np.inf) for times, _, _ in layers]), total)
-    entries = [rows[entry] for (_, _, rows), entry in zip(layers, spent.entries, strict=True)]
-    return Spent(entries=np.concatenate(entries).tolist(), price=spent.price)
-
-
-def _of_layer(loss: np.ndarray, costs: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Times (n,) ascending at which a layer of H heads loses less, what it loses, and its entries (n, H)."""
-    parts = [_knapsack(*part) for part in zip(np.split(loss, ranks), np.split(costs, ranks), strict=True)]
-    times = np.unique(np.concatenate([own for own, _, _ in parts]))
-    times = times[times >= max(own[0] for own, _, _ in parts)]
-    found = [np.searchsorted(own, times, side="right") - 1 for own, _, _ in parts]
-    lost = sum(values[at] for (_, values, _), at in zip(parts, found, strict=True))
-    return times, lost, np.concatenate([rows[at] for (_, _, rows), at in zip(parts, found, strict=True)], axis=1)
-
-
-def _knapsack(loss: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Costs (n,) ascending, losses (n,) descending and entries (n, h) of the choices for h heads that none beats.
-
-    Exact up to _KEPT choices of the heads so far; of more, so many are kept, spread evenly.
-    """
-    spent, lost, entries = np.zeros(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-    for own_loss, own_cost in zip(loss, costs, strict=True):
-        taken = np.flatnonzero(np.isfinite(own_loss))
-        taken = taken[_unbeaten(own_cost[taken], own_loss[taken])]
-        spent = (spent[:, None] + own_cost[taken]).ravel()
-        lost = (lost[:, None] + own_loss[taken]).ravel()
-        best = _unbeaten(spent, lost)
-        if len(best) > _KEPT:
-            best = best[np.linspace(0, len(best) - 1, _KEPT).round().astype(int)]
-        spent, lost = spent[best], lost[best]
-        entries = np.column_stack([entries[best // len(taken)], taken[best % len(taken)]])
-    return spent, lost, entries
-
-
-def _unbeaten(costs: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """Indices of those that lose less than all that cost no more, the cheapest first."""
-    order = np.lexsort((losses, costs))
-    least = np.minimum.accumulate(losses[order])
-    found: np.ndarray = order[np.append(True, least[1:] < least[:-1])]
-    return found

@@ -30,7 +30,6 @@ class ModelSearch:
     lengths: prompts are made at each; the patterns are for the longest, the others show how sizes go with the length.
     samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
     storage: of Optuna's study, any URL that it takes; None keeps it in memory.
-    tensor_parallel: ranks that will serve; the slowest one's time is what counts.
     max_memory: bytes of weights that stay on the device, None all; the other layers come in one at a time.
     """
 
@@ -41,7 +40,6 @@ class ModelSearch:
     samples: int = 1
     budget: float | None = None
     cost: Unit = "seconds"
-    cost_table: Path | None = None
     n_trials: int = DEFAULT_TRIALS
     storage: str | None = None
     limits: Limits = field(default_factory=Limits)
@@ -53,14 +51,13 @@ class ModelSearch:
     max_memory: int | None = None
     dense_below: int | None = None
     dense_tail: int | None = None
-    tensor_parallel: int = 1
     beyond_positions: bool = False
     fresh: bool = False
     picture: bool = True
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "n_trials", "tensor_parallel", "dense_below"):
+        for name in ("samples", "n_trials", "dense_below"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         for name in ("seed", "dense_tail"):
@@ -83,8 +80,8 @@ class ModelSearch:
 
     @property
     def measures_costs(self) -> bool:
-        """Whether this machine is timed; with FLOPs or a table of costs nothing is, and all ranks find the same."""
-        return self.cost == "seconds" and self.cost_table is None
+        """Whether this machine is timed; with FLOPs nothing is, and all ranks find the same."""
+        return self.cost == "seconds"
 
     @property
     def share(self) -> float:

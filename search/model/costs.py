@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from artifacts import HeadwiseError, ModelInfo
+from artifacts import ModelInfo
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
-from profiling.speed.cost_table import CostTable, load
+from profiling.speed.cost_table import CostTable
 from search.model.candidates import LAST_Q
 
 Unit = Literal["seconds", "flops"]
@@ -80,26 +79,13 @@ class Costs:
         return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
 
 
-def given_costs(unit: Unit, model: ModelInfo, *, length: int, dtype: str, table: Path | None) -> Costs | None:
-    """How a search counts where nothing has to be measured for that: FLOPs, or by a table; None where something has.
-
-    Raises:
-        HeadwiseError: a table and FLOPs, no such table, or see `costs_by`.
-    """
-    if unit == "seconds":
-        return None if table is None else costs_by(load(table), model, length=length, dtype=dtype)
-    if table is not None:
-        raise HeadwiseError(f"--cost-table {table} says seconds, and --cost is flops: leave one of them out")
-    return flops(model, length=length, dtype=dtype)
-
-
 def flops(model: ModelInfo, *, length: int, dtype: str) -> Costs:
     """FLOPs of the tiles that are computed."""
     return Costs(unit="flops", length=length, head_dim=model.head_dim, dtype=dtype)
 
 
 def costs_by(table: CostTable, model: ModelInfo, *, length: int, dtype: str) -> Costs:
-    """Seconds by a cost table of the device that will serve.
+    """Seconds by a device's cost table.
 
     Raises:
         HeadwiseError: the table does not hold the model's head dim and dtype for the kinds that are searched.

@@ -24,8 +24,6 @@ _AIM, _STEP = 0.9, 1.05
 # Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to 0.88), or with one
 # within these bounds where two budgets say so.
 _POWER, _POWERS = 0.7, (0.4, 1.5)
-# Another dense tail is measured where it loses at most so many times as much by the curves.
-_NEAR = 1.1
 # Contexts of each task on which the front is measured.
 _CONTEXTS = 1
 
@@ -91,7 +89,7 @@ class Gate:
         for number, reference in enumerate(self._sets(), start=1):
             if fault is not None:
                 spent = self._more(like, measured)
-            chosen, looked_at, fault = self._measured(reference, self._like(like, spent, like.tail))
+            chosen, looked_at, fault = self._measured(reference, self._like(like, spent))
             if fault is None:
                 break
             if number == ROUNDS or spent >= self.heads.total(1.0):
@@ -144,7 +142,7 @@ class Gate:
         spent, strain = measured[-1][0], max(measured[-1][1], 1e-9)
 
         def predicted(budget: float) -> float:
-            kinds = self.heads.predicted_by_kind(self._like(like, budget, like.tail))
+            kinds = self.heads.predicted_by_kind(self._like(like, budget))
             return float(np.mean(np.log([max(loss, 1e-30) for loss in kinds.values()])))
 
         power = _POWER
@@ -158,18 +156,13 @@ class Gate:
         return high
 
     def _beside(self, like: Allocation, spent: float) -> list[Allocation]:
-        """Other budgets, and of the other dense tails the one that loses least by the curves, where it comes near."""
-        heads = self.heads
+        """The same with other budgets."""
         budgets = [spent * share for share in _FRONT]
-        found = [self._like(like, budget, like.tail) for budget in budgets if budget > heads.least(like.tail)]
-        tails = [tail for tail in heads.curves if tail != like.tail and spent > heads.least(tail)]
-        others = [self._like(like, spent, tail) for tail in tails]
-        near = _NEAR * heads.predicted(self._like(like, spent, like.tail))
-        return found + sorted((one for one in others if heads.predicted(one) <= near), key=heads.predicted)[:1]
+        return [self._like(like, budget) for budget in budgets if budget > self.heads.least(like.tail)]
 
-    def _like(self, like: Allocation, total: float, tail: int) -> Allocation:
-        """The same weights with another total or dense tail."""
-        return self.heads.by_model(total, tail, weight=like.weight, kinds=like.kinds)
+    def _like(self, like: Allocation, total: float) -> Allocation:
+        """The same weights and dense tail with another total."""
+        return self.heads.by_model(total, like.tail, weight=like.weight, kinds=like.kinds)
 
     def _points(self, reference: Reference, allocations: Sequence[Allocation], numbers: Sequence[int]) -> list[Point]:
         """On the sequences of these numbers."""

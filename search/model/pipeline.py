@@ -33,7 +33,7 @@ from search.common.layers import searched_layers, serving_backend
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import ladder
 from search.model.config import ModelSearch
-from search.model.costs import Costs, given_costs
+from search.model.costs import Costs, flops
 from search.model.curves import Curves
 from search.model.gate import Gate
 from search.model.measured_costs import costs_of, measured
@@ -83,11 +83,6 @@ def search_model(
     """The search on a model that is loaded and fingerprinted."""
     check_logits(loaded.model)
     searched = searched_layers(loaded)
-    if model.num_heads % config.tensor_parallel:
-        raise HeadwiseError(
-            f"--tensor-parallel {config.tensor_parallel} does not divide the {model.num_heads} query heads of "
-            f"{model.name}"
-        )
     lengths = lengths_of(config, model)
     prompts = {length: calibration_prompts(config, loaded, length) for length in lengths}
     seen = Seen(prompt for made in prompts.values() for prompt in made)
@@ -96,7 +91,7 @@ def search_model(
     sets = chain([next(sets)], sets)
     launch = launch or Ranks()
     backend = serving_backend(config.backend, model, config.dtype, config.device, quiet=not launch.is_first)
-    costs = given_costs(config.cost, model, length=lengths[-1], dtype=config.dtype, table=config.cost_table)
+    costs = None if config.measures_costs else flops(model, length=lengths[-1], dtype=config.dtype)
     if launch.is_first:
         check_storage(config.storage)
     candidates = {length: ladder(length) for length in lengths}
@@ -179,8 +174,8 @@ class _Search(Setup):
 
     def _measured_costs(self, one: TokenSequence, curves: Mapping[int, Curves]) -> Costs:
         """What candidates cost on this machine, which the first rank finds out while the others wait."""
-        # The allocations that are timed follow from the curves, the budget and how ranks that serve are counted.
-        asked = {"sequence": one.digest, "share": self.config.share, "tensor parallel": self.config.tensor_parallel}
+        # The allocations that are timed follow from the curves and the budget.
+        asked = {"sequence": one.digest, "share": self.config.share}
         with all_threads():
             unit = self.ledger.unit("times", {**asked, "machine": environment(self.config.device)})
 
@@ -195,7 +190,6 @@ class _Search(Setup):
             curves=curves,
             costs={tail: costs.of(self.patterns, one.tiles) for tail, one in curves.items()},
             all_keys=costs.all_keys(),
-            ranks=self.config.tensor_parallel,
         )
 
     def _total(self, heads: Heads) -> float:

@@ -166,6 +166,4 @@ def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
         **score_arrays(chosen.chosen, names, measures),
         "allocation.weight": chosen.weight.astype(np.float64),
         "allocation.price": np.full(len(chosen.weight), chosen.price),
-        # Of several the price is no head's.
-        **({"allocation.ranks": np.array([outcome.heads.ranks])} if outcome.heads.ranks > 1 else {}),
     }

@@ -22,9 +22,7 @@ def curves_of(change: np.ndarray, **changes: Any) -> Curves:
     return Curves(change=change, **known | {"tokens": 0, "texts": 0, "asked": 0} | changes)
 
 
-def heads_of(
-    seed: int, *, ranks: int = 1, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)
-) -> Heads:
+def heads_of(seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)) -> Heads:
     """Layer 1 is left alone; more cost is less change, and error goes its own way."""
     curves, costs = {}, {}
     for tail in tails:
@@ -38,7 +36,7 @@ def heads_of(
             values[1] = np.nan
         curves[tail] = curves_of(change, error=error, text=text, answer=answer, texts=1, asked=1)
         costs[tail] = cost
-    return Heads(curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])), ranks=ranks)
+    return Heads(curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])))
 
 
 def linear_table(

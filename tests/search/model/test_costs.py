@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from artifacts import HeadwiseError, ModelInfo
 from kernels.patterns import make
-from profiling.speed.cost_table import CostTable, save
-from search.model.costs import Costs, costs_by, given_costs
+from profiling.speed.cost_table import CostTable
+from search.model.costs import Costs, costs_by
 from search.model.measured_costs import line_through
 from tests.search.model.made import LENGTH, linear_table
 
@@ -76,16 +74,12 @@ def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
     np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
 
 
-def test_a_table_without_a_kind_is_one_line(model: ModelInfo, tmp_path: Path) -> None:
+def test_a_table_without_a_kind_is_one_line(model: ModelInfo) -> None:
     table = linear_table()
-    left = tuple(cost for cost in table.costs if cost.pattern != "block_sparse")
-    save(CostTable(**{**vars(table), "costs": left}), tmp_path / "t.safetensors")
+    left = CostTable(**{**vars(table), "costs": tuple(one for one in table.costs if one.pattern != "block_sparse")})
     with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32") as error:
-        given_costs("seconds", model, length=LENGTH, dtype="float32", table=tmp_path / "t.safetensors")
+        costs_by(left, model, length=LENGTH, dtype="float32")
     assert "\n" not in str(error.value)
-    with pytest.raises(HeadwiseError, match="says seconds, and --cost is flops"):
-        given_costs("flops", model, length=LENGTH, dtype="float32", table=tmp_path / "t.safetensors")
-    assert given_costs("seconds", model, length=LENGTH, dtype="float32", table=None) is None
 
 
 def test_a_line_is_found() -> None:

@@ -15,7 +15,6 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.environment import device_name
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
@@ -23,11 +22,9 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from profiling.ranks import Ranks
-from profiling.speed.cost_table import save
 from runtime import load
 from search.heads import main
 from search.model import measured_costs, pipeline
-from search.model.allocation import spent_by
 from search.model.check import plans_of
 from search.model.config import ModelSearch
 from search.model.limits import Limits
@@ -38,7 +35,7 @@ from search.model.timing import ANCHOR, SDPA
 from tests.processes import run
 from tests.sampling import sampled
 from tests.search.conftest import save_tiny
-from tests.search.model.made import heads_of, linear_table
+from tests.search.model.made import heads_of
 
 LENGTH = 512
 TASKS = ("passkey", "prose")
@@ -282,23 +279,6 @@ def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
     assert "held-out prompts" not in said and "prompts by which the budget was raised" in said
 
 
-@pytest.mark.slow
-def test_by_a_table_of_this_machine_nothing_is_timed_and_ranks_find_the_same(tiny_model: Path, tmp_path: Path) -> None:
-    table = tmp_path / "costs.safetensors"
-    save(linear_table(device=device_name("cpu"), tiles=(10, 36)), table)
-    found = []
-    for ranks in (1, 2):
-        out = tmp_path / f"{ranks}" / "cfg.yaml"
-        out.parent.mkdir()
-        words = options(tiny_model, out, cost="seconds", cost_table=str(table), budget="0.9", n_trials="1")
-        code, _, said = run("search.heads", *words, ranks=ranks)
-        assert code == 0, said
-        found.append(artifacts.load(out))
-    one, two = found
-    assert one.content_sha256 == two.content_sha256
-    assert not one.evidence.measurements and one.prefill.dense_below == LENGTH // 2
-
-
 def test_times_are_those_of_this_machine_and_this_budget(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,14 +289,14 @@ def test_times_are_those_of_this_machine_and_this_budget(
     monkeypatch.setattr("search.model.timing.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3))
     out, asked = tmp_path / "cfg.yaml", {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"}
     more: dict[str, str]
-    for count, more in ((1, {}), (1, {}), (2, {"budget": "0.6"}), (3, {"tensor_parallel": "2"})):
+    for count, more in ((1, {}), (1, {}), (2, {"budget": "0.6"})):
         with pytest.raises(HeadwiseError):
             main(options(tiny_model, out, **asked | more))
         assert len(taken) == count
     monkeypatch.setattr(pipeline, "environment", lambda device: {"device": device, "threads": "64"})
     with pytest.raises(HeadwiseError):
         main(options(tiny_model, out, **asked))
-    assert len(taken) == 4
+    assert len(taken) == 3
 
 
 def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
@@ -361,16 +341,6 @@ def test_fresh_discards_what_is_there(
     assert content(out) != content(found)
 
 
-def test_the_slowest_rank_of_tensor_parallelism_keeps_to_the_budget(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "cfg.yaml"
-    assert main(options(tiny_model, out, tensor_parallel="2")) == 0
-    artifact, arrays = artifacts.load_pair(out)
-    assert artifact.prefill.front is not None
-    assert arrays["allocation.ranks"] == 2
-    own = np.asarray(arrays["chosen.flops"], dtype=np.float64)
-    assert spent_by(own, 2) <= 0.5 * artifact.prefill.front.dense_cost * (1 + 1e-6)
-
-
 def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tmp_path: Path) -> None:
     hashes = set()
     for name, lengths, tasks in (("a", "256 512", "passkey prose"), ("b", "512 256 512", "passkey prose passkey")):
@@ -411,11 +381,8 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
         ({"samples": "0"}, "--samples must be at least 1"),
         ({"dense_tail": "-1"}, "--dense-tail must be at least 0"),
         ({"n_trials": "0"}, "--n-trials must be at least 1"),
-        ({"tensor_parallel": "4"}, "--tensor-parallel 4 does not divide the 6 query heads"),
         ({"max_kl": "0"}, "--max-kl must be above 0"),
         ({"max_lost": "nan"}, "--max-lost must be above 0"),
-        ({"cost_table": "missing.safetensors"}, "--cost is flops"),
-        ({"cost_table": "missing.safetensors", "cost": "seconds"}, "missing.safetensors does not exist"),
         ({"storage": "study"}, "cannot use the storage 'study'"),
         ({"storage": "sqlite:///study.db", "n_trials": "2"}, "draws, which begin at --n-trials 3; got 2"),
         ({"calibration": "text:a/x.txt text:b/x.txt"}, "two tasks text:x.txt: give their files different names"),
