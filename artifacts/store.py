@@ -18,7 +18,7 @@ from artifacts.arrays import check_arrays, needed
 from artifacts.errors import ArtifactError, naming, one_line, shorten
 from artifacts.files import atomic_write, check_writable, read_regular
 from artifacts.hashing import canonical_json, content_of
-from artifacts.pair import MAX_BYTES, TIMEOUT, Lock, locked, replace_pair, sidecar_name
+from artifacts.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
 from artifacts.schema import SCHEMA_VERSION, Artifact
 from artifacts.sidecar import Entry, Sidecar, to_bytes
 from artifacts.signing import Ask, Key, check_signature, signature, signature_path
@@ -79,8 +79,8 @@ def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, 
     path = Path(path)
     check_writable(path)
     write = _prepared(artifact, path, arrays)
-    with locked(path) as lock:
-        return write(lock)
+    with locked(path):
+        return write()
 
 
 def update(
@@ -110,9 +110,9 @@ def update(
     path = Path(path)
     target = path if out is None else Path(out)
     check_writable(target)
-    with locked(target, timeout) as lock:
+    with locked(target, timeout):
         artifact, arrays = change(*load_pair(path))
-        return _prepared(artifact, target, arrays)(lock)
+        return _prepared(artifact, target, arrays)()
 
 
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
@@ -228,7 +228,7 @@ def _with_sidecar(path: Path, pair: Pair, verify: Key | None) -> Pair:
     )
 
 
-def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[Lock], Artifact]:
+def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[], Artifact]:
     """All of save() that needs no lock, and the rest as a function of one."""
     with naming(path):
         fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": None, "content_sha256": ""}
@@ -242,8 +242,8 @@ def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
         text = _to_yaml(fields)
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
 
-    def write(lock: Lock) -> Artifact:
-        replace_pair(lock, path, text, None if saved.sidecar is None else saved.sidecar.file, data)
+    def write() -> Artifact:
+        replace_pair(path, text, None if saved.sidecar is None else saved.sidecar.file, data)
         # It was of the file that is gone.
         with contextlib.suppress(OSError):
             signature_path(path).unlink()

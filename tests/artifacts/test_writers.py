@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -123,7 +121,7 @@ def test_processes_that_write_at_once_lose_nothing(saved):
 def test_a_lock_that_is_held_is_waited_for_and_then_named(saved, make):
     with (
         locked(saved),
-        pytest.raises(HeadwiseError, match=rf"process {os.getpid()} on .* has been writing it for 0.1 s"),
+        pytest.raises(HeadwiseError, match="another process has been writing it for"),
     ):
         update(saved, with_decode, timeout=0.1)
     assert len(names(saved.parent)) == 2
@@ -131,29 +129,29 @@ def test_a_lock_that_is_held_is_waited_for_and_then_named(saved, make):
     assert load(saved).decode == DECODE
 
 
-def test_what_a_dead_writer_left_is_cleared_away_and_nothing_else(saved, make, arrays):
+def test_what_a_dead_writer_left_unfinished_is_cleared_away_and_nothing_else(saved, make, arrays):
     folder = saved.parent
-    data = next(folder.glob("*.safetensors")).read_bytes()
-    for name in ("cfg.01234567.safetensors", "cfg.89abcdef.safetensors", "mine.safetensors"):
-        (folder / name).write_bytes(data)
+    (before,) = folder.glob("*.safetensors")
+    for name in ("cfg.01234567.safetensors", "mine.safetensors", "cfg.v2.01234567.safetensors"):
+        (folder / name).write_bytes(before.read_bytes())
     (folder / ".cfg.yaml.00112233.tmp").write_bytes(b"half")
     (folder / ".cfg.01234567.safetensors.00112233.tmp").write_bytes(b"half")
-    (folder / ".other.yaml.00112233.tmp").write_bytes(b"another writer's")
-    outside = folder.parent / "outside.safetensors"
-    outside.write_bytes(data)
-    left = ["cfg.01234567.safetensors", "mine.safetensors", "../outside.safetensors", str(outside), 7, "cfg.yaml"]
-    (folder / ".cfg.lock").write_text(json.dumps({"pid": 1, "files": left}))
+    others = {".other.yaml.00112233.tmp", ".cfg.v2.01234567.safetensors.00112233.tmp"}
+    for name in others:
+        (folder / name).write_bytes(b"another writer's")
+    (folder / ".cfg.lock").write_bytes(b"of a dead writer")
+    arrays["chosen.recall"][0, 0] = 0.75
     result = save(make(), saved, arrays)
-    expected = {"cfg.yaml", result.sidecar.file, "cfg.89abcdef.safetensors", "mine.safetensors"}
-    assert names(folder) == sorted(expected | {".other.yaml.00112233.tmp"})
-    assert outside.exists()
+    kept = {"cfg.01234567.safetensors", "mine.safetensors", "cfg.v2.01234567.safetensors"}
+    assert names(folder) == sorted({"cfg.yaml", result.sidecar.file} | kept | others)
 
 
-@pytest.mark.parametrize("note", [b"", b"\0" * 100, b"[]", b'{"files": 5}', b"{" * 100_000])
-def test_a_lock_file_that_says_nothing_is_taken(saved, make, arrays, note):
-    (saved.parent / ".cfg.lock").write_bytes(note)
+def test_a_name_that_save_did_not_give_removes_no_file(saved, make, arrays):
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    mine = sidecar.rename(saved.with_name("mine.safetensors"))
+    saved.write_text(saved.read_text().replace(sidecar.name, mine.name))
     save(make(), saved, arrays)
-    assert len(names(saved.parent)) == 2
+    assert mine.exists()
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
@@ -174,15 +172,6 @@ def test_without_locks_in_the_file_system_there_is_still_a_pair(saved, make, arr
     save(make(), saved, arrays)
     assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
     assert len(names(saved.parent)) == 2
-
-
-def test_a_copy_of_the_yaml_keeps_its_sidecar(saved, make, arrays):
-    """Copied without its arrays beside the old one, as people do before they try something."""
-    shutil.copy(saved, saved.parent / "before.yaml")
-    arrays["chosen.recall"][0, 0] = 0.75
-    save(make(), saved, arrays)
-    assert load_arrays(saved.parent / "before.yaml")["chosen.recall"][0, 0] == 0.5
-    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
 
 
 @pytest.mark.slow
@@ -256,19 +245,3 @@ def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make)
     assert save_searched(make(), saved, {}) == load(saved)
     with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
         save_searched(make().model_copy(update={"patterns": {}}), saved, {})
-
-
-@pytest.mark.parametrize(
-    "name", ["cfg.yaml.bak", "cfg.yaml~", "cfg.txt", "cfg", ".cfg.yaml.swp", "old.YAML", "notes.md"]
-)
-def test_a_backup_under_any_name_keeps_its_sidecar(saved, make, arrays, name):
-    (before,) = saved.parent.glob("*.safetensors")
-    backup = saved.with_name(name)
-    backup.write_bytes(saved.read_bytes())
-    arrays["chosen.recall"][0, 0] = 0.75
-    save(make(), saved, arrays)
-    assert before.exists() and len(list(saved.parent.glob("*.safetensors"))) == 2
-    backup.unlink()
-    arrays["chosen.recall"][0, 0] = 0.5
-    save(make(), saved, arrays)
-    assert load_pair(saved)[1]["chosen.recall"][0, 0] == 0.5
