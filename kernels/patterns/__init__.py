@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
-from kernels.patterns import on_gpu
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import Pattern
 from kernels.patterns.block_sparse import BlockSparse
@@ -221,15 +220,11 @@ class LayerPlan:
             # Every row is one of the tail: there is nothing to choose.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
         how: dict[str, Any] = {"scale": scale, "window": window}
-        order, parts = [], []
-        if (built := on_gpu.build(self.patterns, self._kinds, q, k, **how)) is not None:
-            order, parts = list(built[0]), [built[1]]
-            if len(order) == len(self.patterns):
-                return built[1]
+        order: list[int] = []
+        parts = []
         for cls, heads in self._kinds.items():
-            if left := [head for head in heads if head not in order]:
-                parts.append(cls.build_index([self.patterns[head] for head in left], left, q, k, **how))
-                order += left
+            parts.append(cls.build_index([self.patterns[head] for head in heads], heads, q, k, **how))
+            order += heads
         # Where each head stands in the concatenation of the parts.
         place = sorted(range(len(order)), key=order.__getitem__)
         return cat_heads(parts, on_device(tuple(place), q.device), place)

@@ -72,15 +72,16 @@ def _store_mean(
         tl.store(means + (place * tiles).to(tl.int64) * D + column, mean, mask=column < D)
 
 
-@triton.jit
-def _mean_of_tile(
-    at, x, pages, means, places, x_batch, x_head, x_row, pages_width, heads, wanted, tiles, length, lead,
+@triton.jit(do_not_specialize=["heads", "wanted", "tiles", "length", "lead"])
+def means_kernel(
+    x, pages, means, places, x_batch, x_head, x_row, pages_width, heads, wanted, tiles, length, lead,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the at-th of all tiles, to means (B, heads, tiles, D) fp32; `lead` rows of the first are missing.
+    """Means over tiles of keys, to means (B, heads, tiles, D) fp32: a tile a program; `lead` rows of the first miss.
 
     places (wanted, 3): a head of x and the range of places in means that its own go to.
     """
+    at = tl.program_id(0)
     tile = at % tiles
     entry = places + at // tiles % wanted * 3
     batch = (at // tiles // wanted).to(tl.int64)
@@ -95,26 +96,6 @@ def _mean_of_tile(
     _store_mean(x, rows, present, count, means, entry, tiles, 0, D0, D)
     if D1 > 0:
         _store_mean(x, rows, present, count, means, entry, tiles, D0, D1, D)
-
-
-@triton.jit
-def _means(
-    at, q, k, pages, q_means, k_means, q_places, k_places,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
-    heads, q_wanted, k_wanted, q_tiles, k_tiles, q_len, k_len, q_lead, k_lead, q_programs,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """The at-th mean: of queries first, then of keys."""
-    if at < q_programs:
-        _mean_of_tile(
-            at, q, pages, q_means, q_places, q_batch, q_head, q_row, 0, heads, q_wanted, q_tiles, q_len, q_lead,
-            D, D0, D1, 0,
-        )  # fmt: skip
-    else:
-        _mean_of_tile(
-            at - q_programs, k, pages, k_means, k_places, k_batch, k_head, k_row, pages_width, heads, k_wanted, k_tiles,
-            k_len, k_lead, D, D0, D1, PAGE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -140,50 +121,22 @@ def _logits(
 
 
 _SIZES = ["heads", "groups", "group_size", "q_len", "k_len", "tiles", "chunk", "chunks", "rows", "window"]
-_MEANS = ["pooled", "q_wanted", "k_wanted", "q_tiles", "k_tiles", "q_lead", "k_lead", "q_programs"]
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", *_MEANS])
-def means_kernel(
-    q, k, pages, q_means, k_means, q_places, k_places,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
-    q_len, k_len, pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_lead, k_lead, q_programs,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """Means over tiles of queries and of keys, to (B, pooled, tiles, D) fp32 each: a tile a program, queries first."""
-    _means(
-        tl.program_id(0), q, k, pages, q_means, k_means, q_places, k_places,
-        q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
-        pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_len, k_len, q_lead, k_lead, q_programs, D, D0, D1, PAGE,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *_MEANS, "programs"])
+@triton.jit(do_not_specialize=_SIZES)
 def normalisers_kernel(
-    q, k, pages, normalisers, members, q_means, k_means, q_places, k_places,
+    q, k, pages, normalisers, members,
     scale,
     q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
     heads, groups, group_size, q_len, k_len, tiles, chunk, chunks, rows, window,
-    pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_lead, k_lead, q_programs, programs,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, MEANS: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a query block's logits over a chunk of key tiles: normalisers (B, h, rows, C) fp32, natural.
 
     members (groups, MEMBERS, 3): head, place among the heads asked for, and number of last queries; the heads of a
     group share a KV head, and a place without one repeats a head with 0 queries.
-    If MEANS, programs from the `programs`-th on do what means_kernel does.
     """
-    if MEANS:  # noqa: SIM102 (compiled in)
-        if tl.program_id(0) >= programs:
-            if tl.program_id(1) == 0:
-                _means(
-                    tl.program_id(0) - programs, q, k, pages, q_means, k_means, q_places, k_places,
-                    q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
-                    pooled, q_wanted, k_wanted, q_tiles, k_tiles, q_len, k_len, q_lead, k_lead, q_programs,
-                    D, D0, D1, PAGE,
-                )  # fmt: skip
-            return
     group = tl.program_id(0) % groups
     part = tl.program_id(0) // groups % chunks
     batch = (tl.program_id(0) // groups // chunks).to(tl.int64)

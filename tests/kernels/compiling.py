@@ -285,13 +285,12 @@ def compile_estimate(
     plan, blocks = (
         builders.plan(q, where, heads, [last] * 4, scale=1.0, window=window, target=architecture) for last in (64, 128)
     )
-    means, some = builders.means(q, where, heads, [0, 0, 1, 1]), torch.empty(1, 4, 256)
+    some = torch.empty(1, 4, 256)
     launches = {
-        "means": means.alone(),
+        "means": builders.means(where, [0, 0, 1, 1], lead=0)[1],
         "normalisers": plan.normalisers(some),
-        "normalisers, means": plan.normalisers(some, means),
         "masses": plan.masses(some, some, some, some),
-        "normalisers of 128 queries": blocks.normalisers(some, means),
+        "normalisers of 128 queries": blocks.normalisers(some),
         "masses of 128 queries": blocks.masses(some, some, some, some),
     }
     return {name: _compile(one, target) for name, one in launches.items()}
@@ -302,20 +301,6 @@ def compile_choice(target: str, *, n: int, ragged: bool = False) -> Build:
     each = torch.empty(1, dtype=torch.int32) if ragged else None
     _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1, ends=each, counts=each)
     return _compile(one, target)
-
-
-def compile_fill(target: str) -> Build:
-    """Compile the launch that makes the choices of a layer of both sorts of heads on the target."""
-    entries = torch.zeros(1, 4, 64, dtype=torch.int32)
-    made = {
-        "diagonals": entries, "columns": entries, "offsets": torch.zeros(1, 4, 65, dtype=torch.int64),
-        "tiles": entries.view(-1),
-    }  # fmt: skip
-    mass = torch.empty(1, 2, 4096)
-    laid_out: Any = {"others": (2, 3), "diagonals": entries, "columns": entries}
-    lines = builders.Lines(vertical=mass, near=mass, far=mass, heads=((0, 64, 64), (1, 64, 64)), **laid_out)
-    lists = builders.Lists(scores=torch.empty(1, 64, 64), heads=((2, 3),), first=0, row=0, reach=63)
-    return _compile(builders.choices(made, lines, lists), target)
 
 
 def compile_scores(target: str, *, head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> Build:

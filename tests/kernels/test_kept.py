@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-import torch
-
 from kernels.kept import Kept
-from kernels.patterns import LayerPlan, make, on_gpu
 
 
 def test_what_was_not_asked_for_longest_goes_first() -> None:
@@ -45,17 +41,3 @@ def test_threads_that_make_the_same_thing_count_it_once() -> None:
         thread.join()
     keep("bb")
     assert keep._held == 4 and len(keep._made) == 2
-
-
-def test_forty_layers_at_two_lengths_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = []
-    cat_heads = on_gpu.cat_heads
-    monkeypatch.setattr(on_gpu, "cat_heads", lambda *args: joined.append(1) or cat_heads(*args))
-    dense = make("dense")
-    plans = [LayerPlan([make("a_shape", sink=64, window=64 * n), dense], 1) for n in range(1, 41)]
-    for _ in range(2):
-        for length in (3001, 3002):
-            x = torch.ones(1, 1, length, 1)
-            for plan in plans:
-                plan.build(x.expand(1, 2, -1, -1), x)
-    assert len(joined) == 80

@@ -99,19 +99,6 @@ def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    sampled(
-        triton_builders.LAYERS,
-        "layer of 450 in a window of 130, 3 rows at a time",
-        "layer with heads by mass, 257 of 300",
-    ),
-)
-def test_an_interpreted_layer_has_torch_s_index(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
-    assert tuple(interpreted[name]) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     "name", sampled(triton_builders.PAGED, "pages: 100 of 300, pages of 37", "pages: 64 of 450, pages of 128")
 )
 def test_an_interpreted_layer_finds_in_pages_what_it_finds_in_a_tensor(

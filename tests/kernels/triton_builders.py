@@ -5,14 +5,14 @@ Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from kernels.index import PAD
-from kernels.patterns import LayerPlan, make, triton
+from kernels.patterns import triton
 from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
@@ -165,49 +165,3 @@ def paged_error(name: str, device: torch.device) -> tuple[float, float]:
         assert triton.serves(torch.empty(1, dtype=torch.float16, device=device))
     read = sum(abs(found.pop(part)) for part in ("vertical", "slash", "means"))
     return float(read), float(sum(map(abs, found.values())))
-
-
-# Query and key length, batch and window of a layer, whose index three launches make on a GPU and many in torch.
-LAYERS: dict[str, tuple[int, int, int, int | None]] = {
-    "layer of 300": (300, 300, 1, None),
-    "layer, 100 of 450, batch 2": (100, 450, 2, None),
-    "layer in a window of 130": (257, 400, 1, 130),
-    "layer of 450, 3 rows at a time": (450, 450, 1, None),
-    "layer of 450 in a window of 130, 3 rows at a time": (430, 450, 2, 130),
-    "layer of 130": (130, 130, 1, None),
-    "layer of 4500": (130, 4500, 1, None),
-    "layer with heads by mass, 257 of 300": (257, 300, 2, None),
-}
-_KINDS = (
-    make("vertical_slash", vertical=80, slash=90), make("block_sparse", blocks=3), make("a_shape", sink=70, window=100),
-    make("dense"), make("block_sparse", blocks=1), make("vertical_slash", vertical=200, slash=64, last_q=100),
-    make("skip_softmax", scale_factor=3.0), make("block_sparse", blocks=70),
-)  # fmt: skip
-# Heads that these launches are not for.
-_BESIDE = {
-    1: make("block_sparse", blocks=4, coverage=0.7), 2: make("memory_units", sink=1, window=70, units=2),
-    5: make("vertical_slash", vertical=100, slash=100, coverage=0.8),
-}  # fmt: skip
-
-
-def layer_error(name: str, device: torch.device) -> tuple[float, float]:
-    """How many keys are in one of both indices alone, and how many entries of their lists differ."""
-    q_len, k_len, batch, window = LAYERS[name]
-    torch.manual_seed(0)
-    q, k = (torch.randn(batch, heads, n, 32, device=device).half() for heads, n in ((8, q_len), (2, k_len)))
-    beside = _BESIDE if "by mass" in name else {}
-    plan = LayerPlan([beside.get(head, pattern) for head, pattern in enumerate(_KINDS)], 2, dense_tail=40)
-    # Scores of three rows of three heads on eight tiles.
-    room = 4 * 3 * batch * 3 * 8 if "rows at a time" in name else 1 << 22
-    with (
-        mock.patch("kernels.patterns.cpu.serves", return_value=False),
-        mock.patch.dict("kernels.patterns.block_sparse._SCRATCH_BYTES", {device.type: room}),
-    ):
-        found = plan.build(q, k, window=window)
-        with mock.patch("kernels.patterns.on_gpu.build", return_value=None):
-            expected = plan.build(q, k, window=window)
-    replace(found).validate()
-    assert found.dense_tail == expected.dense_tail
-    assert found.skip is not None and expected.skip is not None and torch.equal(found.skip, expected.skip)
-    wrong = (found.to_mask() != expected.to_mask()).sum()
-    return float(wrong), float((found.listed() != expected.listed()).sum())

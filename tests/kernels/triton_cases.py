@@ -202,8 +202,6 @@ def error(name: str, device: torch.device) -> tuple[float, float]:
         return run(SMALL[name], device)
     if name in triton_builders.ESTIMATES:
         return triton_builders.estimate_error(triton_builders.ESTIMATES[name], device)
-    if name in triton_builders.LAYERS:
-        return triton_builders.layer_error(name, device)
     if name in triton_builders.MEANS:
         return triton_builders.means_error(name, device)
     if name in triton_builders.PAGED:
@@ -218,7 +216,7 @@ def main(names: list[str]) -> None:
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    of_builders = (getattr(triton_builders, kind) for kind in ("ESTIMATES", "MEANS", "CHOICES", "LAYERS", "PAGED"))
+    of_builders = (getattr(triton_builders, kind) for kind in ("ESTIMATES", "MEANS", "CHOICES", "PAGED"))
     names = names or [*SMALL, *(name for cases in of_builders for name in cases), *triton_tables.TABLES]
     with memory_checked(), bfloat16.as_on_a_device():
         print(json.dumps({name: error(name, torch.device("cpu")) for name in names}))
