@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from kernels.breaker import CannotBuildError
 
-# Fastest first. Each is a module of kernels.attention, kernels.decode and kernels.scored, with supports(q, k, v) ->
+# Fastest first. Each is a module of kernels.attention and of kernels.decode, with supports(q, k, v) ->
 # str | None and the op itself. `op` says which of them is meant.
 BACKENDS = ("triton", "cpu", "reference")
 # A backend made for another device is no loss that a user need hear of.

@@ -32,7 +32,6 @@ HEAVY_ROOMS = {
     "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_choice_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},
-    "kernels/scored/triton_kernel.py": {"triton"},
     "runtime/caches/growing.py": {"transformers"},
     "runtime/caches/layer.py": {"transformers"},
     "runtime/vllm/specs.py": {"vllm"},

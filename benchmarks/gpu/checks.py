@@ -21,7 +21,6 @@ from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
-from kernels.scored import scored_attention
 
 # Largest error on standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -141,8 +140,8 @@ def decode(*, chosen: bool, queries: int = 1) -> Check:
 def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
     """Output and scores, as a share of the queries that add to them, in units of what is allowed."""
     q, k, v = inputs.tensors(inputs.length - 60)
-    found = scored_attention(q, k, v, backend="triton")
-    expected = scored_attention(q.float(), k.float(), v.float(), backend="reference")
+    found = decode_attention(q, k, v, scores="sum", backend="triton")
+    expected = decode_attention(q.float(), k.float(), v.float(), scores="sum", backend="reference")
     wrong = float((found.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
     queries = q.shape[2] * HEADS / KV_HEADS
     score = float((found.scores - expected.scores).abs().max()) / (queries * SCORE_ERROR)

@@ -1,4 +1,4 @@
-"""Decode: attention of one or a few queries over all or chosen keys of a cache, with scores of the keys on request.
+"""Decode: attention of a few queries over all or chosen keys of a cache, with scores of the keys on request.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
 """
@@ -52,7 +52,8 @@ def decode_attention(
     host.
 
     Args:
-        q: (B, H, Q, D) queries, at most MAX_QUERIES.
+        q: (B, H, Q, D) queries, at most MAX_QUERIES; any number of all K keys where their scores are summed and no
+            other keyword but scale, softcap and backend is given (H2O's scores of a prompt; H2O, section 4).
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages, page size, G, D).
             As in sparse_attention, keys and values may be float8.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E). One that no query sees is not read.
@@ -80,6 +81,8 @@ def decode_attention(
     how = q.shape[-1] ** -0.5 if scale is None else float(scale)
 
     def call(module: ModuleType) -> Decoded:
+        if q.shape[2] > MAX_QUERIES:
+            return Decoded(*module.with_sums(q, k, v, scale=how, softcap=softcap))
         return Decoded(
             *module.decode_attention(
                 q,

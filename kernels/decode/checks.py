@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.attention.checks import check_dense, check_dtypes, check_sinks
 from kernels.index import check_window
 
-# More queries than this are a prefill: sparse_attention shares the reading of keys among them better.
+# More queries than this are a prefill: sparse_attention shares the reading of keys among them better. Only scores are
+# summed over more.
 MAX_QUERIES = 16
 
 
@@ -36,6 +37,11 @@ def check(
     optional = {"tokens": tokens, "starts": starts, "ends": ends, "block_table": block_table}
     check_dense(**{name: x for name, x in optional.items() if x is not None})
     _check_tensors(q, k, v, paged=block_table is not None)
+    bare = all(x is None for x in (tokens, starts, ends, window, block_table, sinks))
+    if q.shape[2] > MAX_QUERIES and not (bare and scores == "sum"):
+        raise ValueError(f"decode takes 1 to {MAX_QUERIES} queries, got {q.shape[2]} (more are a prefill)")
+    if q.shape[2] > max(MAX_QUERIES, k.shape[2]):
+        raise ValueError(f"queries are the last of the keys: got {q.shape[2]} queries and {k.shape[2]} keys")
     check_sinks(sinks, q.shape[1])
     batch, num_kv_heads = q.shape[0], k.shape[1 if block_table is None else 2]
     if tokens is not None and (
@@ -70,8 +76,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, paged: bool) -> None:
         raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if not q.shape[-1] or not v.shape[-1]:
         raise ValueError(f"head dims must be positive, got {q.shape[-1]} and {v.shape[-1]}")
-    if not 0 < q.shape[2] <= MAX_QUERIES:
-        raise ValueError(f"decode takes 1 to {MAX_QUERIES} queries, got {q.shape[2]} (more are a prefill)")
+    if not q.shape[2]:
+        raise ValueError(f"decode takes 1 to {MAX_QUERIES} queries, got 0")
     if not all(k.shape[:3]):
         raise ValueError(f"the cache is empty: k {tuple(k.shape)}")
     if q.shape[1] % (num_kv_heads := k.shape[2 if paged else 1]) or not q.shape[1]:

@@ -1,5 +1,7 @@
 """Attention of a few queries over all or chosen keys on the CPU in native code: cpu.cpp, compiled at first use.
 
+With summed scores of any number of queries: sums.cpp.
+
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
 """
 
@@ -55,3 +57,18 @@ def decode_attention(
         q, k, v, *lists, logits, window or 0, scale, softcap or 0.0, scores, engine or engines(q.dtype)[0]
     )
     return out, lse, None if scores == "none" else mass
+
+
+def with_sums(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, engine: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """decode_attention with summed scores for any number of queries, the last Q of K.
+
+    Rows of attention exist for 64 queries of a head at a time, one such tile a thread. `engine` takes another than the
+    fastest (kernels.attention.cpu.engines).
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.headwise.attention_with_sums(
+        q, k, v, scale, softcap or 0.0, engine or attention.engines(q.dtype)[0]
+    )
+    return found

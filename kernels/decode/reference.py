@@ -5,8 +5,13 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chos
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+# Queries of a prompt whose rows of attention exist at a time.
+_QUERIES = 64
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -55,6 +60,23 @@ def decode_attention(
     out = _weighted(shares, values, seen).to(q.dtype).reshape(batch, num_heads, q_len, -1)
     mass = {"none": None, "sum": shares.sum((2, 3)), "max": shares.amax((2, 3))}[scores]
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse.view(batch, num_heads, q_len), mass
+
+
+def with_sums(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """decode_attention with summed scores for any number of queries, the last Q of K, some of them at a time."""
+    q_len, k_len = q.shape[2], k.shape[2]
+    how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
+    how |= {"scale": scale, "softcap": softcap, "scores": "sum"}
+    outs, sums, scores = [], [], torch.zeros(k.shape[:3], device=k.device)
+    for begin in range(0, q_len, _QUERIES):
+        end = min(begin + _QUERIES, q_len)
+        seen = k_len - q_len + end
+        out, lse, mass = decode_attention(q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], **how)
+        assert mass is not None
+        outs.append(out.transpose(1, 2))
+        sums.append(lse)
+        scores = scores + torch.nn.functional.pad(mass, (0, k_len - seen))
+    return torch.cat(outs, dim=1).transpose(1, 2), torch.cat(sums, dim=2), scores
 
 
 def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:

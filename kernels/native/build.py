@@ -24,7 +24,10 @@ import torch
 from kernels.native import prebuilt
 
 _KERNELS = Path(__file__).parents[1]
-SOURCES = tuple(_KERNELS / room / "cpu.cpp" for room in ("attention", "decode", "gradient", "patterns", "scored"))
+SOURCES = tuple(
+    _KERNELS / name
+    for name in ("attention/cpu.cpp", "decode/cpu.cpp", "decode/sums.cpp", "gradient/cpu.cpp", "patterns/cpu.cpp")
+)
 HEADERS = tuple(
     _KERNELS / name for name in ("native/vectors.h", "native/engines.h", "attention/index.h", "attention/panels.h")
 )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import artifacts
-from kernels.scored import drop_lowest, ranks, scored_attention
+from kernels.decode import decode_attention
+from kernels.decode.dropping import drop_lowest, ranks
 from runtime.caches.policy import Policy, tokens
 from runtime.caches.step import Step
 
@@ -86,7 +87,7 @@ class H2O(Policy):
             positions=positions.expand(shape),
         )
         how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "backend": call.backend}
-        done = scored_attention(call.q, keys, values, **how)
+        done = decode_attention(call.q, keys, values, scores="sum", **how)
         assert done.scores is not None
         scores += done.scores
         self._evict(self._budget(self.seen), call.backend)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import artifacts
-from kernels.scored import scored_attention
+from kernels.decode import decode_attention
 from runtime.caches.policy import Policy, tokens
 from runtime.caches.step import Step
 
@@ -33,7 +33,7 @@ def votes_of(
 
     Beyond the ends are zeros; the window's own keys are no neighbours. Values are (B, G, n, E).
     """
-    done = scored_attention(q, k, v, scale=scale, softcap=softcap, backend=backend)
+    done = decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
     assert done.scores is not None
     scores = done.scores[:, :, : k.shape[2] - record.window]
     return torch.nn.functional.avg_pool1d(scores, record.pool, stride=1, padding=record.pool // 2)

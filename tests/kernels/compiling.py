@@ -18,7 +18,6 @@ from kernels.index import SparseIndex, lists, num_tiles
 from kernels.patterns import triton as builders
 from kernels.patterns.paged import Keys, Paged
 from kernels.ragged import Ragged
-from kernels.scored import triton as scored
 from kernels.triton_calls import KernelCall
 
 # Architecture -> what Triton calls it and the shared memory a program may have there, in bytes.
@@ -307,7 +306,7 @@ def compile_scores(target: str, *, head_dim: int, dtype: torch.dtype, softcap: f
     """Compile the launch that adds up a prompt's probabilities on the target."""
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
     architecture = "hip" if target.startswith("gfx") else target
-    call, _ = scored.prepare(q, k, torch.empty(1, 4, 256), scale=1.0, softcap=softcap, target=architecture)
+    call, _ = decode.prepare_sums(q, k, torch.empty(1, 4, 256), scale=1.0, softcap=softcap, target=architecture)
     return _compile(call, target)
 
 

@@ -25,7 +25,6 @@ from kernels.decode import decode_attention
 from kernels.dispatch import BACKENDS
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
-from kernels.scored import scored_attention
 
 # Kernels that write what nobody reads here.
 _UNREAD = (
@@ -177,9 +176,9 @@ def scored(length: int) -> Counts:
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     with torch.no_grad():
         with counting():
-            scored_attention(q, k, v, backend="triton")
+            decode_attention(q, k, v, scores="sum", backend="triton")
         with counting() as counts:
-            scored_attention(q, k, v, backend="triton")
+            decode_attention(q, k, v, scores="sum", backend="triton")
     return counts
 
 

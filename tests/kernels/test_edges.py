@@ -25,7 +25,6 @@ from kernels.dense import dense_attention
 from kernels.index import lists, no_lists
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
-from kernels.scored import scored_attention
 
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
@@ -61,7 +60,7 @@ def test_logits_of_any_size_give_what_the_reference_gives(factor: float, dtype: 
     for op in (
         lambda backend: sparse_attention(q, k, v, index, return_lse=True, backend=backend),
         lambda backend: decode_attention(q[:, :, -5:], k, v, backend=backend)[:2],
-        lambda backend: scored_attention(q, k, v, backend=backend)[:2],
+        lambda backend: decode_attention(q, k, v, scores="sum", backend=backend)[:2],
     ):
         (out, lse), (expected, expected_lse) = op("cpu"), op("reference")
         assert out.isfinite().all() and lse.isfinite().all() and out.abs().max() > 1
@@ -115,11 +114,11 @@ def test_a_bad_value_in_decode(bad: float, dtype: torch.dtype, stored: torch.dty
             torch.testing.assert_close(out[~seen], clean[~seen], rtol=2e-2, atol=2e-2)
 
 
-def test_a_bad_value_in_scored_attention() -> None:
+def test_a_bad_value_where_scores_are_summed() -> None:
     q, k, v = inputs(q_len=300, k_len=300)
-    clean = scored_attention(q, k, v)
+    clean = decode_attention(q, k, v, scores="sum")
     v[0, 1, 150, 3] = NAN
-    found = scored_attention(q, k, v)
+    found = decode_attention(q, k, v, scores="sum")
     assert found.out[0, 2:, 150:, 3].isnan().all()
     found.out[0, 2:, 150:, 3] = clean.out[0, 2:, 150:, 3]
     torch.testing.assert_close(found.out, clean.out)

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from kernels.decode import decode_attention, triton
-from kernels.scored import scored_attention
-from tests.kernels import scored_cases
+from tests.kernels import sums_cases
 from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, errors, oracle, problem, run, serve
 from tests.kernels.test_decode import INTERPRETED
 from tests.sampling import core
@@ -86,17 +85,17 @@ def test_no_call_waits_for_the_gpu(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", core(scored_cases.CASES, "200 of 201", "D 256"))
+@pytest.mark.parametrize("name", core(sums_cases.CASES, "200 of 201", "D 256"))
 def test_scores_of_a_prompt_agree_with_the_reference(name: str) -> None:
-    case = scored_cases.CASES[name]
-    found = scored_cases.run(case, DEVICE)
+    case = sums_cases.CASES[name]
+    found = sums_cases.run(case, DEVICE)
     assert close(found, case.dtype), found
 
 
 def test_scores_of_a_long_prompt_repeat_to_the_bit() -> None:
-    case = scored_cases.Case(sizes=(1, 8, 2, 5000, 6000, 128, 128), dtype=torch.bfloat16)
-    assert close(found := scored_cases.run(case, DEVICE), torch.bfloat16), found
-    first, again = (scored_attention(*scored_cases.inputs(case, DEVICE)) for _ in range(2))
+    case = sums_cases.Case(sizes=(1, 8, 2, 5000, 6000, 128, 128), dtype=torch.bfloat16)
+    assert close(found := sums_cases.run(case, DEVICE), torch.bfloat16), found
+    first, again = (decode_attention(*sums_cases.inputs(case, DEVICE), scores="sum") for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 

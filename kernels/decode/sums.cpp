@@ -159,10 +159,10 @@ void run_for(const std::string& engine, const at::Tensor& q, const at::Tensor& k
   TORCH_CHECK_VALUE(false, "engine '", engine, "' does not serve ", q.scalar_type(), " on this processor");
 }
 
-// See kernels.scored.scored_attention.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> scored_attention(const at::Tensor& q, const at::Tensor& k,
-                                                                const at::Tensor& v, double scale, double softcap,
-                                                                std::string engine) {
+// See kernels.decode.cpu.with_sums.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_with_sums(const at::Tensor& q, const at::Tensor& k,
+                                                                   const at::Tensor& v, double scale, double softcap,
+                                                                   std::string engine) {
   at::Tensor out = at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2);
   at::Tensor lse = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   at::Tensor scores = at::empty({k.size(0), k.size(1), k.size(2)}, q.options().dtype(at::kFloat));
@@ -176,7 +176,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> scored_attention(const at::Tensor
   return {out, lse, scores};
 }
 
-// See kernels.scored.drop_lowest. queries 0 leaves scores as they are.
+// See kernels.decode.dropping.drop_lowest. queries 0 leaves scores as they are.
 void drop_lowest(at::Tensor keys, at::Tensor values, at::Tensor scores, at::Tensor positions, int64_t rows,
                  int64_t latest, int64_t queries) {
   const int64_t heads = scores.size(0) * scores.size(1), room = scores.size(2);
@@ -203,13 +203,13 @@ void drop_lowest(at::Tensor keys, at::Tensor values, at::Tensor scores, at::Tens
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(headwise, m) {
-  m.def("scored_attention(Tensor q, Tensor k, Tensor v, float scale, float softcap, str engine) "
+  m.def("attention_with_sums(Tensor q, Tensor k, Tensor v, float scale, float softcap, str engine) "
         "-> (Tensor, Tensor, Tensor)");
   m.def("drop_lowest(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) scores, Tensor(d!) positions, int rows, "
         "int latest, int queries) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {
-  m.impl("scored_attention", &scored_attention);
+  m.impl("attention_with_sums", &attention_with_sums);
   m.impl("drop_lowest", &drop_lowest);
 }

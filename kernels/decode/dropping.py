@@ -1,65 +1,19 @@
-"""What caches that keep tokens by scores need: attention of any length that adds them up, and dropping the lowest.
+"""Drops the tokens that a cache's scores rank lowest (H2O, Algorithm 1), in place.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, R rows of a cache, D head dim, E value dim.
+Shapes: B batch, G KV heads, R rows of a cache, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-import kernels.dispatch as dispatch
-from kernels.decode import MAX_QUERIES, Decoded, decode_attention
-from kernels.decode.checks import check
-from kernels.scored import cpu
-
-__all__ = ["drop_lowest", "ranks", "scored_attention"]
+from kernels.native import build
 
 
-def scored_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    backend: str = "auto",
-) -> Decoded:
-    """Causal attention of queries, the last Q of K, and the sum of each key's probabilities in all of them.
-
-    That is decode_attention(scores="sum") of any number of queries: H2O's scores of a prompt (H2O, section 4). On the
-    CPU rows of attention exist for 64 queries of a head at a time, one such tile a thread; on a GPU for none: a second
-    pass makes probabilities again out of the log-sum-exp.
-
-    Args:
-        q: (B, H, Q, D) queries.
-        k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
-        v: (B, G, K, E) values.
-        scale: factor on the logits; D ** -0.5 if None.
-        softcap: logits become softcap * tanh(logits / softcap).
-        backend: see kernels.decode.decode_attention.
-
-    Returns:
-        out (B, H, Q, E) in q's dtype, lse (B, H, Q) fp32, scores (B, G, K) fp32.
-
-    Raises:
-        ValueError: as decode_attention does; more queries than keys.
-    """
-    q_len, k_len = q.shape[2], k.shape[2]
-    if q_len > k_len:
-        raise ValueError(f"queries are the last of the keys: got {q_len} queries and {k_len} keys")
-    if q_len <= MAX_QUERIES:
-        return decode_attention(q, k, v, scale=scale, softcap=softcap, scores="sum", backend=backend)
-    # All that is asked of a call holds for its first query as well.
-    check(q[:, :, :1], k, v, None, None, None, None, scale, softcap, "sum", None, None)
-    how = q.shape[3] ** -0.5 if scale is None else float(scale)
-
-    def call(module: ModuleType) -> Decoded:
-        return Decoded(*module.scored_attention(q, k, v, scale=how, softcap=softcap))
-
-    return dispatch.serve(backend, call, q, k, v, op="scored")
+def serves(x: Tensor) -> bool:
+    """Whether native code (sums.cpp) drops tokens of a cache that x belongs to; torch does where it does not."""
+    return x.device.type == "cpu" and build.load() is None
 
 
 def drop_lowest(
@@ -92,8 +46,8 @@ def drop_lowest(
         ValueError: tensors that do not go together or are not contiguous; fewer than two rows, or more than there are.
     """
     _check(keys, values, scores, positions, rows)
-    if backend in ("auto", "cpu") and cpu.serves(keys):
-        cpu.drop_lowest(keys, values, scores, positions, rows=rows, latest=latest, queries=queries)
+    if backend in ("auto", "cpu") and serves(keys):
+        torch.ops.headwise.drop_lowest(keys, values, scores, positions, rows, latest, queries or 0)
         return
     ranked = ranks(scores[:, :, :rows], positions[:, :, :rows], latest=latest, queries=queries)
     victims = ranked.argmin(dim=2, keepdim=True)

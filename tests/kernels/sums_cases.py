@@ -1,6 +1,6 @@
 """Cases of attention that adds up each key's probabilities; run as a script it interprets the Triton kernels.
 
-TRITON_INTERPRET=1 python -m tests.kernels.scored_cases [NAME ...]    one JSON object: case -> launches, errors
+TRITON_INTERPRET=1 python -m tests.kernels.sums_cases [NAME ...]    one JSON object: case -> launches, errors
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.decode import Decoded, reference
-from kernels.scored import scored_attention
+from kernels.decode import Decoded, decode_attention, reference
 from tests.kernels import bfloat16
 from tests.kernels.decode_cases import errors, poison_memory
 from tests.kernels.triton_memory import memory_checked
@@ -92,7 +91,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, sof
 def run(case: Case, device: torch.device, backend: str = "triton") -> tuple[float, float, float]:
     """Largest errors of out, log-sum-exp and scores, the last for each row that adds to them."""
     q, k, v = inputs(case, device)
-    found = scored_attention(q, k, v, scale=case.scale, softcap=case.softcap, backend=backend)
+    found = decode_attention(q, k, v, scale=case.scale, softcap=case.softcap, scores="sum", backend=backend)
     assert found.out.dtype == case.dtype and found.scores is not None
     right = expected(q, k, v, scale=case.scale, softcap=case.softcap)
     if case.bad:

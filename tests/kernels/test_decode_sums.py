@@ -13,21 +13,23 @@ from unittest import mock
 import pytest
 import torch
 
+from kernels.attention import cpu as attention
 from kernels.attention import triton_launch
-from kernels.scored import cpu, drop_lowest, ranks, scored_attention, triton
-from tests.kernels import scored_cases
+from kernels.decode import cpu, decode_attention, triton
+from kernels.decode.dropping import drop_lowest, ranks, serves
+from tests.kernels import sums_cases
 from tests.kernels.decode_cases import TOLERANCES as DECODE_TOLERANCES
-from tests.kernels.scored_cases import SIZES, expected
+from tests.kernels.sums_cases import SIZES, expected
 from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
 
-needs_native = pytest.mark.skipif(not cpu.serves(torch.empty(1)), reason="no native code on this machine")
+needs_native = pytest.mark.skipif(not serves(torch.empty(1)), reason="no native code on this machine")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    return scored_cases.inputs(scored_cases.Case(sizes=sizes, dtype=dtype), torch.device("cpu"))
+    return sums_cases.inputs(sums_cases.Case(sizes=sizes, dtype=dtype), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Launches and errors of the cases of this run, in a process of its own as in test_triton.py."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", scored_cases.__name__, *names_in_this_run(request)],
+        [sys.executable, "-m", sums_cases.__name__, *names_in_this_run(request)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -49,11 +51,11 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    sampled(scored_cases.CASES, "bfloat16", "float8", "slices of a cache", "NaN among values", "huge logits", "D 96"),
+    sampled(sums_cases.CASES, "bfloat16", "float8", "slices of a cache", "NaN among values", "huge logits", "D 96"),
 )
 def test_interpreted_kernels_agree_with_the_reference(name, interpreted):
     found = interpreted[name]
-    for error, most in zip(found["errors"], DECODE_TOLERANCES[scored_cases.CASES[name].dtype], strict=True):
+    for error, most in zip(found["errors"], DECODE_TOLERANCES[sums_cases.CASES[name].dtype], strict=True):
         assert error <= most, found
     assert found["launches"] == ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
 
@@ -61,19 +63,19 @@ def test_interpreted_kernels_agree_with_the_reference(name, interpreted):
 @pytest.mark.parametrize("name", ["slices of a cache", "NaN among values", "own scale", "float8"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_other_backends_are_put_to_the_same(name, backend):
-    case = scored_cases.CASES[name]
-    found = scored_cases.run(case, torch.device("cpu"), backend)
+    case = sums_cases.CASES[name]
+    found = sums_cases.run(case, torch.device("cpu"), backend)
     assert all(error <= most for error, most in zip(found, DECODE_TOLERANCES[case.dtype], strict=True)), found
 
 
 def test_a_kernel_that_does_not_build_is_passed_over():
     """What cannot be built is said, and asked for by name refused."""
     x = torch.randn(1, 2, 30, 16)
-    failed = mock.patch.dict("kernels.breaker._failed", {triton._build(x): "it does not build"})
+    failed = mock.patch.dict("kernels.breaker._failed", {triton._sums_build(x): "it does not build"})
     with failed, mock.patch.object(triton_launch, "_INTERPRETED", True):
         assert triton.supports(x, x, x) == "it does not build"
         with pytest.raises(ValueError, match="'triton' cannot serve this call: it does not build"):
-            scored_attention(x, x, x, backend="triton")
+            decode_attention(x, x, x, scores="sum", backend="triton")
     assert triton.supports(x, x, x) == "it serves tensors on a GPU, not on cpu"
 
 
@@ -82,13 +84,12 @@ def test_a_kernel_that_does_not_build_is_passed_over():
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_out_lse_and_sums_are_those_of_full_attention(sizes, backend, dtype, softcap):
-    if backend == "cpu" and not cpu.serves(torch.empty(1)):
+    if backend == "cpu" and not serves(torch.empty(1)):
         pytest.skip("no native code on this machine")
     q, k, v = inputs(sizes, dtype)
-    for found, right in zip(
-        scored_attention(q, k, v, softcap=softcap, backend=backend), expected(q, k, v, softcap=softcap), strict=True
-    ):
-        torch.testing.assert_close(found.float(), right, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    found = decode_attention(q, k, v, softcap=softcap, scores="sum", backend=backend)
+    for one, right in zip(found, expected(q, k, v, softcap=softcap), strict=True):
+        torch.testing.assert_close(one.float(), right, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
 @needs_native
@@ -96,15 +97,15 @@ def test_out_lse_and_sums_are_those_of_full_attention(sizes, backend, dtype, sof
 def test_every_engine_is_right(sizes):
     q, k, v = inputs(sizes, torch.bfloat16)
     right = expected(q, k, v)
-    for engine in cpu.attention.engines(torch.bfloat16):
-        found = cpu.scored_attention(q, k, v, scale=q.shape[3] ** -0.5, softcap=None, engine=engine)
+    for engine in attention.engines(torch.bfloat16):
+        found = cpu.with_sums(q, k, v, scale=q.shape[3] ** -0.5, softcap=None, engine=engine)
         for one, other in zip(found, right, strict=True):
             torch.testing.assert_close(one.float(), other, atol=2e-2, rtol=2e-2)
 
 
 def test_each_query_of_a_kv_head_adds_up_to_one():
     q, k, v = inputs(SIZES[3], torch.float32)
-    sums = scored_attention(q, k, v).scores
+    sums = decode_attention(q, k, v, scores="sum").scores
     assert sums is not None
     torch.testing.assert_close(sums.sum(2), torch.full((1, 3), 300.0))
 
@@ -116,7 +117,7 @@ def test_sums_do_not_depend_on_the_threads():
     try:
         for number in (1, 2, 3):
             torch.set_num_threads(number)
-            found.append(scored_attention(q, k, v, backend="cpu"))
+            found.append(decode_attention(q, k, v, scores="sum", backend="cpu"))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -126,9 +127,9 @@ def test_sums_do_not_depend_on_the_threads():
 def test_strides_are_read_as_they_are():
     """Slices of a cache with room, and queries whose heads come after their positions."""
     q, k, v = inputs(SIZES[3], torch.float32)
-    right = scored_attention(q, k, v)
+    right = decode_attention(q, k, v, scores="sum")
     room = [torch.cat([x, torch.full_like(x, torch.nan)], dim=2)[:, :, : x.shape[2]] for x in (k, v)]
-    found = scored_attention(q.transpose(1, 2).contiguous().transpose(1, 2), *room)
+    found = decode_attention(q.transpose(1, 2).contiguous().transpose(1, 2), *room, scores="sum")
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -136,9 +137,12 @@ def test_strides_are_read_as_they_are():
 def test_more_queries_than_keys_are_refused():
     q, k, v = inputs((1, 2, 1, 30, 20, 8, 8), torch.float32)
     with pytest.raises(ValueError, match="got 30 queries and 20 keys"):
-        scored_attention(q, k, v)
+        decode_attention(q, k, v, scores="sum")
     with pytest.raises(ValueError, match="unknown backend 'fast'"):
-        scored_attention(q[:, :, :20], k, v, backend="fast")
+        decode_attention(q[:, :, :20], k, v, scores="sum", backend="fast")
+    for wrong in ({"scores": "max"}, {"scores": "none"}, {"scores": "sum", "window": 5}):
+        with pytest.raises(ValueError, match="decode takes 1 to 16 queries, got 20"):
+            decode_attention(q[:, :, :20], k, v, **wrong)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
