@@ -1,7 +1,7 @@
 """python -m search.demo: the whole of Headwise on a real model in a few minutes.
 
-Searches SmolLM2 as MInference 1.0 does it, a budget for each head, which is the quicker search; loads the artifact in
-the runtime, and shows dense attention and Headwise side by side.
+Searches SmolLM2 as search.heads does by default, its gate included; loads the artifact in the runtime, and shows dense
+attention and Headwise side by side.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds,
 from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load
 from runtime.fingerprint import fingerprint
+from search.model.config import ModelSearch
+from search.model.pipeline import search_model
 from search.model.report import report
-from search.published.config import DEFAULT_BUDGET, HeadSearch
-from search.published.head_budget import resolve, search_model
 
 # Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.
 PASSKEY_LENGTH = 4096
@@ -34,26 +34,23 @@ PASSKEY_LENGTH = 4096
 _SEED = 1000
 
 
-def run(out: Path, *, model: str, length: int, budget: str, repeats: int) -> None:
-    """Search, apply and compare; everything lands in the folder `out`.
+def run(config: ModelSearch, *, repeats: int) -> None:
+    """Search, apply and compare; everything lands in the folder of `config.out`.
 
     Raises:
-        HeadwiseError: anything that the user has to put right.
+        HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
     """
     one_process("search.demo")
     if repeats < 1:
         raise HeadwiseError(f"--repeats must be at least 1, got {repeats}")
-    config = out / "cfg.yaml"
-    command = (
-        f"python -m search.heads --allocation heads --model {model} --length {length} --budget {budget} --out {config}"
-    )
-    loaded = load_model(model)
+    loaded = load_model(config.model, dtype=config.dtype)
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
-    wanted = resolve(HeadSearch(model=model, out=config, length=length, budget=budget, command=command), found)
-    print(f"$ {command}", flush=True)
-    with out_folder(out):
-        print(report(search_model(wanted, loaded, found), config, model))
-        _compared(loaded, config, length, repeats)
+    print(f"$ {config.command}", flush=True)
+    with out_folder(config.out.parent):
+        artifact = search_model(config, loaded, found)
+        assert artifact is not None and artifact.search is not None
+        print(report(artifact, config.out, config.model))
+        _compared(loaded, config.out, max(artifact.search.calibration.lengths), repeats)
 
 
 def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> None:
@@ -64,7 +61,7 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
     ids = torch.tensor([prompt.input_ids])
     ways = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {HEADWISE: partial(headwise.apply, model)}
     seconds = interleaved(ways, lambda: prefill(model, ids), repeats=repeats, device="cpu")
-    print(f"\nprefill of {length:,} tokens, median of {repeats} interleaved runs\n")
+    print(f"\nseconds to the first token after {length:,} tokens, median of {repeats} interleaved runs\n")
     print("\n".join(rows(medians(seconds))))
     print(f"Headwise is {sentence(of_rounds(seconds, HEADWISE))}")
     density, recall = np.nanmean(kept.density), np.nanmean(kept.recall)
@@ -80,7 +77,10 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    run(**vars(parser().parse_args(argv)))
+    options = parser().parse_args(argv)
+    out, model, length = options.out / "cfg.yaml", options.model, options.length
+    command = f"python -m search.heads --model {model} --length {length} --out {out}"
+    run(ModelSearch(model=model, out=out, lengths=(length,), command=command), repeats=options.repeats)
     return 0
 
 
@@ -90,7 +90,6 @@ def parser() -> ArgumentParser:
     arguments.add_out(p, "folder for the artifact and the picture", metavar="FOLDER")
     arguments.add_model(p, "as for search.heads (default smollm2)", default="smollm2")
     arguments.add_length(p, "tokens of the prompt (default 8192)", default=8192)
-    p.add_argument("--budget", default=DEFAULT_BUDGET, help="as for search.heads (default 0.3)")
     p.add_argument("--repeats", type=int, default=3, help="timed runs of each side (default 3)")
     return p
 

@@ -1,0 +1,52 @@
+"""python -m search.demo on a tiny model: search, gate, apply, compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import artifacts
+from artifacts import HeadwiseError
+from search.demo import main, run
+from search.model.config import ModelSearch
+from search.model.limits import Limits
+
+LENGTH = 512
+
+
+def test_it_searches_by_default_applies_and_compares(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A random model has no head that can do without much.
+    limits = Limits(kl=100, perplexity=100, nll=100, lost=1)
+    out = tmp_path / "demo" / "cfg.yaml"
+    config = ModelSearch(
+        model=str(tiny_model),
+        out=out,
+        lengths=(LENGTH,),
+        tasks=("passkey", "prose"),
+        limits=limits,
+        dtype="float32",
+        command="the command",
+    )
+    run(config, repeats=1)
+    artifact, said = artifacts.load(out), capsys.readouterr().out
+    assert artifact.search is not None and artifact.search.allocation == "model"
+    assert artifact.evidence.reported_on is not None and artifact.evidence.reported_on.name == "held-out"
+    assert artifact.evidence.measurements, "the search is by the seconds of this machine"
+    assert said.startswith("$ the command\n") and "not checked" not in said
+    after = said[said.index(f"seconds to the first token after {LENGTH} tokens") :]
+    assert [line.split()[0] for line in after.splitlines() if " answers " in line] == ["dense", "headwise"]
+    assert out.with_suffix(".png").is_file()
+
+
+def test_the_command_searches_as_heads_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ModelSearch] = []
+    monkeypatch.setattr("search.demo.run", lambda config, repeats: asked.append(config))
+    assert main(["--out", str(tmp_path)]) == 0
+    default = ModelSearch(model="smollm2", out=tmp_path / "cfg.yaml", lengths=(8192,), command=asked[0].command)
+    assert asked == [default] and asked[0].command.startswith("python -m search.heads --model smollm2 --length 8192")
+    monkeypatch.undo()
+    with pytest.raises(HeadwiseError, match="--repeats must be at least 1, got 0"):
+        main(["--out", str(tmp_path), "--repeats", "0"])
