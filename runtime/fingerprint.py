@@ -8,36 +8,30 @@ weights_sha256 covers every parameter's name and shape and SAMPLES of its elemen
 does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes under 2**-14
 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash however it is loaded.
 A float32 checkpoint gives one for float32 and bfloat16, and may give another as float16, which rounds twice.
-Tied weights count once. Adapters that stand beside the weights do not count; a quantised model is told by the numbers
-that it stores, so it is another model than the one that it was made of. Where an artifact is for the latter, that is
-said, and what else can be compared.
+Tied weights count once. Only plain floating-point tensors are hashed: of a model that is quantised or has adapters
+around its weights only the configuration can be compared, with check_weights=False.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.hashing import canonical_json
 from runtime.layers import heads_in, of_full_layers, text_config
-from runtime.sharding import is_sharded, local_elements
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLES = 64
 # Where PEFT's modules keep the one that they stand around.
-_INSIDE = ("base_layer", "original_module")
-# Several numbers a byte, or fewer bits than it has: torch takes no element of these.
-_PACKED = {getattr(torch, name) for name in dir(torch) if re.fullmatch(r"u?int[1-7]|float4_\w+", name)}
+_INSIDE = {"base_layer", "original_module"}
 # Positions of a model whose configuration sets no limit.
 UNLIMITED = 2**31 - 1
 _CONFIG_FIELDS = (
@@ -73,29 +67,44 @@ _COMPARED = (
 )
 
 
+_log = logging.getLogger("headwise")
+
+
 def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = None) -> ModelInfo:
-    """What the artifact records of a model.
+    """What the artifact records of a model; of weights that are not plain tensors no hash, and that is said.
 
     Raises:
         HeadwiseError: a weight is nowhere to be read.
     """
     found = config_info(text_config(model), type(model).__name__, name, revision)
+    if (why := why_not_hashed(model)) is not None:
+        _log.warning("the weights get no fingerprint: %s", why)
+        return found
     return found.model_copy(update={"weights_sha256": weights_sha256(model)})
 
 
 def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
     """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked for."""
-    compare(expected, config_info(text_config(model), type(model).__name__, expected.name))
-    if not weights or expected.weights_sha256 is None:
-        return
-    found = fingerprint(model, name=expected.name)
-    if found.weights_sha256 != expected.weights_sha256 and (how := _quantised(model)) is not None:
-        raise HeadwiseError(
-            f"this model's weights are quantised ({how}), and the artifact ({expected.name}) is for others: the "
-            "original ones are gone. The configuration is the same: apply with check_weights=False to go by that "
-            "alone, or search this model"
-        )
+    found = config_info(text_config(model), type(model).__name__, expected.name)
     compare(expected, found)
+    if weights and expected.weights_sha256 is not None:
+        compare(expected, found.model_copy(update={"weights_sha256": weights_sha256(model)}))
+
+
+def why_not_hashed(model: PreTrainedModel) -> str | None:
+    """Why a model's weights are not hashed; None where all are plain floating-point tensors."""
+    config = getattr(model.config, "quantization_config", None)
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+        return f"they are quantised ({getattr(method, 'value', method)})"
+    for name, weight in model.named_parameters():
+        if not _INSIDE.isdisjoint(name.split(".")):
+            return f"an adapter stands around {name}"
+        if type(weight.data) is not Tensor:
+            return f"{name} is a {type(weight.data).__name__}"
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+            return f"{name} is {weight.dtype}"
+    return None
 
 
 def compare(expected: ModelInfo, actual: ModelInfo) -> None:
@@ -113,14 +122,22 @@ def compare(expected: ModelInfo, actual: ModelInfo) -> None:
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
-    """Hash of every parameter's name, shape and a sample of its elements, see the top of this file."""
+    """Hash of every parameter's name, shape and a sample of its elements, see the top of this file.
+
+    Raises:
+        HeadwiseError: the weights are not plain tensors, or one is nowhere to be read.
+    """
+    if (why := why_not_hashed(model)) is not None:
+        raise HeadwiseError(
+            f"the weights cannot be compared: {why}; apply with check_weights=False, which compares the configuration "
+            "alone: other weights of the same shape then pass"
+        )
     digest = hashlib.sha256()
     samples: list[Tensor] = []
-    meshes: list[Any] = []
     homes = {
         id(weight): (module, key) for module in model.modules() for key, weight in module.named_parameters("", False)
     }
-    for name, weight in sorted(_base_weights(model), key=lambda pair: pair[0]):
+    for name, weight in sorted(model.named_parameters(), key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         if not weight.numel():
             continue
@@ -133,8 +150,7 @@ def weights_sha256(model: PreTrainedModel) -> str:
                     "load the whole model, or apply with check_weights=False"
                 )
             samples.append(_sample(there.detach()))
-            meshes.append(getattr(weight, "device_mesh", None) if is_sharded(weight) else None)
-    for sample in _gathered(samples, meshes):
+    for sample in _gathered(samples):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
 
@@ -147,84 +163,21 @@ def brought_in(module: nn.Module) -> AbstractContextManager[None]:
     return aligned
 
 
-def _base_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of each parameter without adapters; what a quantised one is stored as, part by part.
-
-    Adapters of PEFT stand around what was there before, which each keeps as `base_layer` or, where a module is trained
-    as a whole, as `original_module`. They are known by that, not by their names.
-
-    Raises:
-        HeadwiseError: an adapter is merged into the weights, which are then others.
-    """
-    outside: set[int] = set()
-    for name, module in model.named_modules():
-        if getattr(module, "merged", False) is True and isinstance(getattr(module, "base_layer", None), nn.Module):
-            raise HeadwiseError(
-                f"the weights cannot be fingerprinted: an adapter is merged into {name}: unmerge it, or apply with "
-                "check_weights=False"
-            )
-        for inner in _INSIDE:
-            if isinstance(base := getattr(module, inner, None), nn.Module):
-                outside |= {id(weight) for weight in module.parameters()} - {id(weight) for weight in base.parameters()}
-    for name, weight in model.named_parameters():
-        if id(weight) not in outside:
-            plain = ".".join(part for part in name.split(".") if part not in _INSIDE)
-            yield from _parts(plain, weight)
-
-
-def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor, or those that one of another library's types is made of (torchao's quantised ones)."""
-    inside: Any = weight.data
-    if type(inside) is Tensor or is_sharded(weight) or not is_traceable_wrapper_subclass(inside):
-        yield name, weight
-        return
-    for part in inside.__tensor_flatten__()[0]:
-        yield from _parts(f"{name}.{part}", getattr(inside, part))
-
-
-def _quantised(model: PreTrainedModel) -> str | None:
-    """What quantised a model, or the first weight that is stored in few bits; None for one that is not quantised."""
-    config = getattr(model.config, "quantization_config", None)
-    if config is not None:
-        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-        return str(getattr(method, "value", method))
-    for name, weight in _base_weights(model):
-        if weight.dtype.itemsize == 1 or not weight.dtype.is_floating_point:
-            return f"{name} is {weight.dtype}"
-    return None
-
-
 def _sample(weight: Tensor) -> Tensor:
+    """Evenly strided elements as the bits of bfloat16, (at most SAMPLES,) int16."""
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
-    if is_sharded(weight):
-        # What others answer for stays zero until all are added up.
-        own, which = local_elements(weight, torch.unravel_index(at, weight.shape))
-        values = torch.zeros(count, dtype=own.dtype, device=own.device)
-        values[which] = own
-    else:
-        if weight.dtype in _PACKED:
-            weight = weight.view(torch.uint8)
-        values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
+    values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
     rounded = values.to(torch.bfloat16)
     return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(torch.int16)
 
 
-def _gathered(samples: list[Tensor], meshes: list[Any]) -> list[Tensor]:
-    """The samples on the CPU, in order, those of sharded parameters put together from all processes.
-
-    One copy for each device, one exchange for each mesh.
-    """
+def _gathered(samples: list[Tensor]) -> list[Tensor]:
+    """The samples on the CPU, in order, by one copy for each device."""
     result = list(samples)
-    homes = [(sample.device, mesh) for sample, mesh in zip(samples, meshes, strict=True)]
-    for device, mesh in dict.fromkeys(homes):
-        members = [i for i, home in enumerate(homes) if home == (device, mesh)]
-        joined = torch.cat([samples[i] for i in members])
-        if mesh is not None:
-            joined = joined.to(torch.int32)
-            for axis in range(mesh.ndim):
-                torch.distributed.all_reduce(joined, group=mesh.get_group(axis))
-        parts = torch.split(joined.to("cpu", torch.int16), [samples[i].numel() for i in members])
+    for device in dict.fromkeys(sample.device for sample in samples):
+        members = [i for i, sample in enumerate(samples) if sample.device == device]
+        parts = torch.split(torch.cat([samples[i] for i in members]).cpu(), [samples[i].numel() for i in members])
         for i, part in zip(members, parts, strict=True):
             result[i] = part
     return result
