@@ -17,8 +17,7 @@ from runtime.handle import Handle
 from runtime.layers import attention_layers, check_sections, sliding_layers, text_config
 from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
-from runtime.plans import layer_plans, part_of
-from runtime.sharding import Shard, shard_of
+from runtime.plans import layer_plans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +41,6 @@ def attach(
     model, modules = _servable(model)
     check_sections(artifact, modules)
     check(artifact.model, model, weights=check_weights)
-    shards = {number: shard_of(model, module) for number, module in modules.items()}
     if artifact.kv_cache is not None:
         check_rows(artifact.kv_cache, modules)
     dense = _dense_of(model)
@@ -51,7 +49,7 @@ def attach(
         dense=dense,
         strict=strict,
         backend=backend,
-        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, modules, shards, backend),
+        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, modules, backend),
         # The reference is slower than dense attention.
         dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
         spread=len({parameter.device for parameter in model.parameters()}) > 1,
@@ -63,9 +61,7 @@ def attach(
     roles = {} if settings.decode is None else settings.decode.roles
     layers = {}
     for number, module in modules.items():
-        shard = shards[number]
-        plan = part_of(plans.get(number), shard.heads, shard.num_kv_heads)
-        layers[module] = Layer(settings, number, plan, roles.get(number))
+        layers[module] = Layer(settings, number, plans.get(number), roles.get(number))
     return Handle(artifact, model, layers, settings)
 
 
@@ -116,7 +112,7 @@ def _servable(model: Any) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
     return model, modules
 
 
-def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: dict[int, Shard], backend: str) -> OmniKV:
+def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], backend: str) -> OmniKV:
     sliding = sliding_layers(modules)
     free = [layer for layer in modules if layer not in sliding]
     for layer in section.filter_layers:
@@ -125,5 +121,4 @@ def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], shards: di
             raise HeadwiseError(
                 f"filter layer {layer} {why}: decode can filter in the layers {', '.join(map(str, free))}"
             )
-    shard = next(iter(shards.values()))
-    return OmniKV(section, free, backend=backend, group=shard.group)
+    return OmniKV(section, free, backend=backend)

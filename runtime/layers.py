@@ -55,7 +55,7 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
     Raises:
         HeadwiseError: not a transformers model; no layer of it goes through the attention interface, or one that does
-            chooses keys itself, so that no pattern can; two modules claim the same layer.
+            chooses keys itself, so that no pattern can; two modules claim the same layer; the model is sharded.
     """
     from transformers import PreTrainedModel
 
@@ -63,6 +63,9 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         raise HeadwiseError(f"{type(model).__name__} is not a transformers PreTrainedModel: pass the model itself")
     config = text_config(model)
     kind = type(model).__name__
+    # A DTensor's parts lie in several processes.
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise HeadwiseError(f"{kind} is sharded over processes: vLLM is the way to serve it with an artifact so")
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_layer(module, config):

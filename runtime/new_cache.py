@@ -25,7 +25,6 @@ from runtime.layers import (
 )
 from runtime.omnikv.groups import Group
 from runtime.omnikv.roles import roles_of
-from runtime.sharding import shard_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,8 +136,6 @@ def policy_layers(
             continue
         row = section.layers[number]
         names = (row,) if isinstance(row, str) else row or ()
-        if len(names) > 1:
-            names = names[shard_of(model, module).kv_heads]
         if choosing and all(section.policies[name].kind == "full" for name in names):
             continue
         groups = []

@@ -23,7 +23,6 @@ from kernels.patterns.choose import best_places
 from runtime.omnikv.chunks import Past
 from runtime.omnikv.offload import OffloadedTensor, fetched
 from runtime.omnikv.roles import Reads, Role, roles_of
-from runtime.sharding import agreed
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
@@ -172,7 +171,10 @@ class OmniKV:
 
     def _of_all_heads(self, scores: Tensor) -> Tensor:
         """Scores (B, K) of all KV heads together from those of this process's, (B, G, K)."""
-        return agreed(scores.amax(1), self.group)
+        scores = scores.amax(1).contiguous()
+        if self.group is not None:
+            torch.distributed.all_reduce(scores, op=torch.distributed.ReduceOp.MAX, group=self.group)
+        return scores
 
     def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
         """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves; scores: (B, K)."""

@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed.tensor
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.masking_utils import flash_attention_mask
 
 import artifacts
 from artifacts import HeadwiseError
-from runtime import Headwise, load
+from runtime import Headwise, apply_dense, load
 from tests.runtime.tiny import FAMILIES, SIZES
 
 
@@ -87,6 +88,26 @@ def test_a_model_with_flash_attention_is_dense_by_sdpa_and_gets_it_back(build, a
         assert torch.equal(model(prompt, attention_mask=real).logits, expected)
         assert handle.stats()["dense"] == {"short": 2}
     assert implementations(model) == ["flash_for_tests"]
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_for, one_process):
+    headwise, model = Headwise(artifact_for(build())), build()
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(
+        torch.distributed.tensor.distribute_tensor(projection.weight.detach(), one_process)
+    )
+    for refused in (headwise.apply, headwise.new_cache, apply_dense):
+        with pytest.raises(HeadwiseError, match="LlamaForCausalLM is sharded over processes: vLLM is the way") as error:
+            refused(model)
+        assert "\n" not in str(error.value)
+    assert implementations(model) == ["sdpa"]
 
 
 def test_transformers_itself_refuses_continuous_batching(build, apply):
