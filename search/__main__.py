@@ -48,8 +48,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "this machine": {
         "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),
-        "bench": ("profiling.bench", "the kernels against torch's"),
-        "costs": ("profiling.kernels", "what attention costs on it, as a table for searches"),
+        "bench": ("profiling.bench", "the kernels against torch's, and a table of what attention costs"),
     },
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}

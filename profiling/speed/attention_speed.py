@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from artifacts import HeadwiseError
 from kernels.attention import reference, sparse_attention
@@ -35,7 +36,7 @@ _REACH = 1 / 64
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is timed, whatever the pattern; dtype by torch's name."""
+    """What is timed, whatever the pattern; dtype by torch's name. past: tokens before, whose keys are there."""
 
     length: int
     head_dim: int
@@ -44,6 +45,7 @@ class Size:
     dtype: str
     device: str
     seed: int = 0
+    past: int = 0
 
     def __post_init__(self) -> None:
         for name in ("length", "head_dim"):
@@ -52,8 +54,8 @@ class Size:
 
     @property
     def dense_flops(self) -> float:
-        """Both products over the causal half."""
-        return 2.0 * self.length**2 * self.heads * self.head_dim
+        """Both products over the causal half, and over the past."""
+        return 2.0 * (self.length**2 + 2 * self.length * self.past) * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,30 +101,31 @@ def paper_patterns() -> list[Pattern]:
 
 
 def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """q (1, H, S, D), k and v (1, G, S, D): noise over what real heads show, nearness and a few heavy columns.
+    """q (1, H, S, D), k and v (1, G, past + S, D): noise over what real heads show, nearness and a few heavy columns.
 
     A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain noise the best
     diagonals lie scattered, each in two tiles of every row: vertical-slash would be timed at a density that no model
     gives it.
     """
+    length = size.past + size.length
     generator = torch.Generator(size.device).manual_seed(size.seed)
 
     def noise(heads: int, dim: int = size.head_dim) -> Tensor:
-        return torch.randn(1, heads, size.length, dim, generator=generator, device=size.device)
+        return torch.randn(1, heads, length, dim, generator=generator, device=size.device)
 
     half = size.head_dim // 2
     # Cosines at the quantiles of a Cauchy distribution add up to about exp(-distance / reach).
     share = (torch.arange(half, device=size.device) + 0.5) / half
-    frequencies = (share * (torch.pi / 2)).tan() / (_REACH * size.length)
-    angles = torch.arange(size.length, device=size.device)[:, None] * frequencies
-    phase = torch.zeros(size.length, size.head_dim, device=size.device)
+    frequencies = (share * (torch.pi / 2)).tan() / (_REACH * length)
+    angles = torch.arange(length, device=size.device)[:, None] * frequencies
+    phase = torch.zeros(length, size.head_dim, device=size.device)
     phase[:, :half], phase[:, half : 2 * half] = _PHASE * angles.cos(), _PHASE * angles.sin()
     direction = torch.nn.functional.normalize(noise(1, size.head_dim)[:, :, :1], dim=-1) * size.head_dim**0.5
-    heavy = torch.rand(size.length, 1, generator=generator, device=size.device) < _HEAVY
+    heavy = torch.rand(length, 1, generator=generator, device=size.device) < _HEAVY
     dtype = getattr(torch, size.dtype)
     q = (noise(size.heads) + phase + direction / 2).to(dtype)
     k = (noise(size.kv_heads) + phase + direction * heavy).to(dtype)
-    return q, k, noise(size.kv_heads).to(dtype)
+    return q[:, :, size.past :].contiguous(), k, noise(size.kv_heads).to(dtype)
 
 
 def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Speed]:
@@ -164,8 +167,13 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """torch's dense attention: on a GPU each kernel that takes the call, since none is the fastest on all."""
 
+    # Behind a past the causal mask ends at the last key.
+    past = k.shape[2] > q.shape[2]
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if past else None
+
     def sdpa() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q, k, v, attn_mask=mask, is_causal=not past, enable_gqa=True)
 
     runs: dict[str, Callable[[], object]] = {}
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if q.device.type == "cuda" else ():
@@ -181,7 +189,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:
-    """Compare the first head's first and last queries with the fp32 reference: no speed of a wrong result.
+    """Compare the first head's first and last queries with the fp32 reference (behind a past the last): no wrong speed.
 
     Raises:
         HeadwiseError: the largest error, and what rounding would explain.
@@ -199,7 +207,8 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
         ),
         (index.k_len, replace(one, q_len=some, offsets=one.offsets[:, :, -rows - 1 :]), slice(-some, None)),
     ]
-    for k_len, part, queries in ends:
+    # Behind a past the first queries see more than a prompt's.
+    for k_len, part, queries in ends[index.k_len > index.q_len :]:
         keys, values = k[:, :1, :k_len].float(), v[:, :1, :k_len].float()
         expected, _ = reference.sparse_attention(
             q[:, :1, queries].float(), keys, values, part, scale=q.shape[-1] ** -0.5, softcap=None

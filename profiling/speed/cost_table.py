@@ -1,7 +1,7 @@
 """The cost table of a device: measured seconds, read back as a function of what an index computes.
 
 A safetensors file of columns of one length, a row for each measurement; names, device, versions and command lie in its
-metadata. An artifact carries the same columns in its sidecar. docs/costs.md says what each column is.
+metadata. An artifact carries the same columns in its sidecar. docs/artifact.md says what each column is.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def load(path: str | Path) -> CostTable:
             about: dict[str, Any] = json.loads((file.metadata() or {})["headwise"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise HeadwiseError(f"{path} is not a cost table: write one with python -m profiling.kernels") from error
+        raise HeadwiseError(f"{path} is not a cost table: write one with python -m profiling.bench --costs") from error
     if about.get("format") != FORMAT:
         raise HeadwiseError(f"{path} is a cost table of format {about.get('format')}, this headwise reads {FORMAT}")
     costs = _rows({name: about[name] for name in _NAMED}, arrays, str(path))

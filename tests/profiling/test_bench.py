@@ -64,6 +64,28 @@ def test_decode_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -
     assert len(capsys.readouterr().out.splitlines()) == 2 + 1
 
 
+def test_new_tokens_behind_a_past(tmp_path) -> None:
+    import json
+
+    out = tmp_path / "bench.json"
+    options = ["--length", "70", "--past", "200", "--head-dims", "64", "--repeats", "1", "--dtype", "float32"]
+    bench.main([*options, "--json", str(out)])
+    lines = json.loads(out.read_text())["lines"]
+    assert [(line["length"], line["past"], line["pattern"]) for line in lines] == [
+        (70, 200, "a_shape"), (70, 200, "vertical_slash"), (70, 200, "block_sparse"), (70, 200, "dense"),
+    ]  # fmt: skip
+    assert lines[3]["density"] == 1.0 and all(line["sdpa_seconds"] > 0 for line in lines)
+
+
+def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
+    size = attention_speed.Size(length=70, past=130, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
+    q, k, v = attention_speed.inputs(size)
+    assert (q.shape[2], k.shape[2], v.shape[2]) == (70, 200, 200)
+    index = LayerPlan([make("dense")] * 2, 1).build(q, k)
+    (run,) = attention_speed._dense(q, k, v).values()
+    torch.testing.assert_close(run(), sparse_attention(q, k, v, index), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("heads", ["9", "9/2", "9/0", "a/3"])
 def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -9,17 +9,18 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError, SearchCost
-from profiling import kernels
+from profiling import bench
+from profiling.speed import cost_grid
 from profiling.speed.cost_table import Cost, CostTable, attach, embed, embedded, load, save
 from tests.artifacts.conftest import build, build_arrays
 
-OPTIONS = ["--length", "256", "320", "--head-dims", "64", "--heads", "3/1", "--densities", "0.5", "--repeats", "1"]
+OPTIONS = ["--length", "256", "320", "--head-dims", "64", "--heads", "3/1", "--density", "0.5", "--repeats", "1"]
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cost.safetensors"
     measured = []
-    whole = kernels.measure
+    whole = cost_grid.measure
 
     def dies_at_the_second(size, *args, **options):
         measured.append(size.length)
@@ -27,11 +28,11 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return whole(size, *args, **options)
 
-    monkeypatch.setattr(kernels, "measure", dies_at_the_second)
+    monkeypatch.setattr(cost_grid, "measure", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        kernels.main(["--out", str(out), *OPTIONS])
+        bench.main(["--costs", str(out), *OPTIONS])
     assert not out.exists()
-    kernels.main(["--out", str(out), *OPTIONS])
+    bench.main(["--costs", str(out), *OPTIONS])
     assert measured == [256, 320, 320]
     assert [path.name for path in tmp_path.iterdir()] == ["cost.safetensors"]
     table = load(out)
@@ -43,18 +44,18 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cost.safetensors"
-    whole = kernels.measure
+    whole = cost_grid.measure
 
     def dies_at_the_second(size, *args, **options):
         if size.length == 320:
             raise KeyboardInterrupt
         return whole(size, *args, **options)
 
-    monkeypatch.setattr(kernels, "measure", dies_at_the_second)
+    monkeypatch.setattr(cost_grid, "measure", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        kernels.main(["--out", str(out), *OPTIONS])
+        bench.main(["--costs", str(out), *OPTIONS])
     with pytest.raises(HeadwiseError, match=r"its repeats is 1, not 2; .* pass --fresh"):
-        kernels.main(["--out", str(out), *OPTIONS[:-1], "2"])
+        bench.main(["--costs", str(out), *OPTIONS[:-1], "2"])
 
 
 @pytest.mark.parametrize(
@@ -62,14 +63,14 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path, monkeypat
     [
         (["--device", "tpu"], "cannot use the device 'tpu'"),
         (["--head-dims", "0"], "head dim must be at least 1, got 0"),
-        (["--length", "100"], "lengths must be at least 256 tokens, got 100"),
-        (["--densities", "0"], "densities must be above 0 and at most 1, got 0.0"),
-        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--length", "100"], "--length must be at least 256 with --costs, got 100"),
+        (["--density", "0"], "--density must be above 0 and at most 1, got 0.0"),
+        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(HeadwiseError, match=message):
-        kernels.main(["--out", str(tmp_path / "cost.safetensors"), *options])
+        bench.main(["--costs", str(tmp_path / "cost.safetensors"), *options])
     assert not list(tmp_path.iterdir())
 
 
@@ -163,8 +164,8 @@ def test_a_table_is_attached_by_command(tmp_path: Path, capsys: pytest.CaptureFi
     cfg, table = tmp_path / "cfg.yaml", tmp_path / "cost.safetensors"
     artifacts.save(build(), cfg, build_arrays())
     save(THERE, table)
-    kernels.main(["--table", str(table), "--attach", str(cfg)])
-    kernels.main(["--out", str(tmp_path / "own.safetensors"), "--attach", str(cfg), *OPTIONS])
+    bench.main(["--table", str(table), "--attach", str(cfg)])
+    bench.main(["--costs", str(tmp_path / "own.safetensors"), "--attach", str(cfg), *OPTIONS])
     own = load(tmp_path / "own.safetensors")
     assert embedded(*artifacts.load_pair(cfg)) == (THERE, own)
     assert f"carries the costs of there, {own.device}" in capsys.readouterr().out
@@ -174,18 +175,18 @@ def test_a_table_is_attached_by_command(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --out, .* or --table"),
-        (["--out", "a.safetensors", "--table", "b.safetensors"], "give --out, .* or --table"),
+        (["--attach", "c.yaml"], "--attach puts a table into an artifact: give one of --costs and --table"),
+        (["--costs", "a.safetensors", "--table", "b.safetensors", "--attach", "c.yaml"], "--attach puts a table"),
         (["--table", "b.safetensors"], "--table measures nothing: name the artifact"),
         (["--table", "b.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),
-        (["--out", "a.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),
+        (["--costs", "a.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),
     ],
 )
 def test_files_are_looked_at_before_anything_is_measured(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kernels, "measure", None)
+    monkeypatch.setattr(cost_grid, "measure", None)
     with pytest.raises(HeadwiseError, match=message):
-        kernels.main(options)
+        bench.main(options)
     assert not list(tmp_path.iterdir())

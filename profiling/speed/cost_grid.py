@@ -1,0 +1,96 @@
+"""Measures what attention costs on a device: seconds by pattern, density, length, head dim and dtype, as a table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from artifacts import HeadwiseError
+from kernels import dispatch
+from kernels.patterns import KINDS
+from profiling.environment import environment
+from profiling.ledger import Ledger
+from profiling.progress import phase
+from profiling.speed.attention_speed import Size, Speed, measure, patterns_for
+from profiling.speed.cost_table import Cost, CostTable, save
+
+# Below this length dense attention serves anyway.
+DEFAULT_LENGTHS = {"cpu": (2048, 4096, 8192, 16_384), "cuda": (8192, 32_768, 131_072, 524_288)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Every combination is measured; heads are pairs of query and KV heads."""
+
+    device: str
+    lengths: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, ...]
+    densities: tuple[float, ...]
+    repeats: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.lengths) < 256:
+            raise HeadwiseError(f"--length must be at least 256 with --costs, got {min(self.lengths)}")
+
+    def sizes(self) -> Iterator[Size]:
+        """Short ones first: an interrupted table is of use."""
+        for length, head_dim, (heads, kv_heads), dtype in itertools.product(
+            self.lengths, self.head_dims, self.heads, self.dtypes
+        ):
+            yield Size(
+                length=length,
+                head_dim=head_dim,
+                heads=heads,
+                kv_heads=kv_heads,
+                dtype=dtype,
+                device=self.device,
+                seed=self.seed,
+            )
+
+
+def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTable:
+    """Measure what an interrupted run has not measured yet, then write the table.
+
+    Raises:
+        HeadwiseError: a backend computed something wrong, or the interrupted run measured otherwise.
+    """
+    where = environment(grid.device)
+    sizes = list(grid.sizes())
+    # Sizes may be added; what a size is measured by may not change.
+    settings = {name: getattr(grid, name) for name in ("densities", "repeats", "seed")} | where
+    costs: list[Cost] = []
+    with Ledger(out, "kernels", settings=settings, fresh=fresh) as ledger, phase("sizes", len(sizes), "sizes") as shown:
+        for size in sizes:
+            unit = ledger.unit("size", asdict(size))
+            rows = ledger.get(unit)
+            if rows is None:
+                rows = ledger.put(unit, [asdict(Cost.of(size, speed)) for speed in _measure(grid, size)])
+                shown.update()
+            else:
+                shown.skip()
+            costs += [Cost(**row) for row in rows]
+        device = where.pop("device")
+        backend = backend_of(sizes[0])
+        table = CostTable(device=device, backend=backend, versions=where, command=command, costs=tuple(costs))
+        save(table, out)
+        ledger.remove()
+    return table
+
+
+def _measure(grid: Grid, size: Size) -> list[Speed]:
+    patterns = {pattern for density in grid.densities for pattern in patterns_for(size.length, density)}
+    ordered = sorted(patterns, key=lambda p: (list(KINDS).index(p.kind), *(v for v in vars(p).values() if v)))
+    return measure(size, ordered, repeats=grid.repeats)
+
+
+def backend_of(size: Size) -> str:
+    """The kernel backend that serves tensors of that size."""
+    probe = torch.empty(1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device)
+    return dispatch.choose("auto", probe, probe, probe).__name__.rpartition(".")[2]
