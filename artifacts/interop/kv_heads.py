@@ -10,8 +10,10 @@ of the context.
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,12 +23,13 @@ from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.fields import MOST, MOST_HEADS
 from artifacts.interop.report import Export, Import, Notes, Report
 from artifacts.interop.shape import Given, model_shape
-from artifacts.interop.source import Source, array
-from artifacts.interop.torch_file import read_tensor, write_tensor
+from artifacts.interop.source import MAX_BYTES, Source, array
 from artifacts.kv_cache import Full, KVCache, Policy, Streaming
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
+    import torch
+
     from artifacts.sidecar import Array
 
 Table = list[list[float]]
@@ -71,10 +74,10 @@ def read_kvzip(source: Source, given: Given) -> Import:
     Raises:
         ArtifactError: the file is no such tensor, or does not fit the model.
     """
-    scores, notes = read_tensor(source.data), Notes()
-    if scores.ndim != 2 or not all(1 <= size <= MOST for size in scores.shape) or scores.size > MOST_HEADS:
-        raise ArtifactError(f"must be of shape (layers, KV heads), got {shorten(scores.shape)}")
-    table: Table = scores.tolist()
+    scores, notes = _tensor(source.data), Notes()
+    if scores.ndim != 2 or not all(1 <= size <= MOST for size in scores.shape) or scores.numel() > MOST_HEADS:
+        raise ArtifactError(f"must be of shape (layers, KV heads), got {shorten(tuple(scores.shape))}")
+    table: Table = scores.double().tolist()
     ordered = sorted((value for row in table for value in row), reverse=True)
     if not 0 <= ordered[-1] <= ordered[0] <= 1:
         raise ArtifactError(f"must hold scores from 0 to 1, got {ordered[-1]:g} to {ordered[0]:g}")
@@ -113,10 +116,37 @@ def write_kvzip(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> E
     Raises:
         ArtifactError: the artifact has no kv_cache section.
     """
-    import numpy as np
+    import torch
 
     table, _, _, report = _written(artifact, arrays, inclusive=False)
-    return Export(files={out: write_tensor(np.array(table))}, report=report)
+    scores = torch.tensor(table, dtype=torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(scores.to(dtype).float(), scores):
+            break
+    stream = io.BytesIO()
+    torch.save(scores.to(dtype), stream)
+    return Export(files={out: stream.getvalue()}, report=report)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    """The floating-point tensor of a .pt file.
+
+    Raises:
+        ArtifactError: the file is no .pt of one such tensor, or unpacks to more than is read of any file.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > MAX_BYTES:
+            raise ValueError(f"unpacks to {size} bytes")
+        scores = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load names no kinds of errors for files that are none of its own
+        raise ArtifactError(f"is no .pt file of one tensor: {shorten(str(error), 120)}") from None
+    if type(scores) is not torch.Tensor or scores.layout != torch.strided or not scores.is_floating_point():
+        raise ArtifactError("is no .pt file of one tensor of floating-point numbers")
+    return scores
 
 
 def _stream(given: Given, sink_size: int = SINKS, recent_size: int = WINDOW, **others: Any) -> Streaming:
