@@ -8,7 +8,7 @@ from collections.abc import Collection
 from artifacts.command_line import ArgumentParser, run_command
 
 VERBS = (
-    "show", "validate", "diff", "set", "merge", "convert", "schema", "keygen", "sign", "verify",
+    "show", "validate", "diff", "set", "merge", "convert", "schema", "sign", "verify",
 )  # fmt: skip
 _EPILOG = """\
 An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a

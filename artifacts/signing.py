@@ -156,7 +156,7 @@ def _private(key: Key, ask: Ask | None) -> Ed25519PrivateKey:
     if private is None and passphrase is not None:
         raise HeadwiseError(f"{shown}: this is not its passphrase")
     if not isinstance(private, Ed25519PrivateKey):
-        raise HeadwiseError(f"{shown}: is no private Ed25519 key in PEM; python -m artifacts keygen makes one")
+        raise HeadwiseError(f"{shown}: is no private Ed25519 key in PEM; sign --new-key makes one")
     return private
 
 

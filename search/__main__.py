@@ -39,7 +39,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "merge": ("artifacts", "sections of several in one"),
         "convert": ("artifacts", "other tools' files of head patterns, both ways"),
         "schema": ("artifacts", "the JSON Schema, with what every field means"),
-        "keygen": ("artifacts", "a pair of keys to sign with"),
         "sign": ("artifacts", "a signature beside an artifact"),
         "verify": ("artifacts", "whether it is from whom it should be"),
     },

@@ -14,7 +14,6 @@ import pytest
 import runtime
 from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save, store
 from artifacts.__main__ import main
-from artifacts.commands import keygen
 from artifacts.commands import sign as sign_verb
 from artifacts.signing import CONTEXT, fingerprint, make_key, signature_path
 from artifacts.store import sign
@@ -171,18 +170,19 @@ def test_a_key_is_its_owners_alone_and_never_replaced(key, public):
 
 def test_the_verbs(saved, tmp_path, capsys):
     key = str(tmp_path / "me.key")
-    main(["keygen", key])
-    assert f"wrote {key} (keep it) and {key}.pub (give it away)" in capsys.readouterr().out
+    main(["sign", str(saved), "--key", key, "--new-key"])
+    said = capsys.readouterr().out
+    assert f"wrote {key} (keep it) and {key}.pub (give it away)" in said
+    assert f"wrote {saved}.sig, signed by the key" in said
     main(["sign", str(saved), "--key", key])
     assert f"wrote {saved}.sig, signed by the key" in capsys.readouterr().out
     main(["verify", str(saved), "--key", f"{key}.pub"])
     assert capsys.readouterr().out.startswith(f"ok: {saved} (signed by the key {fingerprint(f'{key}.pub')}, content ")
     main(["verify", str(saved), "--key", f"{key}.pub", "--json"])
     assert json.loads(capsys.readouterr().out)["signed"] is True
-    main(["keygen", str(tmp_path / "other.key"), "--json"])
-    other = json.loads(capsys.readouterr().out)
-    main(["sign", str(saved), "--key", other["private"], "--json"])
-    assert json.loads(capsys.readouterr().out)["fingerprint"] == other["fingerprint"]
+    other = str(tmp_path / "other.key")
+    main(["sign", str(saved), "--key", other, "--new-key", "--json"])
+    assert json.loads(capsys.readouterr().out)["fingerprint"] == fingerprint(f"{other}.pub")
     with pytest.raises(ArtifactError, match=r"is signed by the key [0-9a-f]{16}, not by [0-9a-f]{16}"):
         main(["verify", str(saved), "--key", f"{key}.pub"])
 
@@ -217,18 +217,19 @@ def test_an_encrypted_key_is_asked_for(saved, tmp_path, monkeypatch, capsys):
 
     def answers(*given):
         replies = iter(given)
-        monkeypatch.setattr(keygen, "getpass", lambda prompt: asked.append(prompt) or next(replies))
         monkeypatch.setattr(sign_verb, "getpass", lambda prompt: asked.append(prompt) or next(replies))
 
     for wrong in (("secret", "secrat"), ("",)):
         answers(*wrong)
         with pytest.raises(HeadwiseError, match="the passphrase is empty, or not the same twice: nothing was written"):
-            main(["keygen", str(tmp_path / "me.key"), "--encrypt"])
+            main(["sign", str(saved), "--key", str(tmp_path / "me.key"), "--new-key", "--encrypt"])
         assert not (tmp_path / "me.key").exists()
-    answers("secret", "secret", "secret", "wrong")
-    main(["keygen", str(tmp_path / "me.key"), "--encrypt"])
-    assert b"ENCRYPTED" in (tmp_path / "me.key").read_bytes()
+    with pytest.raises(HeadwiseError, match="--encrypt is for a key that --new-key makes"):
+        main(["sign", str(saved), "--key", str(tmp_path / "me.key"), "--encrypt"])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    answers("secret", "secret", "secret", "secret", "wrong")
+    main(["sign", str(saved), "--key", str(tmp_path / "me.key"), "--new-key", "--encrypt"])
+    assert b"ENCRYPTED" in (tmp_path / "me.key").read_bytes()
     main(["sign", str(saved), "--key", str(tmp_path / "me.key")])
     load(saved, verify=tmp_path / "me.key.pub")
     with pytest.raises(HeadwiseError, match=r"me\.key: this is not its passphrase"):
