@@ -76,10 +76,9 @@ class Heads:
         heads = next(iter(self.costs.values())).shape[1]
         return share * self.all_keys * int(self.searched.sum()) * heads
 
-    def least(self, tail: int, allowed: np.ndarray | None = None) -> float:
-        """What all heads cost with their cheapest candidates, of those (C,) that are allowed."""
-        own = self.costs[tail][self.searched]
-        return float((own if allowed is None else own[..., allowed]).min(axis=-1).sum())
+    def least(self, tail: int) -> float:
+        """What all heads cost with their cheapest candidates."""
+        return float(self.costs[tail][self.searched].min(axis=-1).sum())
 
     def predicted(self, allocation: Allocation) -> float:
         """What the curves say that an allocation loses, with equal weights."""
@@ -97,7 +96,6 @@ class Heads:
         *,
         weight: np.ndarray | None = None,
         kinds: Mapping[str, float] | None = None,
-        allowed: np.ndarray | None = None,
     ) -> Allocation:
         """One budget for the model: the least weighted loss for at most `total`.
 
@@ -106,7 +104,6 @@ class Heads:
             tail: the dense tail.
             weight: (L,) of each layer's loss; ones if None.
             kinds: weight of the loss of each kind of prompt; ones if None.
-            allowed: (C,) candidates that may be taken; all if None.
 
         Raises:
             HeadwiseError: the total is less than all heads' cheapest candidates.
@@ -115,8 +112,6 @@ class Heads:
         weight = np.ones(len(costs)) if weight is None else weight
         layers = np.flatnonzero(self.searched)
         loss = curves.loss(kinds)[layers] * weight[layers, None, None]
-        if allowed is not None:
-            loss = np.where(allowed, loss, np.inf)
         own = costs[layers]
         spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
         entries = np.array(spent.entries).reshape(loss.shape[:2])

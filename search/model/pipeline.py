@@ -212,7 +212,6 @@ class _Search(Setup):
         asked = Refinement(
             heads=heads,
             total=total,
-            last_qs=[getattr(pattern, "last_q", 0) for pattern in self.patterns],
             trials=self.config.n_trials,
             seed=self.config.seed,
             storage=self.config.storage,

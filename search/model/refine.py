@@ -2,23 +2,20 @@
 
 Curves take heads one at a time on dense inputs. A first run with the patterns shows how far each kind of prompt's loss
 is from what the curves add up to, and so, in closed form, how the kinds weigh against each other. That may be run as
-well, and Optuna then tries weights of groups of layers, dense tails and estimates around it, all at the budget that was
-asked for.
+well, and Optuna then tries weights of groups of layers and dense tails around it, all at the budget that was asked for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from search.model.allocation import Allocation, Heads
-from search.model.candidates import BROAD_LAST_Q, LAST_Q
 from search.model.task_losses import TaskLoss
 
 _GROUPS = 6
@@ -26,8 +23,6 @@ _GROUPS = 6
 _REACH = 1.0
 # How far the first run may move the balance between kinds of prompts.
 _MOST = 8.0
-# How many queries an estimate may look at: a trial may leave out the dearer ones.
-_ESTIMATES = (LAST_Q, BROAD_LAST_Q)
 
 Measure = Callable[[Sequence[Allocation]], list[list[TaskLoss]]]
 """What allocations lose on the calibration prompts, by task."""
@@ -56,7 +51,6 @@ class Refinement:
 
     heads: Heads
     total: float
-    last_qs: Sequence[int]
     trials: int
     seed: int
     storage: str | None
@@ -135,48 +129,28 @@ def foreseen(heads: Heads, trial: Trial, other: Allocation) -> tuple[TaskLoss, .
 
 
 def _study(asked: Refinement, tried: Callable[[str, Allocation], Trial], found: list[Trial], tails: list[int]) -> None:
-    """Optuna's share of the trials. Every rank has a study of its own, which draws alike from equal losses."""
+    """Draw the other trials: weights of groups of layers and the dense tail. Every rank's study draws alike."""
     import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    heads, groups = asked.heads, min(_GROUPS, int(asked.heads.searched.sum()))
+    heads, kinds = asked.heads, min(found, key=lambda trial: trial.loss).allocation.kinds
+    groups = np.array_split(np.flatnonzero(heads.searched), min(_GROUPS, int(heads.searched.sum())))
+    space: dict[str, BaseDistribution] = {"dense_tail": CategoricalDistribution(tails)}
+    space |= {f"group_{number}": FloatDistribution(-_REACH, _REACH) for number in range(len(groups))}
     sampler = optuna.samplers.TPESampler(seed=asked.seed, multivariate=True, n_startup_trials=len(found) + 2)
     storage = None if asked.quiet else asked.storage
     if storage is not None and asked.name in [study.study_name for study in optuna.get_all_study_summaries(storage)]:
         # What was measured is in the ledger; the study is written again from the start.
         optuna.delete_study(study_name=asked.name, storage=storage)
     study = optuna.create_study(study_name=asked.name, storage=storage, sampler=sampler, direction="minimize")
-    space = _space(groups, tails, answers=len(found[0].allocation.kinds) > 1)
-    for number, trial in enumerate(list(found)):
-        params = dict.fromkeys(space, 0.0) | {"dense_tail": trial.allocation.tail, "last_q": max(_ESTIMATES)}
-        if "answer" in space:
-            kinds = trial.allocation.kinds
-            params["answer"] = float(np.log2(kinds["answer"] / kinds["text"]))
-        known = {"name": trial.name, "number": number}
-        made = optuna.trial.create_trial(params=params, distributions=space, value=trial.loss, user_attrs=known)
-        study.add_trial(made)
+    for trial in found:
+        params = dict.fromkeys(space, 0.0) | {"dense_tail": trial.allocation.tail}
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=trial.loss))
     while len(found) < asked.trials:
         drawn = study.ask(space)
-        study.tell(drawn, tried(f"trial {len(found)}", _spent(heads, asked, drawn.params, groups)).loss)
-
-
-def _space(groups: int, tails: Sequence[int], *, answers: bool) -> dict[str, Any]:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-    found: dict[str, Any] = {f"group_{group}": FloatDistribution(-_REACH, _REACH) for group in range(groups)}
-    if answers:
-        found["answer"] = FloatDistribution(-2 * float(np.log2(_MOST)), 2 * float(np.log2(_MOST)))
-    return found | {"dense_tail": CategoricalDistribution(list(tails)), "last_q": CategoricalDistribution(_ESTIMATES)}
-
-
-def _spent(heads: Heads, asked: Refinement, params: Mapping[str, Any], groups: int) -> Allocation:
-    """The allocation that a trial's parameters stand for."""
-    weight = np.ones(len(heads.searched))
-    for group, layers in enumerate(np.array_split(np.flatnonzero(heads.searched), groups)):
-        weight[layers] = 2.0 ** float(params[f"group_{group}"])
-    kinds = {"text": 1.0, "answer": 2.0 ** float(params["answer"])} if "answer" in params else None
-    allowed = np.array([last_q <= params["last_q"] for last_q in asked.last_qs])
-    least = heads.least(params["dense_tail"], allowed)
-    return heads.by_model(
-        max(asked.total, least * (1 + 1e-9)), params["dense_tail"], weight=weight, kinds=kinds, allowed=allowed
-    )
+        weight = np.ones(len(heads.searched))
+        for number, layers in enumerate(groups):
+            weight[layers] = 2.0 ** drawn.params[f"group_{number}"]
+        allocation = heads.by_model(asked.total, drawn.params["dense_tail"], weight=weight, kinds=kinds)
+        study.tell(drawn, tried(f"trial {len(found)}", allocation).loss)

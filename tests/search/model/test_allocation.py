@@ -44,11 +44,6 @@ def test_one_budget_is_spent_best(seed: int, weights: tuple[float, ...]) -> None
     assert np.nansum(found.pick(loss)) == pytest.approx(best)
 
 
-def test_what_is_not_allowed_is_not_taken() -> None:
-    found = heads_of(3).by_model(100, TAIL, allowed=np.array([True, False, True, False]))
-    assert set(found.chosen.ravel()) <= {-1, 0, 2}
-
-
 def test_too_little_is_one_line() -> None:
     with pytest.raises(HeadwiseError, match=r"a total of 0\.1 is too small for 4 parts"):
         heads_of(0).by_model(0.1, TAIL)
