@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.command_line import run_command
 from artifacts.errors import shorten
+from profiling.caches.policies import CacheKind
+from profiling.caches.random_eviction import drawing
 from profiling.environment import environment
 from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
 from profiling.evaluation.method_table import CACHES, RANDOM
@@ -108,7 +111,9 @@ def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> It
 def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Method]:
     yield of_policy(loaded, KERNEL, None)
     for name, (policy, _) in CACHES.items():
-        yield of_policy(loaded, name, policy(options.share, options.length), draws=name == RANDOM)
+        made = policy(options.share, options.length)
+        drawn = partial(drawing, record=made) if name == RANDOM else None
+        yield of_policy(loaded, name, CacheKind(policy=made, changed=drawn) if drawn else CacheKind(policy=made))
 
 
 def _of_ours(loaded: LoadedModel, method: Method, contexts: Sequence[_Context], token: int) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
 from profiling.evaluation.decode_losses import apart, by_position, changed, in_blocks, position_lines
+from profiling.evaluation.decode_steps import filled, methods, step_seconds
 from profiling.evaluation.intervals import Interval
 from profiling.ledger import Ledger
 from profiling.memory_use.sizes import bytes_of
@@ -41,8 +42,8 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
+from profiling.quality.method import Method, of_policy
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
-from profiling.speed.decode_steps import Method, filled, methods, of_cache, step_seconds
 from runtime import load as load_headwise
 from runtime.fingerprint import fingerprint
 from runtime.memory import CacheBytes, cache_bytes
@@ -168,10 +169,8 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     if config.prefill_chunk is not None:
         # Each process loads a model of its own: nobody else generates with it.
         loaded.model.generation_config.prefill_chunk_size = config.prefill_chunk
-    compared = methods(
-        loaded, {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
-    )
-    compared += [of_cache(loaded, text, parse_cache(text)) for text in config.policies]
+    compared = methods({name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload)
+    compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
     prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
     texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
@@ -188,7 +187,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
         if ledger is None:
             quality = find()
         else:
-            quality = ledger.once(ledger.unit(f"{method.name} {method.artifact}", depends), find)
+            quality = ledger.once(ledger.unit(f"{method.name} {method.identity}", depends), find)
         if texts:
             known[method.name] = torch.as_tensor(quality["losses"])
         rows.append(_row(config, method.name, timed, prompts, quality["answers"], known, quality["tokens"]))
@@ -210,7 +209,7 @@ def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) 
     seconds = step_seconds(loaded, compared, caches, **how)
     if config.memory is None:
         return Timed(seconds=seconds, held=held, batches={}, batch_seconds={})
-    fitting = [method for method in compared if not method.sparse]
+    fitting = [method for method in compared if not _chooses(method)]
     batches = {method.name: config.memory // held[method.name].device for method in fitting}
     for name, batch in batches.items():
         if batch < 1:
@@ -221,6 +220,11 @@ def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) 
         caches[name].batch_repeat_interleave(batch)
     batch_seconds = step_seconds(loaded, fitting, caches, **how, batches=batches)
     return Timed(seconds=seconds, held=held, batches=batches, batch_seconds=batch_seconds)
+
+
+def _chooses(method: Method) -> bool:
+    """Whether it is an artifact whose filter layers choose what the other layers attend to."""
+    return method.headwise is not None and not method.evicts
 
 
 def _depends(
@@ -244,17 +248,17 @@ def _quality(
     """A method's answers, the losses (T, F) of its texts, and the tokens that it read in a step: None where none."""
     losses: Tensor | None = None
     # Before the method is applied: it is a prefill of another one.
-    sharing = shared() if texts and config.dense_prefill and method.sparse else None
-    with method.apply() as applied:
-        given = answers(
-            loaded.model, loaded.tokenizer, prompts, label=f"{method.name}: {config.task}", cache=method.cache
-        )
+    sharing = shared() if texts and config.dense_prefill and _chooses(method) else None
+    new_cache = partial(method.cache, loaded.model)
+    with method.apply(loaded.model) as applied:
+        label = f"{method.name}: {config.task}"
+        given = answers(loaded.model, loaded.tokenizer, prompts, label=label, cache=new_cache)
         if texts and method.name == MODEL:
             losses = dense_losses(loaded.model, texts, config.forced)
         elif texts:
-            begun = sharing or begin(loaded.model, method.cache, texts, config.forced)
+            begun = sharing or begin(loaded.model, new_cache, texts, config.forced)
             losses = forced_losses(loaded.model, begun, config.forced)
-        tokens = applied.stats().get("tokens") if method.sparse else None
+        tokens = applied.stats().get("tokens") if _chooses(method) else None
     return {"answers": given, "losses": None if losses is None else losses.cpu().numpy(), "tokens": tokens}
 
 

@@ -6,14 +6,11 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-from artifacts import SnapKV
 from artifacts.hashing import canonical_json
-from artifacts.kv_cache import Policy
-from profiling.caches.policies import with_policy
-from profiling.caches.random_eviction import drawing
+from profiling.caches.policies import CacheKind, with_policy
 from profiling.inside.oracle import choosing
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
@@ -26,23 +23,27 @@ class Method:
     """A method for one model at one length.
 
     dense: which dense attention it is where it has no artifact.
+    identity: a hash of all that its results depend on but model, prompt and number format.
     density: share of the causal area that prefill computes, mean over heads, on the calibration prompt.
     kept: share of the prompt's keys and values that decode attends to. Both are None where nobody counted.
-    identity: a hash of all that its results depend on but model, prompt and number format.
     evicts: its cache is no plain one, so that what it does shows in decode only.
     sizes: in words.
+    offload: where keys and values that are not chosen are kept, as for Headwise.new_cache.
+    check_weights: whether the model's weights have to be those that the artifact was made for.
     applied: puts it on a model where it is no artifact and none of the dense attentions; never timed.
     changed: makes another cache of the artifact's new one.
     """
 
     name: str
     make: Callable[[], Headwise | None]
-    density: float | None
-    kept: float | None
     identity: str
-    evicts: bool
-    sizes: str
+    density: float | None = None
+    kept: float | None = None
+    evicts: bool = False
+    sizes: str = ""
     dense: str = MODEL
+    offload: str = "auto"
+    check_weights: bool = False
     applied: Callable[[Any], AbstractContextManager[object]] | None = None
     changed: Callable[[Any], Any] | None = None
 
@@ -58,7 +59,7 @@ class Method:
         return (
             dense(model, self.dense)
             if self.headwise is None
-            else self.headwise.apply(model, check_weights=False, strict=True)
+            else self.headwise.apply(model, check_weights=self.check_weights, strict=True)
         )
 
     def asked(self, model: Any) -> AbstractContextManager[object]:
@@ -73,30 +74,20 @@ class Method:
 
         if self.headwise is None:
             return DynamicCache(config=text_config(model))
-        made = self.headwise.new_cache(model)
+        made = self.headwise.new_cache(model, offload=self.offload)
         return self.changed(made) if self.changed else made
 
 
-def of_policy(loaded: LoadedModel, name: str, policy: Policy | None, *, draws: bool = False) -> Method:
-    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None keeps everything.
-
-    draws: the policy is SnapKV's, and what it keeps is drawn (profiling.caches.random_eviction).
-    """
-    made = None if policy is None else with_policy(loaded, policy)
-    changed = None
-    if draws:
-        assert isinstance(policy, SnapKV)
-        changed = partial(drawing, record=policy)
+def of_policy(loaded: LoadedModel, name: str, kind: CacheKind | None) -> Method:
+    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None keeps everything."""
+    made = None if kind is None else with_policy(loaded, kind.policy)
     return Method(
         name=name,
         make=lambda: made,
-        density=None,
-        kept=None,
-        identity=digest(name, None if policy is None else policy.model_dump(), draws),
-        evicts=policy is not None,
-        sizes="",
+        identity=digest(name, None if kind is None else kind.policy.model_dump()),
+        evicts=kind is not None,
         dense=KERNEL,
-        changed=changed,
+        changed=None if kind is None else kind.changed,
     )
 
 

@@ -29,7 +29,7 @@ _ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class StreamMethod:
     """A name of METHODS, or streaming:S with S sinks; `whole` is how many tokens it holds, None for all."""
 
     name: str
@@ -65,7 +65,7 @@ class Stretch:
         return asdict(self)
 
 
-def method_of(name: str, *, sinks: int, window: int) -> Method:
+def method_of(name: str, *, sinks: int, window: int) -> StreamMethod:
     """A method by its name; all but dense hold sinks + window tokens.
 
     Raises:
@@ -74,26 +74,26 @@ def method_of(name: str, *, sinks: int, window: int) -> Method:
     whole = sinks + window
     kind, colon, count = name.partition(":")
     if name == "dense":
-        return Method(name=name, policy=None, whole=None)
+        return StreamMethod(name=name, policy=None, whole=None)
     if name == "recomputed":
-        return Method(name=name, policy=None, whole=whole)
+        return StreamMethod(name=name, policy=None, whole=whole)
     if name == "window-only":
-        return Method(name=name, policy=Streaming(sinks=0, window=whole), whole=whole)
+        return StreamMethod(name=name, policy=Streaming(sinks=0, window=whole), whole=whole)
     if name == "original":
-        return Method(name=name, policy=Streaming(sinks=sinks, window=window, positions="original"), whole=whole)
+        return StreamMethod(name=name, policy=Streaming(sinks=sinks, window=window, positions="original"), whole=whole)
     if kind != "streaming" or (colon and not count.isdecimal()):
         raise HeadwiseError(f"unknown method {shorten(name)}; known: {', '.join(METHODS)}, streaming:SINKS")
     if colon:
         sinks = int(count)
         if sinks >= whole:
             raise HeadwiseError(f"{name} leaves no window: sinks and window are {whole} tokens together")
-    return Method(name=name, policy=Streaming(sinks=sinks, window=whole - sinks), whole=whole)
+    return StreamMethod(name=name, policy=Streaming(sinks=sinks, window=whole - sinks), whole=whole)
 
 
 class Cached:
     """A method that feeds a stream through a cache: `with` it, then stretch after stretch."""
 
-    def __init__(self, loaded: LoadedModel, method: Method, stream: TokenStream, chunk: int) -> None:
+    def __init__(self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream, chunk: int) -> None:
         """chunk: tokens fed at a time, which changes nothing but the time it takes."""
         self._model, self._chunk = loaded.model, chunk
         self._headwise = with_policy(loaded, method.policy)
@@ -131,7 +131,7 @@ class Cached:
 class Recomputed:
     """The sliding window with re-computation: a forward over the last tokens for each probe, positions from 0."""
 
-    def __init__(self, loaded: LoadedModel, method: Method, stream: TokenStream) -> None:
+    def __init__(self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream) -> None:
         assert method.whole is not None
         self._model, self._whole, self._probes = loaded.model, method.whole, stream.probes
         self._ids = torch.tensor([stream.ids], device=self._model.device)

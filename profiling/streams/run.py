@@ -18,7 +18,7 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
-from profiling.streams.methods import METHODS, Cached, Method, Recomputed, Stretch, blocks, method_of
+from profiling.streams.methods import METHODS, Cached, Recomputed, StreamMethod, Stretch, blocks, method_of
 from profiling.streams.report import Row, Series, draw, plain, rows
 from profiling.streams.speed import speeds
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
@@ -81,7 +81,7 @@ class Streamed:
         return -(-size // self.chunk) * self.chunk
 
     @property
-    def all_methods(self) -> list[Method]:
+    def all_methods(self) -> list[StreamMethod]:
         return [method_of(name, sinks=self.sinks, window=self.window) for name in self.methods]
 
 
@@ -152,7 +152,7 @@ def _settings(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> dic
 def _measured(
     config: Streamed,
     loaded: LoadedModel,
-    method: Method,
+    method: StreamMethod,
     stream: TokenStream,
     ledger: Ledger,
     shown: Phase,
@@ -176,7 +176,7 @@ def _measured(
 def _measure(
     config: Streamed,
     loaded: LoadedModel,
-    method: Method,
+    method: StreamMethod,
     stream: TokenStream,
     ledger: Ledger,
     parts: Sequence[tuple[int, int]],

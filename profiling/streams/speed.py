@@ -10,7 +10,7 @@ import torch
 from profiling.caches.policies import with_policy
 from profiling.models.loading import LoadedModel
 from profiling.speed.latency import interleaved
-from profiling.streams.methods import Method
+from profiling.streams.methods import StreamMethod
 from profiling.streams.tokens import TokenStream
 
 SPEED_ROUNDS = 5
@@ -20,7 +20,7 @@ _CHUNK = 256
 
 @torch.inference_mode()
 def speeds(
-    loaded: LoadedModel, methods: Sequence[Method], stream: TokenStream, whole: int, tokens: int
+    loaded: LoadedModel, methods: Sequence[StreamMethod], stream: TokenStream, whole: int, tokens: int
 ) -> dict[str, list[float]]:
     """Seconds a token by method and round: of `tokens` fed to a full cache, or of one forward over `whole` tokens."""
     ids = torch.tensor([stream.ids[: whole + 1]], device=loaded.model.device)
@@ -53,7 +53,7 @@ def _recomputing(loaded: LoadedModel, ids: torch.Tensor, current: list[Callable[
 
 
 def _decoding(
-    loaded: LoadedModel, method: Method, ids: torch.Tensor, tokens: int, current: list[Callable[[], None]]
+    loaded: LoadedModel, method: StreamMethod, ids: torch.Tensor, tokens: int, current: list[Callable[[], None]]
 ) -> Enter:
     model, headwise = loaded.model, with_policy(loaded, method.policy)
     cache = headwise.new_cache(model)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from profiling.caches.policies import CacheKind, with_policy
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
-from profiling.speed.baselines import KERNEL, MODEL, dense
+from profiling.quality.method import Method
+from profiling.speed.baselines import KERNEL, MODEL
 from profiling.speed.latency import interleaved
 from runtime import Headwise
 from runtime.layers import heads_of, text_config
@@ -25,49 +23,21 @@ from runtime.layers import heads_of, text_config
 _CHUNK = 2048
 
 
-@dataclass(eq=False)
-class Method:
-    """How a method attends, and the cache that it decodes with. artifact: its content; "" of what has none.
-
-    drops: whether the cache drops tokens, so that it is filled by a prefill and goes on from round to round.
-    """
-
-    name: str
-    apply: Callable[[], AbstractContextManager[Any]]
-    cache: Callable[[], Any]
-    sparse: bool = False
-    drops: bool = False
-    artifact: str = ""
-
-
-def methods(loaded: LoadedModel, artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[Method]:
+def methods(artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[Method]:
     """Both dense attentions, and each artifact with each way to keep keys that are not chosen."""
-    from transformers import DynamicCache
-
-    model = loaded.model
-    config = text_config(model)
-    both = [Method(name, partial(dense, model, name), lambda: DynamicCache(config=config)) for name in (MODEL, KERNEL)]
+    both = [Method(name=name, make=lambda: None, identity="", dense=name) for name in (MODEL, KERNEL)]
     return both + [
-        Method(
-            name if offload == "auto" else f"{name}, {offload}",
-            partial(headwise.apply, model, strict=True),
-            partial(headwise.new_cache, model, offload=offload),
-            sparse=True,
-            artifact=headwise.artifact.content_sha256 or "",
-        )
-        for name, headwise in artifacts.items()
-        for offload in offloads
+        _of_artifact(name, headwise, offload) for name, headwise in artifacts.items() for offload in offloads
     ]
 
 
-def of_cache(loaded: LoadedModel, name: str, kind: CacheKind) -> Method:
-    """A cache under a policy, with dense prefill."""
-    headwise = with_policy(loaded, kind.policy)
+def _of_artifact(name: str, headwise: Headwise, offload: str) -> Method:
     return Method(
-        name,
-        partial(headwise.apply, loaded.model, strict=True),
-        lambda: kind.changed(headwise.new_cache(loaded.model)),
-        drops=True,
+        name=name if offload == "auto" else f"{name}, {offload}",
+        make=lambda: headwise,
+        identity=headwise.artifact.content_sha256 or "",
+        offload=offload,
+        check_weights=True,
     )
 
 
@@ -76,9 +46,9 @@ def filled(loaded: LoadedModel, methods: Sequence[Method], *, context: int, seed
     """Each method's cache of one sequence with that context, by the method's name."""
     caches = {}
     for method in methods:
-        with method.apply():
-            caches[method.name] = method.cache()
-            if method.drops:
+        with method.apply(loaded.model):
+            caches[method.name] = method.cache(loaded.model)
+            if method.evicts:
                 _prefill(loaded.model, caches[method.name], context, seed)
             else:
                 fill(loaded.model, caches[method.name], context, seed)
@@ -104,11 +74,11 @@ def step_seconds(
         def enter() -> AbstractContextManager[object]:
             cache = caches[method.name]
             extra = cache.get_seq_length() - context
-            if extra and not method.drops:
+            if extra and not method.evicts:
                 cache.crop(-extra)
             batch = 1 if batches is None else batches[method.name]
             current[:] = [cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device)]
-            return method.apply()
+            return method.apply(model)
 
         return enter
 
