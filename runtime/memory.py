@@ -40,10 +40,9 @@ class CacheBytes(NamedTuple):
 
 def cache_bytes(cache: Cache) -> CacheBytes:
     """Bytes that any cache of transformers holds, room for new tokens included: what the allocator gave out for it."""
-    groups = {id(group): group for layer in cache.layers if (group := getattr(layer, "group", None)) is not None}
-    slots = sum(group.slots.nbytes for group in groups.values() if group.slots is not None)
-    banks = [group.bank for group in groups.values() if group.bank is not None]
-    return CacheBytes(_held(*cache.layers) + slots, sum(bank.nbytes + bank.lane.host_bytes for bank in banks))
+    banks = {id(bank): bank for layer in cache.layers if (bank := getattr(layer, "bank", None)) is not None}
+    slots = sum(bank.slots.nbytes for bank in banks.values() if bank.slots is not None)
+    return CacheBytes(_held(*cache.layers) + slots, sum(bank.nbytes for bank in banks.values()))
 
 
 def memory_report(cache: Cache) -> MemoryReport:
@@ -60,7 +59,7 @@ def memory_report(cache: Cache) -> MemoryReport:
             mean = layer.mean_kept
         else:
             keys = getattr(layer, "keys", None)
-            kept = keys.shape[-2] if keys is not None and keys.numel() else seen if hasattr(layer, "group") else 0
+            kept = keys.shape[-2] if keys is not None and keys.numel() else seen if hasattr(layer, "bank") else 0
             mean = float(kept)
         layers.append(LayerMemory(number, _held(layer), seen, kept, mean))
     return MemoryReport(tuple(layers), *cache_bytes(cache))

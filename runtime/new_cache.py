@@ -23,7 +23,7 @@ from runtime.layers import (
     text_config,
     window_of,
 )
-from runtime.omnikv.groups import Group
+from runtime.omnikv.bank import Bank
 from runtime.omnikv.roles import roles_of
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def _layers(
     keep = section.budget if isinstance(section.budget, int) else 0
     banked: dict[int, list[list[BankedLayer]]] = {}
     for (chooser, _), numbers in served.items():
-        group = Group(len(numbers), keep)
-        members = [BankedLayer(group, place) for place in range(len(numbers))]
+        bank = Bank(len(numbers), keep)
+        members = [BankedLayer(bank, place) for place in range(len(numbers))]
         banked.setdefault(chooser, []).append(members)
         layers |= dict(zip(numbers, members, strict=True))
     for number in plain:

@@ -18,7 +18,7 @@ from runtime.attention.masks import headwise_mask, starts_of
 from runtime.attention.own import attend_alone, attend_as_before, attend_dense, with_spans
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
 from runtime.attention.state import NOTHING, layer_of
-from runtime.omnikv.offload import fetched
+from runtime.omnikv.bank import fetched
 from runtime.standin import NewTokens
 
 ATTENTION_NAME = "headwise"

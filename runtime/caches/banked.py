@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from runtime.caches.growing import GrowingLayer
-from runtime.omnikv.groups import Group
-from runtime.omnikv.offload import OffloadedTensor
+from runtime.omnikv.bank import Bank, OffloadedTensor
 
 # Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
 _SPARE = 16
@@ -28,7 +27,7 @@ class FilterLayer(GrowingLayer):
     `history` (B, rows, n) fp32: row by row what a query gave each token, the latest last; None before
     any. It has more rows than the window, so that the window is whole again after drafts were rejected.
 
-    served: the layers that attend to what it chooses and are not on its device, group by group.
+    served: the layers that attend to what it chooses and are in banks, bank by bank.
     """
 
     def __init__(self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any) -> None:
@@ -67,7 +66,7 @@ class FilterLayer(GrowingLayer):
             if any(layer.get_seq_length() != past for layer in layers):
                 continue
             if any([layer.to_bank(layer.keys, layer.values) for layer in layers]):
-                layers[0].group.fetch(tokens, past)
+                layers[0].bank.fetch(tokens, past)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -90,13 +89,13 @@ class FilterLayer(GrowingLayer):
 class BankedLayer(GrowingLayer):
     """Keys and values in a context bank; what attention needs of them comes to the device when it needs it.
 
-    A layer no longer than what its group chooses stays on the device, and so does one whose heads are unlike those of
-    the group's first layer.
+    A layer no longer than what is chosen of it stays on the device, and so does one whose heads are unlike those of
+    the bank's first layer.
     """
 
-    def __init__(self, group: Group, place: int, **kwargs: Any) -> None:
+    def __init__(self, bank: Bank, place: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.group, self.place = group, place
+        self.bank, self.place = bank, place
         # Tokens in the bank; None while the layer is on the device.
         self._banked: int | None = None
 
@@ -105,28 +104,27 @@ class BankedLayer(GrowingLayer):
 
     @property
     def batch(self) -> int:
-        bank = self.group.bank
-        return super().batch if self._banked is None or bank is None else bank.batch
+        return super().batch if self._banked is None else self.bank.batch
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E); all keys and values, or stand-ins where the past is in the bank."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
-        if past + key_states.shape[-2] > self.group.keep:
+        if past + key_states.shape[-2] > self.bank.keep:
             self.to_bank(key_states, value_states)
         if self._banked is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        offload = self.group.append(self.place, past, key_states, value_states)
+        offload = self.bank.append(self.place, past, key_states, value_states)
         self._banked = past + key_states.shape[-2]
         return (OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)) if past else (key_states, value_states)
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Leave the device for the bank, if it takes keys and values like these; whether the layer is in it now."""
-        if self._banked is None and self.group.takes(key_states, value_states):
+        if self._banked is None and self.bank.takes(key_states, value_states):
             past = self.get_seq_length()
             if past:
-                self.group.append(self.place, 0, self.keys, self.values)
+                self.bank.append(self.place, 0, self.keys, self.values)
             self._banked, self._rooms = past, None
             self.keys = self.values = None  # type: ignore[assignment]
         return self._banked is not None
@@ -136,16 +134,16 @@ class BankedLayer(GrowingLayer):
             super().crop(tokens_to_remove)
         else:
             self._banked = max(self._banked + tokens_to_remove, 0)
-            self.group.crop(self._banked)
+            self.bank.crop(self._banked)
 
     def reset(self) -> None:
         self._banked = None
-        self.group.clear()
+        self.bank.clear()
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._banked is None:
             super().batch_select_indices(indices)
-        elif self.place == self.group.leader:
-            # All layers of a group are in one bank, and each is told.
-            self.group.select(indices, self._banked)
+        elif self.place == self.bank.leader:
+            # All layers of a filter layer are in one bank, and each is told.
+            self.bank.select(indices, self._banked)

@@ -1,26 +1,30 @@
-"""The context bank: keys and values of layers in CPU memory, in pages, so that growing copies nothing (OmniKV, 4.2).
+"""The context bank: keys and values of sparse layers in CPU memory; what was chosen is fetched packed (OmniKV, 4.2).
 
 A token's row holds, for one layer, the key and the value of one KV head after another: fetching a token is one copy.
+Rows are in pages, so that growing copies nothing.
 
-Shapes: L layers, P tokens of a page, B batch, G KV heads, D head dim, E value dim, R = G * (D + E) numbers in a row, n
-tokens, A and N: layers and rows that are fetched.
+Shapes: L layers, P tokens of a page, B batch, G KV heads, Q new tokens, K tokens in all, D head dim, E value dim,
+R = G * (D + E) numbers in a row, n tokens, C chosen tokens, S slots on the device, N rows that are fetched.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from kernels.index import PAD
 from runtime.omnikv.lane import Lane
+from runtime.standin import StandIn
 
 # A page holds at least so many tokens, and this share of the whole: few pages, little room unused.
 _LEAST = 256
 _SHARE = 16
+_EMPTY = -1
 
 
 class Row(NamedTuple):
@@ -29,6 +33,7 @@ class Row(NamedTuple):
     heads: int
     k_dim: int
     v_dim: int
+    dtype: torch.dtype
 
     @property
     def width(self) -> int:
@@ -48,90 +53,192 @@ class Row(NamedTuple):
 
 
 class Bank:
-    """Rows of L layers and B sequences; those of each layer are written in order, and read when they are there."""
+    """Rows of the layers that one filter layer serves on one device, and a packed copy of what was chosen.
 
-    def __init__(self, layers: int, batch: int, row: Row, dtype: torch.dtype, lane: Lane) -> None:
-        self.layers, self.batch, self.row, self.dtype, self.lane = layers, batch, row, dtype, lane
-        self.width = row.width
+    In a decode step the chosen rows of all layers are fetched at once into slots on the device. Rows that the step
+    before chose, too, stay where they are, so slots are in no order; the new tokens stand behind those of the longest
+    sequence, in order, so that few queries at once stay causal.
+
+    layers: how many there are. keep: a layer of so many tokens stays on the device.
+    """
+
+    row: Row
+    lane: Lane
+
+    def __init__(self, layers: int, keep: int) -> None:
+        self.layers, self.keep = layers, keep
+        self._clear()
+
+    def _clear(self) -> None:
+        # 0 until the first layer came, which speaks for all where a call concerns the whole bank.
+        self.batch = 0
+        self.leader: int | None = None
         # (L, P, B, R) each.
         self.pages: list[Tensor] = []
+        # (L, S, B, R) on the device, and on the host the token in each slot of each sequence, (B, S).
+        self.slots: Tensor | None = None
+        self._held: Tensor | None = None
+        # How many keys there were when a step chose, and what waits for the rows and says how many a sequence has, (B).
+        self._chosen: tuple[int, Callable[[], Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self.lane.arrived()
-        new = copy.copy(self)
-        memo[id(self)] = new
-        new.lane, new.pages = copy.deepcopy(self.lane, memo), []
-        for page in self.pages:
-            new._add(page.shape[1])
-            new.pages[-1].copy_(page)
+        self._settle()
+        new = memo[id(self)] = copy.copy(self)
+        if self.batch:
+            self.lane.arrived()
+            new.lane = copy.deepcopy(self.lane, memo)
+        with torch.inference_mode(False):
+            new.pages = [torch.empty_like(page, pin_memory=page.is_pinned()).copy_(page) for page in self.pages]
+            new.slots, new._held = (None if x is None else x.clone() for x in (self.slots, self._held))
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return vars(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory given out, the room for new tokens included."""
-        return sum(page.untyped_storage().nbytes() for page in self.pages)
+        """Bytes of CPU memory given out, the room for new tokens and for what is being fetched included."""
+        memories = [*self.pages, self.lane.buffer] if self.batch else []
+        return sum(memory.untyped_storage().nbytes() for memory in memories)
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` tokens."""
-        token = self.layers * self.batch * self.width * self.dtype.itemsize
-        while (missing := length - sum(page.shape[1] for page in self.pages)) > 0:
-            least = max(_LEAST * token, self.nbytes // _SHARE)
-            # Pinned memory is given out in powers of two: what is missing is made up of several.
-            nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (least - 1).bit_length())
-            self._add(nbytes // token, nbytes)
+    def takes(self, k: Tensor, v: Tensor) -> bool:
+        """Whether the bank is for layers like this one: the first decides, others stay on the device."""
+        row = Row(k.shape[1], k.shape[3], v.shape[3], k.dtype)
+        if not self.batch:
+            self.row, self.batch, self.lane = row, k.shape[0], Lane(k.device)
+        return (row, k.device, k.shape[0]) == (self.row, self.lane.device, self.batch)
 
-    def write(self, layer: int, start: int, rows: Tensor) -> None:
-        """Take in rows (n, B, R) of the device as tokens `start` and on of a layer; room must have been made."""
-        for page, first, here in self._span(start, start + rows.shape[0]):
-            self.lane.send(page[layer, here], rows[first - start :][: here.stop - here.start])
+    def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> Offload:
+        """Put new keys (B, G, Q, D) and values behind the `past` tokens of a layer."""
+        self.leader = layer if self.leader is None else self.leader
+        rows = self.row.pack(k, v)
+        self._reserve(past + rows.shape[0])
+        for page, first, here in self._span(past, past + rows.shape[0]):
+            self.lane.send(page[layer, here], rows[first - past :][: here.stop - here.start])
+        return Offload(self, layer, past, rows)
 
-    def read(self, layer: int, length: int, out: Tensor) -> None:
-        """The first tokens of a layer to the device: rows out[:length] of (at least length, B, R)."""
-        for page, first, here in self._span(0, length):
-            self.lane.receive(out[first:][: here.stop - here.start], page[layer, here])
+    def read(self, call: Offload) -> Tensor:
+        """Rows (K, B, R) of all tokens of a layer in a call, brought to the device."""
+        self.lane.follow()
+        whole = call.rows.new_empty(call.past + call.rows.shape[0], *call.rows.shape[1:])
+        for page, first, here in self._span(0, call.past):
+            whole[first:][: here.stop - here.start].copy_(page[call.layer, here], non_blocking=True)
+        whole[call.past :] = call.rows
+        return whole
 
-    def gather(self, layers: Tensor, sequences: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
-        """Rows of tokens (N,), ascending, of sequences (N,) and all of layers (A,): to out (A * N, R), page after page.
+    def fetch(self, tokens: Tensor, past: int) -> None:
+        """Begin to fetch the tokens (B, C) int32 before `past` that a filter layer chose: ascending, padded.
 
-        Returns:
-            (A * N,): out[i] is of layers[order[i] // N] and token order[i] % N.
+        Returns at once where there is a GPU; `attended` waits.
         """
-        count, places = tokens.numel(), layers.numel()
-        place, number = torch.arange(places)[:, None], torch.arange(count)
-        bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
-        cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()
-        order = []
-        for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
-            if hi > lo:
-                rows = (layers[:, None] * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
-                found = out[places * lo : places * hi]
-                torch.index_select(page.view(-1, self.width), 0, rows.flatten(), out=found)
-                order.append((place * count + number[lo:hi]).flatten())
-        return torch.cat(order)
+        self._settle()
+        width = tokens.shape[-1]
+        if self.slots is None or self.slots.shape[1] < width or self.slots.shape[2] != self.batch:
+            # A budget that is a share of the context grows with it.
+            room = width if self.slots is None else width + width // 8
+            shape = (self.layers, room, self.batch, self.row.width)
+            with torch.inference_mode(False):
+                self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
+                self._held = torch.full((self.batch, room), _EMPTY)
+        slots, held = self.slots, self._held
+        assert held is not None
+
+        def gather(tokens: Tensor) -> Tensor:
+            chosen = tokens.long()
+            counts = (chosen < past).sum(1)
+            # If this fails, the slots hold nothing that is known.
+            after = held.clone()
+            held.fill_(_EMPTY)
+            sequences, wanted, places = replaced(after, chosen, counts)
+            if wanted.numel():
+                self._deliver(torch.arange(self.layers), sequences, wanted, places, slots)
+            held.copy_(after)
+            return counts
+
+        self._chosen = past, self.lane.start(tokens, gather)
+
+    def attended(self, call: Offload) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """What a layer attends to in a call: what was chosen of its past tokens, then its new rows.
+
+        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, which of them count: (B, C)
+        int32, ascending and padded. None where nothing was chosen for this length.
+        """
+        if self._chosen is None or self._chosen[0] != call.past:
+            return None
+        counts, new = self._chosen[1](), call.rows.shape[0]
+        assert self.slots is not None
+        most, slots = int(counts.max()), self.slots[call.layer]
+        slots[most : most + new] = call.rows
+        k, v = self.row.unpack(slots[: most + new])
+        if int(counts.min()) == most:
+            return k, v, None
+        place = torch.arange(most + new, dtype=torch.int32)
+        read = torch.where((place < counts[:, None]) | (place >= most), place, PAD).sort(-1).values
+        return k, v, read.to(slots.device, non_blocking=True)
+
+    def chosen(self, call: Offload, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, n + Q, D) and values of tokens (B, n) of a layer's past, and then of a call's new ones."""
+        self._settle()
+        batch, count = tokens.shape
+        rows = torch.empty(count, batch, self.row.width, dtype=self.row.dtype, device=self.lane.device)
+        sequences, places = torch.arange(batch).repeat_interleave(count), torch.arange(count).repeat(batch)
+
+        def gather(tokens: Tensor) -> None:
+            self._deliver(torch.tensor([call.layer]), sequences, tokens.flatten(), places, rows[None])
+
+        self.lane.start(tokens, gather)()
+        return self.row.unpack(torch.cat([rows, call.rows]))
+
+    def crop(self, length: int) -> None:
+        """Forget what was fetched of the tokens from `length` on."""
+        self._settle()
+        if self._held is not None:
+            self._held.masked_fill_(self._held >= length, _EMPTY)
 
     def select(self, sequences: Tensor, length: int) -> None:
-        """Let sequence b be what sequence sequences[b] was, in the first `length` tokens."""
+        """Let sequence b be what sequence sequences[b] was, with `length` tokens of each layer in the bank."""
+        self._settle()
+        sequences = sequences.cpu().long()
         self.lane.arrived()
-        old, same = self.pages, len(sequences) == self.batch
-        self.batch = len(sequences)
-        if not same:
-            self.pages = []
-            self.reserve(length)
-        first = 0
-        for page in old:
-            count = min(page.shape[1], length - first)
-            for layer in range(self.layers):
-                chosen = page[layer, : max(count, 0)].index_select(1, sequences)
-                for target, at, here in self._span(first, first + chosen.shape[0]):
-                    target[layer, here] = chosen[at - first :][: here.stop - here.start]
-            first += page.shape[1]
+        old, first = self.pages, 0
+        with torch.inference_mode(False), torch.no_grad():
+            if len(sequences) != self.batch:
+                self.batch, self.pages = len(sequences), []
+                self._reserve(length)
+            for page in old:
+                chosen = page[:, : max(length - first, 0)].index_select(2, sequences)
+                for target, at, here in self._span(first, first + chosen.shape[1]):
+                    target[:, here] = chosen[:, at - first :][:, : here.stop - here.start]
+                first += page.shape[1]
+            if self.slots is not None and self._held is not None:
+                self.slots = self.slots.index_select(2, sequences.to(self.slots.device))
+                self._held = self._held.index_select(0, sequences)
 
-    def _add(self, tokens: int, nbytes: int | None = None) -> None:
-        shape = (self.layers, tokens, self.batch, self.width)
-        size = self.layers * tokens * self.batch * self.width
-        with torch.inference_mode(False):
-            memory = self.lane.memory(nbytes or size * self.dtype.itemsize)
-            self.pages.append(memory[: size * self.dtype.itemsize].view(self.dtype).view(shape))
+    def clear(self) -> None:
+        """Forget everything and give the memory back."""
+        self._settle()
+        if self.batch:
+            self.lane.arrived()
+        self._clear()
+
+    def _settle(self) -> None:
+        """Let a fetch under way end; its choice holds no longer."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            chosen[1]()
+
+    def _reserve(self, length: int) -> None:
+        """Make room for `length` tokens."""
+        token = self.layers * self.batch * self.row.width * self.row.dtype.itemsize
+        while (missing := length - sum(page.shape[1] for page in self.pages)) > 0:
+            least = max(_LEAST * token, sum(page.nbytes for page in self.pages) // _SHARE)
+            # Pinned memory is given out in powers of two: what is missing is made up of several.
+            nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (least - 1).bit_length())
+            tokens = nbytes // token
+            with torch.inference_mode(False):
+                page = self.lane.memory(nbytes)[: tokens * token].view(self.row.dtype)
+            self.pages.append(page.view(self.layers, tokens, self.batch, self.row.width))
 
     def _span(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, slice]]:
         """Tokens start to stop page by page: the page, the first of them in it, and which of its tokens they are."""
@@ -141,3 +248,91 @@ class Bank:
             if lo < hi:
                 yield page, lo, slice(lo - before, hi - before)
             before += page.shape[1]
+
+    def _deliver(self, layers: Tensor, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor) -> None:
+        """Rows of tokens (N,) in all of `layers` into places (N,) of slots (L, S, B, R) on the device, in one copy."""
+        by_token = tokens.argsort(stable=True)
+        sequences, tokens, places = sequences[by_token], tokens[by_token], places[by_token]
+        # What is fetched of one layer alone has slots of its own.
+        to = layers if slots.shape[0] > 1 else torch.zeros_like(layers)
+        targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
+        bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
+        cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()
+        self.lane.arrived()
+        staged = self.lane.staging(layers.numel() * tokens.numel(), self.row.width, self.row.dtype)
+        order = []
+        for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
+            if hi > lo:
+                lines = (layers[:, None] * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
+                out = staged[layers.numel() * lo : layers.numel() * hi]
+                torch.index_select(page.view(-1, self.row.width), 0, lines.flatten(), out=out)
+                order.append(targets[:, lo:hi].flatten())
+        self.lane.deliver(staged, slots.view(-1, self.row.width), torch.cat(order))
+
+
+def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Give each chosen token a slot, those that have one already the same; slots 0 to counts[i] - 1 are then taken.
+
+    Args:
+        held: (B, S) the token in each slot, -1 for none; on return what is in it after the fetch.
+        chosen: (B, C) tokens, ascending, of which the first counts[i] are wanted.
+
+    Returns:
+        Sequence, token and slot of each row that must be fetched, (N,) each.
+    """
+    slot, entry = torch.arange(held.shape[1]), torch.arange(chosen.shape[1])
+    used = slot < counts[:, None]
+    wanted = entry < counts[:, None]
+    at = torch.searchsorted(chosen, held).clamp_(max=chosen.shape[1] - 1)
+    stays = used & (chosen.gather(1, at) == held)
+    # One column more takes the slots that do not stay.
+    missing = torch.nn.functional.pad(wanted, (0, 1))
+    missing.scatter_(1, torch.where(stays, at, chosen.shape[1]), False)
+    missing = missing[:, :-1]
+    free = used & ~stays
+    sequences, places = free.nonzero(as_tuple=True)
+    tokens = chosen[missing]
+    held.masked_fill_(~stays, _EMPTY)
+    held[sequences, places] = tokens
+    return sequences, tokens, places
+
+
+class Offload:
+    """Keys and values of one layer in one call: the past in the bank, the new rows (Q, B, R) on the device."""
+
+    def __init__(self, bank: Bank, layer: int, past: int, rows: Tensor) -> None:
+        self.bank, self.layer, self.past, self.rows = bank, layer, past, rows
+        self._whole: tuple[Tensor, Tensor] | None = None
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """All keys (B, G, K, D) and values (B, G, K, E), brought to the device; gone when this object is."""
+        if self._whole is None:
+            self._whole = self.bank.row.unpack(self.bank.read(self))
+        return self._whole
+
+
+class OffloadedTensor(StandIn):
+    """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.
+
+    Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention asks for what it needs.
+    """
+
+    offload: Offload
+    _which: int
+
+    @staticmethod
+    def __new__(cls, offload: Offload, which: int) -> OffloadedTensor:
+        row, (new, batch, _) = offload.bank.row, offload.rows.shape
+        shape = (batch, row.heads, offload.past + new, row[1 + which])
+        tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
+        tensor.offload, tensor._which = offload, which
+        return tensor
+
+    def read(self) -> Tensor:
+        """All of it as a plain tensor."""
+        return self.offload.read()[self._which]
+
+
+def fetched(tensor: Tensor) -> Tensor:
+    """Keys or values as a plain tensor, fetched where they are offloaded."""
+    return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.dense import dense_attention
 from kernels.patterns.choose import best_places
 from kernels.ragged import Ragged
-from runtime.omnikv.offload import OffloadedTensor
+from runtime.omnikv.bank import OffloadedTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Past:
         # The filter layer may lie on another device.
         tokens = self.tokens.to(q.device, non_blocking=True)
         if isinstance(k, OffloadedTensor):
-            k, v = k.offload.chosen(tokens)
+            k, v = k.offload.bank.chosen(k.offload, tokens)
         else:
             at = tokens[:, None, :, None]
             past = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))

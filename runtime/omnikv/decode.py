@@ -20,8 +20,8 @@ from torch import Tensor
 import artifacts
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.patterns.choose import best_places
+from runtime.omnikv.bank import OffloadedTensor, fetched
 from runtime.omnikv.chunks import Past
-from runtime.omnikv.offload import OffloadedTensor, fetched
 from runtime.omnikv.roles import Reads, Role, roles_of
 
 # Weights of the selector "exponential" halve from a query to the one before it.
@@ -77,7 +77,7 @@ class OmniKV:
         # A step that fails in here leaves no choice behind that another request could take for its own.
         step.pop(layer, None)
         if role.filter is not None and isinstance(k, OffloadedTensor):
-            attended = k.offload.attended()
+            attended = k.offload.bank.attended(k.offload)
             if attended is None:
                 return None
             # Only what was chosen is there: no padding, and not all in order.

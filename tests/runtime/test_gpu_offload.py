@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from runtime.caches.banked import BankedLayer
-from runtime.omnikv.lane import CudaLane
+from runtime.omnikv.lane import Lane
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ DEVICE = "cuda:0"
 LONG = 20_000_000
 
 
-class SlowLane(CudaLane):
+class SlowLane(Lane):
     """Every copy is late on its stream, so that whatever does not wait for it goes wrong."""
 
     def send(self, target, rows) -> None:
@@ -43,11 +43,11 @@ def left_padded(ids, lengths):
     return {"prompt": tokens, "attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
 
 
-@pytest.mark.parametrize("lane", [CudaLane, SlowLane])
+@pytest.mark.parametrize("lane", [Lane, SlowLane])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
 def test_offloaded_is_what_stays_on_the_device(lengths, budget, lane, model, decoding, ids, monkeypatch) -> None:
-    monkeypatch.setattr("runtime.omnikv.groups.lane_to", lane)
+    monkeypatch.setattr("runtime.omnikv.bank.Lane", lane)
     given, forced = left_padded(ids, lengths), ids(8, batch=len(lengths), seed=9).to(DEVICE)
     with decoding(model, budget=budget).apply(model) as handle:
         expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
@@ -57,7 +57,7 @@ def test_offloaded_is_what_stays_on_the_device(lengths, budget, lane, model, dec
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, decoding, ids, monkeypatch) -> None:
-    monkeypatch.setattr("runtime.omnikv.groups.lane_to", SlowLane)
+    monkeypatch.setattr("runtime.omnikv.bank.Lane", SlowLane)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
         for offload in ("never", "packed"):
@@ -80,7 +80,7 @@ def test_auto_is_packed_in_pinned_memory(model, decoding, ids) -> None:
         steps(model, ids(150).to(DEVICE), ids(4, seed=9).to(DEVICE), cache)
     banked = [layer for layer in cache.layers if isinstance(layer, BankedLayer)]
     assert len(banked) == 2
-    assert all(page.is_pinned() for layer in banked for page in layer.group.bank.pages)
+    assert all(page.is_pinned() for layer in banked for page in layer.bank.pages)
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])

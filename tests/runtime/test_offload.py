@@ -17,15 +17,14 @@ from transformers import DynamicCache
 from artifacts import HeadwiseError
 from kernels.index import PAD
 from runtime.caches.banked import BankedLayer
-from runtime.omnikv import lane as lanes
-from runtime.omnikv.groups import Group, replaced
-from runtime.omnikv.offload import OffloadedTensor
+from runtime.omnikv.bank import Bank, OffloadedTensor, replaced
+from runtime.omnikv.lane import Lane
 from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
 
 PACKED = {"offload": "packed"}
 
 
-class LateLane(lanes.Lane):
+class LateLane(Lane):
     """Copies and fetches happen when somebody waits for them, not before."""
 
     fetched: list[int]
@@ -46,19 +45,15 @@ class LateLane(lanes.Lane):
         for target, rows in sent:
             target.copy_(rows)
 
-    def receive(self, target: Tensor, rows: Tensor) -> None:
+    def follow(self) -> None:
         self.arrived()
-        super().receive(target, rows)
 
-    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor.clone()
-
-    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        done: list[Any] = []
+    def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
+        listed, done = tokens.clone(), list[Any]()
 
         def wait() -> Any:
             if not done:
-                done.append(work())
+                done.append(gather(listed))
             return done[0]
 
         return wait
@@ -70,7 +65,7 @@ class LateLane(lanes.Lane):
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.omnikv.groups.lane_to", LateLane)
+    monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
     monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
 
 
@@ -120,12 +115,12 @@ def states(length: int, batch: int = 1, layers: int = 2) -> list[tuple[Tensor, T
     return [(torch.randn(batch, 2, length, 8), torch.randn(batch, 2, length, 6)) for _ in range(layers)]
 
 
-def attended(group: Group, past: int, new: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor] | None]:
+def attended(bank: Bank, past: int, new: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor] | None]:
     """Append to each layer, and what each then attends to."""
     found = []
     for layer, (k, v) in enumerate(new):
-        assert group.takes(k, v)
-        held = group.append(layer, past, k, v).attended()
+        assert bank.takes(k, v)
+        held = bank.attended(bank.append(layer, past, k, v))
         found.append(None if held is None else held[:2])
     return found
 
@@ -137,32 +132,32 @@ def same_rows(found: Tensor, expected: Tensor) -> bool:
 
 
 def test_only_newly_chosen_rows_are_fetched() -> None:
-    group, layers = Group(2, 0), states(60)
-    attended(group, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
+    bank, layers = Bank(2, 0), states(60)
+    attended(bank, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     chosen = [[1, 5, 6, 40, 50], [1, 6, 7, 50, 51], [1, 6, 7, 50, 52], [0, 1, 2, 3, 53], [0, 1, 53, 54, PAD]]
     for past, tokens in enumerate(chosen, 50):
-        group.fetch(torch.tensor([tokens], dtype=torch.int32), past)
+        bank.fetch(torch.tensor([tokens], dtype=torch.int32), past)
         now = slice(past, past + 1)
         wanted = [token for token in tokens if token <= past]
-        found = attended(group, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
+        found = attended(bank, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
         for held, all_of_it in zip(found, layers, strict=True):
             assert all(same_rows(rows, x[:, :, wanted]) for rows, x in zip(held, all_of_it, strict=True))
-    assert group.bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
+    assert bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
 
 
 def test_what_replaces_a_cropped_token_is_fetched_anew() -> None:
-    group, layers, other = Group(2, 0), states(50), states(3)
-    attended(group, 0, layers)
-    group.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
-    group.crop(47)
-    attended(group, 47, other)
-    assert attended(group, 50, states(1)) == [None, None], "the choice was for what there was before"
-    group.crop(50)
-    group.fetch(torch.tensor([[1, 50, PAD]], dtype=torch.int32), 50)
-    twin = copy.deepcopy(group)
-    assert twin.bank.lane is not group.bank.lane, "two copies may be at work in two threads"
+    bank, layers, other = Bank(2, 0), states(50), states(3)
+    attended(bank, 0, layers)
+    bank.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
+    bank.crop(47)
+    attended(bank, 47, other)
+    assert attended(bank, 50, states(1)) == [None, None], "the choice was for what there was before"
+    bank.crop(50)
+    bank.fetch(torch.tensor([[1, 50, PAD]], dtype=torch.int32), 50)
+    twin = copy.deepcopy(bank)
+    assert twin.lane is not bank.lane, "two copies may be at work in two threads"
     assert attended(twin, 50, states(1)) == [None, None]
-    for each in (group, twin):
+    for each in (bank, twin):
         each.crop(50)
         each.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
         for held, old, new in zip(attended(each, 50, states(1)), layers, other, strict=True):
@@ -172,21 +167,21 @@ def test_what_replaces_a_cropped_token_is_fetched_anew() -> None:
 
 @pytest.mark.parametrize("sequences", [[1, 0], [1, 1, 0]])
 def test_sequences_change_places_in_bank_and_slots(sequences) -> None:
-    group, layers = Group(2, 0), states(51, batch=2)
-    attended(group, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
+    bank, layers = Bank(2, 0), states(51, batch=2)
+    attended(bank, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     tokens = torch.tensor([[1, 2, 3, 50, 51], [4, 5, 50, 51, PAD]], dtype=torch.int32)
-    group.fetch(torch.tensor([[1, 2, 3, 50, PAD], [4, 5, 50, PAD, PAD]], dtype=torch.int32), 50)
-    attended(group, 50, [(k[:, :, 50:], v[:, :, 50:]) for k, v in layers])
-    group.select(torch.tensor(sequences), 51)
-    group.fetch(tokens[sequences], 51)
-    held = attended(group, 51, states(1, batch=len(sequences)))
+    bank.fetch(torch.tensor([[1, 2, 3, 50, PAD], [4, 5, 50, PAD, PAD]], dtype=torch.int32), 50)
+    attended(bank, 50, [(k[:, :, 50:], v[:, :, 50:]) for k, v in layers])
+    bank.select(torch.tensor(sequences), 51)
+    bank.fetch(tokens[sequences], 51)
+    held = attended(bank, 51, states(1, batch=len(sequences)))
     for (keys, values), (k, v) in zip(held, layers, strict=True):
         for b, source in enumerate(sequences):
             chosen = [t for t in tokens[source].tolist() if t < 51]
             for found, x in ((keys, k), (values, v)):
                 torch.testing.assert_close(found[b, :, : len(chosen)].sum(1), x[source][:, chosen].sum(1))
     # What was on the device stayed there: of each sequence only the latest token is fetched.
-    assert group.bank.lane.fetched == [2 * 5, 2 * len(sequences)]
+    assert bank.lane.fetched == [2 * 5, 2 * len(sequences)]
 
 
 def test_replaced_gives_every_wanted_token_one_slot() -> None:
@@ -316,8 +311,8 @@ def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding
     model.model.layers[4:].to("meta")
     cache = loaded.new_cache(model, **PACKED)
     banked = cache.layers[3:]
-    assert banked[0].group is not banked[1].group and banked[1].group is banked[2].group
-    assert [(layer.group.layers, layer.place) for layer in banked] == [(1, 0), (2, 0), (2, 1)]
+    assert banked[0].bank is not banked[1].bank and banked[1].bank is banked[2].bank
+    assert [(layer.bank.layers, layer.place) for layer in banked] == [(1, 0), (2, 0), (2, 1)]
 
 
 def test_an_unknown_offload_is_refused(build, decoding) -> None:
