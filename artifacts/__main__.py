@@ -1,4 +1,4 @@
-"""python -m artifacts: look at artifacts, check, compare, change, combine and convert them."""
+"""headwise: look at artifacts, check, compare, change, combine and convert them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VERBS = (
     "show", "validate", "diff", "set", "merge", "convert", "schema", "sign", "verify",
 )  # fmt: skip
 _EPILOG = """\
-An artifact is what `python -m search.heads` writes: FILE.yaml, to be read and diffed, and a
+An artifact is what `headwise search` writes: FILE.yaml, to be read and diffed, and a
 .safetensors file beside it. Move or copy the two together, and keep their names.
 
 exit status:
@@ -21,26 +21,26 @@ exit status:
   3  findings or differences
 
 examples:
-  python -m artifacts show cfg.yaml                          a page: model, search, winners, layer map, evidence
-  python -m artifacts validate cfg.yaml                      are both files whole, and is it sensible?
-  python -m artifacts diff old.yaml new.yaml                 which heads changed, and what that does to density
-  python -m artifacts set cfg.yaml prefill.dense_below=4096 --out new.yaml
-  python -m artifacts merge cfg.yaml --decode f.yaml --out both.yaml
-  python -m artifacts convert best_pattern.json --config config.json --out cfg.yaml
-  python -m artifacts verify cfg.yaml --key me.key.pub       is it from whom it should be?
-  python -m artifacts VERB --help                            every verb has examples of its own
+  headwise show cfg.yaml                          a page: model, search, winners, layer map, evidence
+  headwise validate cfg.yaml                      are both files whole, and is it sensible?
+  headwise diff old.yaml new.yaml                 which heads changed, and what that does to density
+  headwise set cfg.yaml prefill.dense_below=4096 --out new.yaml
+  headwise merge cfg.yaml --decode f.yaml --out both.yaml
+  headwise convert best_pattern.json --config config.json --out cfg.yaml
+  headwise verify cfg.yaml --key me.key.pub       is it from whom it should be?
+  headwise VERB --help                            every verb has examples of its own
 """
 
 
 def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
-    """The command line of python -m artifacts; verbs that are not asked for are only listed."""
+    """The command line of headwise; verbs that are not asked for are only listed."""
     from importlib import import_module
 
     from artifacts.commands import Verb
     from artifacts.options import add_arguments
 
     p = ArgumentParser(
-        prog="python -m artifacts",
+        prog="headwise",
         description="Look at Headwise artifacts, check, compare, change, combine and convert them.",
         epilog=_EPILOG,
     )

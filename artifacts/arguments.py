@@ -1,7 +1,6 @@
 """The arguments that the commands of Headwise share, each declared once: the same thing has the same name everywhere.
 
-A command adds those that it takes to its parser: `add_model(p)` is --model. An `old` spelling works for one release,
-with a line on stderr that says the new one.
+A command adds those that it takes to its parser: `add_model(p)` is --model.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ def add_artifact(
     *,
     dest: str = "config",
     nargs: str | None = None,
-    old: str | None = None,
 ) -> None:
     """The artifact's YAML file, positional; nargs as argparse has it."""
     p.add_argument(dest, metavar="ARTIFACT", type=Path, nargs=nargs, help=help)
-    if old is not None:
-        p.renamed(old, "ARTIFACT")
 
 
 def add_model(p: ArgumentParser, help: str = MODEL, *, required: bool = True, default: str | None = None) -> None:
@@ -56,13 +52,10 @@ def add_length(
     several: bool = False,
     required: bool = False,
     default: int | Sequence[int] | None = None,
-    old: str | None = None,
 ) -> None:
     """--length in tokens; `several` gives a list."""
     how: dict[str, Any] = {"nargs": "+"} if several else {}
     p.add_argument("--length", metavar="N", type=natural, required=required, default=default, help=help, **how)
-    if old is not None:
-        p.renamed(old, "--length")
 
 
 def add_task(
@@ -72,15 +65,12 @@ def add_task(
     several: bool = True,
     dest: str = "tasks",
     default: str | None = None,
-    old: str | None = None,
 ) -> None:
     """--task with its parameters, such as passkey@depth=0.5 or text:FILE; `several`: repeatable, a list or None."""
     if several:
         p.add_argument("--task", dest=dest, metavar="TASK", action="append", help=f"{help}; repeatable")
     else:
         p.add_argument("--task", metavar="TASK", default=default, help=help)
-    if old is not None:
-        p.renamed(old, "--task")
 
 
 def add_out(p: ArgumentParser, help: str, *, metavar: str = "FILE", required: bool = True) -> None:
@@ -119,14 +109,11 @@ def add_dtype(
     *,
     several: bool = False,
     default: str | None = "bfloat16",
-    old: str | None = None,
 ) -> None:
     """--dtype of the model or the tensors, also in short (bf16); `several` gives a list."""
     how: dict[str, Any] = {"nargs": "+", "default": [default]} if several else {"default": default}
     how |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
     p.add_argument("--dtype", help=help or f"(default {default})", **how)
-    if old is not None:
-        p.renamed(old, "--dtype")
 
 
 def add_seed(p: ArgumentParser, default: int = 0, help: str = "of all that is drawn (default %(default)s)") -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -27,8 +25,6 @@ LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
 # -1 with -q, 1 with -v: see set_verbosity.
 verbosity = 0
-# The words after `python -m MODULE` by which a command was called instead, such as {"search.gate": "headwise gate"}.
-called_as: dict[str, str] = {}
 # Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
 leave_at_once = False
 # What serving does without -> the extra that installs it.
@@ -54,15 +50,9 @@ class ArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", _Formatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self.prog = in_words_of_the_user(self.prog)
-        self._new_names: dict[str, str] = {}
         self.add_argument("-q", "--quiet", action=_Verbosity, const=-1, help="no progress and no warnings on stderr")
         self.add_argument("-v", "--verbose", action=_Verbosity, const=1, help="say more on stderr")
         self.add_argument("--version", action=_Version, help="print the version and exit")
-
-    def renamed(self, old: str, new: str) -> None:
-        """Take the option `old` for `new`: an option, or the metavar of the first positional argument."""
-        self._new_names[old] = new
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; what -q or -v of an earlier call set is set back."""
@@ -70,47 +60,19 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse; old spellings are told on stderr and read as the new ones."""
-        return super().parse_known_args(self._in_new_words(sys.argv[1:] if args is None else list(args)), namespace)
-
-    def format_help(self) -> str:
-        """As argparse, in the words that the command was called by."""
-        return in_words_of_the_user(super().format_help())
+        """As argparse; `--json cfg.yaml` is no request to write over an artifact."""
+        words = sys.argv[1:] if args is None else list(args)
+        last = words.index("--") if "--" in words else len(words)
+        if "--json" in self._option_string_actions and "--json" in words[:last]:
+            at = words.index("--json")
+            names_json = at + 1 < last and words[at + 1].endswith(".json")
+            words[at : at + 1 + names_json] = [f"--json={words[at + 1] if names_json else '-'}"]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` with where to find help, and exit with status 2."""
         _complain(f"{message} (see {self.prog} --help)")
         sys.exit(BAD_USE)
-
-    def _in_new_words(self, words: list[str]) -> list[str]:
-        first: list[str] = []
-        rest: list[str] = []
-        while words:
-            word, *words = words
-            if word == "--":
-                return [*first, *rest, word, *words]
-            option, equals, value = word.partition("=")
-            if option == "--json" and not equals and option in self._option_string_actions:
-                # `--json cfg.yaml` is no request to write over an artifact.
-                names_json = bool(words) and words[0].endswith(".json")
-                rest.append(f"--json={words.pop(0) if names_json else '-'}")
-            elif option not in self._new_names:
-                rest.append(word)
-            else:
-                new = self._new_names[option]
-                values = [value] if equals else _values(words)
-                words = words if equals else words[len(values) :]
-                now = new if new.startswith("-") else f"{new} alone, without an option"
-                _say(f"note: {option} is now {now}; the old spelling works for one release")
-                if not new.startswith("-"):
-                    first += values[:1]
-                    rest += values[1:]
-                elif self._option_string_actions[new].nargs is None:
-                    # One option for each value; without any, argparse says what is missing.
-                    rest += [part for one in values for part in (new, one)] or [new]
-                else:
-                    rest += [new, *values]
-        return [*first, *rest]
 
 
 class _Verbosity(argparse.Action):
@@ -146,18 +108,6 @@ def set_verbosity(level: int) -> None:
         if level > 0:
             logging.basicConfig(format="%(message)s")
     verbosity = level
-
-
-def _values(words: Sequence[str]) -> list[str]:
-    """The words up to the next option."""
-    return list(takewhile(lambda word: not word.startswith("-"), words))
-
-
-def in_words_of_the_user(text: str) -> str:
-    """The text with each command named as the user called it."""
-    if not called_as:
-        return text
-    return re.sub(r"python -m (\w+(?:\.\w+)*)", lambda found: called_as.get(found[1], found[0]), text)
 
 
 def natural(text: str) -> int:

@@ -89,7 +89,7 @@ class OmniKV(Record):
 class Decode(Record):
     """What serves decode."""
 
-    omnikv: OmniKV = Field(description="OmniKV's filter layers; `python -m search.filters` writes it")
+    omnikv: OmniKV = Field(description="OmniKV's filter layers; `headwise filters` writes it")
     imported: Imported | None = Field(
         default=None, description="where the section comes from, if it was taken over from another tool's file"
     )

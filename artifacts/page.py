@@ -39,7 +39,7 @@ ARRAYS = (*(f"chosen.{name}" for name in _MEANS), "imported.score", FRONT_ROWS)
 
 
 def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96) -> str:
-    """The page that `python -m artifacts show` prints.
+    """The page that `headwise show` prints.
 
     Args:
         artifact: what to show.

@@ -59,7 +59,7 @@ def render_head(artifact: Artifact, arrays: Mapping[str, Array], layer: int, hea
 def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
     tried = {at: each for at, each in _tried(arrays, layer, head).items() if "error" in each.scores}
     if not tried:
-        yield "no candidates were tried for it: python -m search.heads tries some"
+        yield "no candidates were tried for it: headwise search tries some"
         return
     chosen = int(arrays["chosen.candidate"][layer, head]) if "chosen.candidate" in arrays else -1
     unit = next(name for name in ("seconds", "flops", "density") if any(name in each.scores for each in tried.values()))

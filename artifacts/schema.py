@@ -235,7 +235,7 @@ class Sidecar(Record):
 
 
 class Edit(Record):
-    """A field that a person set to another value: `python -m artifacts set`."""
+    """A field that a person set to another value: `headwise set`."""
 
     field: Text = Field(description="its path, such as `prefill.dense_below`")
     before: Text = Field(description="what it was, as JSON, of long values the beginning")

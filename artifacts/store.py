@@ -33,7 +33,7 @@ MAX_CONTENT = 4 * 2**20
 """Bytes of canonical JSON: whatever the layout of a file within it, it can be written again."""
 _HEADER = (
     f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
-    "# Written by headwise; `python -m artifacts show FILE` prints it, `set` changes it. A change by hand breaks the "
+    "# Written by headwise; `headwise show FILE` prints it, `set` changes it. A change by hand breaks the "
     "hash.\n"
 )
 # Each is another pair that was replaced between the two reads.
@@ -292,7 +292,7 @@ def _check_content(fields: Mapping[str, Any]) -> None:
     if stated != actual:
         raise ArtifactError(
             f"content_sha256: says {shorten(stated, 14)} but the content gives {shorten(actual, 14)}: the file was "
-            "changed after it was written; restore it, or change it by `python -m artifacts set`"
+            "changed after it was written; restore it, or change it by `headwise set`"
         )
 
 

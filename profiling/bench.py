@@ -3,10 +3,10 @@
 attention (the default): prefill by SDPA, by Headwise over every key, and by Headwise with patterns; with --past N of
 new tokens behind N others. decode: one token by torch, and by Headwise over all and over chosen keys.
 
-    python -m profiling.bench --length 4096 8192 --head-dims 64 128 --json out.json
-    python -m profiling.bench --past 32768 --length 64 200 1000
-    python -m profiling.bench decode --length 8192 32768 --chosen 2048
-    python -m profiling.bench --costs cost.safetensors --attach cfg.yaml
+    headwise bench --length 4096 8192 --head-dims 64 128 --json out.json
+    headwise bench --past 32768 --length 64 200 1000
+    headwise bench decode --length 8192 32768 --chosen 2048
+    headwise bench --costs cost.safetensors --attach cfg.yaml
 
 --costs measures a table of what attention costs by pattern, density, length and head dim; an artifact can carry those
 of several devices.
@@ -222,8 +222,8 @@ def costs(config: Bench, command: str) -> None:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.bench."""
-    p = ArgumentParser(prog="python -m profiling.bench", description=__doc__)
+    """The command line of headwise bench."""
+    p = ArgumentParser(prog="headwise bench", description=__doc__)
     add_arguments(p, Bench)
     arguments.add_json(p)
     return p

@@ -1,6 +1,6 @@
 """Decode by both dense attentions, artifacts and cache policies: time a token, perplexity, pass keys, bytes held.
 
-python -m profiling.decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
+headwise decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
 With --policy caches that drop tokens are compared, with an artifact or without one; with --memory also by the largest
 batch whose caches fit into it, and what that decodes in a second: caches that shrink serve more sequences at once.
@@ -158,7 +158,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     found = {file: load(file) for file in files}
     for file, artifact in found.items():
         if artifact.decode is None:
-            raise HeadwiseError(f"{file} has no decode section: python -m search.filters writes one")
+            raise HeadwiseError(f"{file} has no decode section: headwise filters writes one")
     names = ["headwise", *(file.stem for file in config.beside)][: len(files)]
     if len(set(names)) < len(names):
         raise HeadwiseError(f"artifacts of one name cannot be told apart: {', '.join(names)}")
@@ -361,8 +361,8 @@ def _batch_cells(row: Row, rates: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.decode."""
-    p = ArgumentParser(prog="python -m profiling.decode", description=__doc__)
+    """The command line of headwise decode."""
+    p = ArgumentParser(prog="headwise decode", description=__doc__)
     add_arguments(p, Comparison)
     arguments.add_json(p)
     arguments.add_fresh(p)

@@ -1,4 +1,4 @@
-"""python -m profiling.doctor: what this machine can do with Headwise, and how long a search will take on it.
+"""headwise doctor: what this machine can do with Headwise, and how long a search will take on it.
 
 Looks at the processor, the compiled kernels, GPUs, packages, models at hand and the cache folder, and measures for a
 few seconds how fast dense attention and a matrix product are. On each device it compares the kernel with the fp32
@@ -281,8 +281,8 @@ def _time(seconds: float) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.doctor."""
-    p = ArgumentParser(prog="python -m profiling.doctor", description=__doc__)
+    """The command line of headwise doctor."""
+    p = ArgumentParser(prog="headwise doctor", description=__doc__)
     arguments.add_json(p)
     return p
 

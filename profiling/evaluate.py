@@ -1,4 +1,4 @@
-"""python -m profiling.evaluate: quality and speed of artifacts beside dense attention and other methods, as one page.
+"""headwise evaluate: quality and speed of artifacts beside dense attention and other methods, as one page.
 
 The first artifact is the row `headwise`, each further one a row by the name of its file. Every prompt under every
 method is a file of a ledger in the report's folder: a killed run goes on where it was, and methods, tasks, lengths and
@@ -7,9 +7,9 @@ samples can be added later without running again what is there.
 With --minutes the methods are timed, then tasks are asked, the most telling first: of each as many prompts as any mark
 takes, then twice and four times as many. What does not fit is left out and named.
 
-python -m profiling.evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
-python -m profiling.evaluate cfg.yaml other.yaml --model smollm2 --quick --out report/
-python -m profiling.evaluate cfg.yaml --model smollm2 --minutes 30 --out report/
+headwise evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
+headwise evaluate cfg.yaml other.yaml --model smollm2 --quick --out report/
+headwise evaluate cfg.yaml --model smollm2 --minutes 30 --out report/
 """
 
 from __future__ import annotations
@@ -325,8 +325,8 @@ def _write_into(config: Config, record: dict[str, Any]) -> None:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.evaluate."""
-    p = ArgumentParser(prog="python -m profiling.evaluate", description=__doc__)
+    """The command line of headwise evaluate."""
+    p = ArgumentParser(prog="headwise evaluate", description=__doc__)
     add_arguments(p, Config)
     return p
 

@@ -1,4 +1,4 @@
-"""python -m profiling.heatmaps: pictures of what attention does, layer by layer and head by head.
+"""headwise heatmaps: pictures of what attention does, layer by layer and head by head.
 
 layers     from a saved profile, or one measured on the model: layer x layer similarity (OmniKV, Figure 8), filtering
            ability, hit rate and variability (Figures 6a, 6b, 1c)
@@ -7,8 +7,8 @@ sparsity   of each head (H2O, Figure 2a), and with an artifact of its kernels (M
 
 Each as PNG and SVG with the numbers beside it.
 
-python -m profiling.heatmaps --profile profile/ --out pictures/
-python -m profiling.heatmaps cfg.yaml --model smollm2 --out pictures/ --task passkey --length 4096
+headwise heatmaps --profile profile/ --out pictures/
+headwise heatmaps cfg.yaml --model smollm2 --out pictures/ --task passkey --length 4096
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def run(config: Heatmaps) -> list[Path]:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.heatmaps."""
-    p = ArgumentParser(prog="python -m profiling.heatmaps", description=__doc__)
+    """The command line of headwise heatmaps."""
+    p = ArgumentParser(prog="headwise heatmaps", description=__doc__)
     add_arguments(p, Heatmaps)
     return p
 

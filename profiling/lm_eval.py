@@ -1,6 +1,6 @@
-"""python -m profiling.lm_eval: lm-evaluation-harness's own command line, with the model `headwise` in it.
+"""headwise lm-eval: lm-evaluation-harness's own command line, with the model `headwise` in it.
 
-python -m profiling.lm_eval --model headwise --model_args pretrained=smollm2,config=cfg.yaml --tasks hellaswag
+headwise lm-eval --model headwise --model_args pretrained=smollm2,config=cfg.yaml --tasks hellaswag
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _EPILOG = """\
   target_speedup, target_kl, target_recall
                     a point of the artifact's front
 
-python -m profiling.tasks --lm-eval FOLDER writes our tasks for --include_path; docs/evaluation.md has an example.
+headwise tasks --lm-eval FOLDER writes our tasks for --include_path; docs/evaluation.md has an example.
 """
 
 
 def parser() -> ArgumentParser:
     """What `headwise --help` and docs/commands.md say: the arguments are the harness's."""
     return ArgumentParser(
-        prog="python -m profiling.lm_eval",
-        usage="python -m profiling.lm_eval [lm-eval's arguments]",
+        prog="headwise lm-eval",
+        usage="headwise lm-eval [lm-eval's arguments]",
         description=__doc__,
         epilog=_EPILOG,
         add_help=False,

@@ -1,7 +1,7 @@
 """Peak memory of a prefill by length, without an artifact and with one: measured, and predicted.
 
-    python -m profiling.memory cfg.yaml --model smollm2 --length 8192 16384 32768 --dense
-    python -m profiling.memory --plan config.json --length 131072 524288 1048576 --memory 139GB
+    headwise memory cfg.yaml --model smollm2 --length 8192 16384 32768 --dense
+    headwise memory --plan config.json --length 131072 524288 1048576 --memory 139GB
 
 Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is there at most
 beside weights and the cache, `predicted` the same from the model's configuration. Prompts are random tokens, so lengths
@@ -135,8 +135,8 @@ def table(rows: list[Row]) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.memory."""
-    p = ArgumentParser(prog="python -m profiling.memory", description=__doc__)
+    """The command line of headwise memory."""
+    p = ArgumentParser(prog="headwise memory", description=__doc__)
     add_arguments(p, Memory)
     arguments.add_json(p)
     return p

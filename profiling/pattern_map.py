@@ -1,6 +1,6 @@
 """The pattern map: which pattern each head got (colour by kind) and how much attention it keeps (shade by recall).
 
-python -m profiling.pattern_map cfg.yaml --out cfg
+headwise map cfg.yaml --out cfg
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class Config:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.pattern_map."""
-    p = ArgumentParser(prog="python -m profiling.pattern_map", description=__doc__)
+    """The command line of headwise map."""
+    p = ArgumentParser(prog="headwise map", description=__doc__)
     add_arguments(p, Config)
     return p
 

@@ -1,11 +1,11 @@
-"""python -m profiling.similarity: which layers rank first the tokens that the layers after them attend to.
+"""headwise similarity: which layers rank first the tokens that the layers after them attend to.
 
 Prompts of several tasks are decoded step by step. At each step every layer that sees the whole prompt ranks the tokens
 by its own attention, and S[i, j] is the share of layer j's attention on layer i's top-k tokens: OmniKV, section 3.1 and
 Figures 1c, 6 and 8, with what it does to each KV head's output. Layers that slide over a window are marked and left
 out.
 
-python -m profiling.similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \\
+headwise similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \\
     --task text:novel.txt --length 4096 --steps 32
 """
 
@@ -78,8 +78,8 @@ def report(profile: Profile) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.similarity."""
-    p = ArgumentParser(prog="python -m profiling.similarity", description=__doc__)
+    """The command line of headwise similarity."""
+    p = ArgumentParser(prog="headwise similarity", description=__doc__)
     arguments.add_out(p, f"folder for {FILE} and a CSV for each array", metavar="FOLDER")
     add_arguments(p, SimilarityConfig)
     return p

@@ -1,4 +1,4 @@
-"""python -m profiling.stream: perplexity over a long stream, by what is kept of keys and values (StreamingLLM).
+"""headwise stream: perplexity over a long stream, by what is kept of keys and values (StreamingLLM).
 
 streaming     sinks and a window, positions counted inside the cache; streaming:S with S sinks in as many tokens
 window-only   the window alone, of as many tokens
@@ -9,9 +9,9 @@ original      sinks and a window, positions as they are in the text
 Feeding --chunk tokens at a time gives what one by one gives. A killed run goes on where it was: each finished block of
 tokens is kept, and the cache is fed again up to there.
 
-python -m profiling.stream --model smollm2 --text book.txt --tokens 20000 --out stream/
-python -m profiling.stream --model smollm2 --text book.txt --tokens 1000000 --methods streaming --out stream/
-python -m profiling.stream --model gemma3 --task stream_eval --tokens 20000 --out eval/
+headwise stream --model smollm2 --text book.txt --tokens 20000 --out stream/
+headwise stream --model smollm2 --text book.txt --tokens 1000000 --methods streaming --out stream/
+headwise stream --model gemma3 --task stream_eval --tokens 20000 --out eval/
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> st
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.stream."""
-    p = ArgumentParser(prog="python -m profiling.stream", description=__doc__)
+    """The command line of headwise stream."""
+    p = ArgumentParser(prog="headwise stream", description=__doc__)
     arguments.add_model(p)
     arguments.add_out(p, "folder for stream.json, .csv, .png and .svg", metavar="FOLDER")
     p.add_argument("--tokens", required=True, type=int, help="length of the stream")

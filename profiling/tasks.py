@@ -1,4 +1,4 @@
-"""python -m profiling.tasks: the tasks that prompts can be made of, and prompts of one of them to look at."""
+"""headwise tasks: the tasks that prompts can be made of, and prompts of one of them to look at."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m profiling.tasks."""
-    p = ArgumentParser(prog="python -m profiling.tasks", description=__doc__)
-    arguments.add_task(p, "make prompts of this task, such as passkey@depth=0.5", several=False, old="--show")
+    """The command line of headwise tasks."""
+    p = ArgumentParser(prog="headwise tasks", description=__doc__)
+    arguments.add_task(p, "make prompts of this task, such as passkey@depth=0.5", several=False)
     arguments.add_model(p, "whose tokenizer to use (default smollm2)", default="smollm2")
     arguments.add_length(p, "tokens of a prompt (default 1024)", default=1024)
     p.add_argument("--samples", type=int, default=1, help="how many prompts (default 1)")

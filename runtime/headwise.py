@@ -101,7 +101,7 @@ class Headwise:
                 f"the artifact for {name} has no fingerprint ({', '.join(unknown)} open): any model of its shape passes"
             )
             if check_fingerprint:
-                raise HeadwiseError(f"{said}; python -m search.gate --out fills it in")
+                raise HeadwiseError(f"{said}; headwise gate --out fills it in")
             _log.warning("%s", said)
         return attach(
             self.artifact,

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from artifacts import HeadwiseError, command_line
+from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 
 # Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first word.
@@ -53,7 +53,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}
 # Modules with verbs of their own.
 SHARED = frozenset(("artifacts", "runtime.vllm"))
-NAMES = {module: "headwise" if module in SHARED else f"headwise {verb}" for verb, module in VERBS.items()}
 _EPILOG = """\
 headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2 for a mistake in what
 was typed or read, and 3 for a finding, such as a gate that fails.
@@ -87,7 +86,6 @@ def main(argv: list[str] | None = None) -> int:
         near = get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "headwise --help lists them"
         raise HeadwiseError(f"there is no command {verb!r}: {hint}")
-    command_line.called_as.update(NAMES)
     module = VERBS[verb]
     return int(_module(module).main([verb, *words] if module in SHARED else words) or 0)
 

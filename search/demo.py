@@ -1,4 +1,4 @@
-"""python -m search.demo: the whole of Headwise on a real model in a few minutes.
+"""headwise demo: the whole of Headwise on a real model in a few minutes.
 
 Searches SmolLM2 as search.heads does by default, its gate included; loads the artifact in the runtime, and shows dense
 attention and Headwise side by side.
@@ -79,14 +79,14 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = parser().parse_args(argv)
     out, model, length = options.out / "cfg.yaml", options.model, options.length
-    command = f"python -m search.heads --model {model} --length {length} --out {out}"
+    command = f"headwise search --model {model} --length {length} --out {out}"
     run(ModelSearch(model=model, out=out, lengths=(length,), command=command), repeats=options.repeats)
     return 0
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m search.demo."""
-    p = ArgumentParser(prog="python -m search.demo", description=__doc__)
+    """The command line of headwise demo."""
+    p = ArgumentParser(prog="headwise demo", description=__doc__)
     arguments.add_out(p, "folder for the artifact and the picture", metavar="FOLDER")
     arguments.add_model(p, "as for search.heads (default smollm2)", default="smollm2")
     arguments.add_length(p, "tokens of the prompt (default 8192)", default=8192)

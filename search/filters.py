@@ -1,10 +1,10 @@
-"""python -m search.filters: choose the layers that filter in decode and those that stay dense, for an artifact.
+"""headwise filters: choose the layers that filter in decode and those that stay dense, for an artifact.
 
 The similarity of layers is measured on a few prompts (or read with --profile). The filter and dense layers that change
 what the sparse layers add to the residual stream least are found exactly. On other prompts the choice is compared with
 evenly spaced filter layers. The artifact's other sections stay as they are.
 
-python -m search.filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
+headwise filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from search.decode.found import record, report
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m search.filters."""
-    p = ArgumentParser(prog="python -m search.filters", description=__doc__)
+    """The command line of headwise filters."""
+    p = ArgumentParser(prog="headwise filters", description=__doc__)
     add_arguments(p, FilterSearch)
     add_arguments(p, Rules)
     arguments.add_task(p, f"prompts to measure on: {TASKS}")
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     options, command = vars(parser().parse_args(argv)), arguments.as_typed("search.filters", argv)
     config = config_from(options, command)
     _, found = run(config)
-    then = f"next: python -m profiling.decode {config.out} --model {config.model}"
+    then = f"next: headwise decode {config.out} --model {config.model}"
     said = f"{report(found)}\nwrote {config.out}\n{then}"
     arguments.deliver(said, {"command": command, **record(found)}, options["json"])
     return 0

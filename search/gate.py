@@ -1,10 +1,10 @@
-"""python -m search.gate: what an artifact loses on prompts that its search did not see, before anyone serves with it.
+"""headwise gate: what an artifact loses on prompts that its search did not see, before anyone serves with it.
 
 The worst task decides, or all answers together: KL to dense attention, perplexity on text, and on answers how much less
 likely the right one becomes and how many that dense attention gets right are lost.
 
-    python -m search.gate cfg.yaml --model MODEL --max-kl 0.05 --max-lost 0.1
-    python -m search.gate cfg.yaml --model FINE_TUNE --out new.yaml
+    headwise gate cfg.yaml --model MODEL --max-kl 0.05 --max-lost 0.1
+    headwise gate cfg.yaml --model FINE_TUNE --out new.yaml
 
 With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or the model of an
 import, which does not say which it is for.
@@ -24,15 +24,15 @@ from search.model.task_losses import line
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m search.gate."""
-    p = ArgumentParser(prog="python -m search.gate", description=__doc__)
+    """The command line of headwise gate."""
+    p = ArgumentParser(prog="headwise gate", description=__doc__)
     arguments.add_artifact(p)
     arguments.add_model(p)
     p.add_argument(
         "--out", type=Path, metavar="FILE", help="write the artifact for this model, with its fingerprint and evidence"
     )
     add_limits(p)
-    arguments.add_task(p, f"what is asked (default {' '.join(GATE_TASKS)})", old="--tasks")
+    arguments.add_task(p, f"what is asked (default {' '.join(GATE_TASKS)})")
     arguments.add_length(p, "tokens of a prompt (default: what was searched)")
     p.add_argument(
         "--samples",
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         text = [f"fails: {verdict.fault}", *lines, *(f"  {head}" for head in heads)]
         if options["out"] is not None:
-            text.append(f"nothing was written: search again, python -m search.heads --model {options['model']}")
+            text.append(f"nothing was written: search again, headwise search --model {options['model']}")
     arguments.deliver("\n".join(text), {"passes": verdict.fault is None, **asdict(verdict)}, to_json)
     return 0 if verdict.fault is None else FOUND
 

@@ -1,4 +1,4 @@
-"""python -m search.heads: find a sparse pattern for every attention head of a model and write the artifact.
+"""headwise search: find a sparse pattern for every attention head of a model and write the artifact.
 
 By default one budget is spent over all heads of the model, in seconds of this machine, and what comes out is proven end
 to end. --allocation heads is the published search, a budget for each head (MInference 1.0, Algorithm 1).
@@ -38,8 +38,8 @@ _OF_MODEL = (
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m search.heads."""
-    p = ArgumentParser(prog="python -m search.heads", description=__doc__)
+    """The command line of headwise search."""
+    p = ArgumentParser(prog="headwise search", description=__doc__)
     arguments.add_model(p)
     arguments.add_out(p, "artifact to write, such as cfg.yaml")
     p.add_argument(
@@ -52,7 +52,6 @@ def parser() -> ArgumentParser:
         f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}; with --allocation heads passkey, with "
         f"--preset paper kv_retrieval); add text:FILE for text like yours; known: {TASKS}",
         dest="calibration",
-        old="--calibration",
     )
     arguments.add_length(
         p,

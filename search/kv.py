@@ -1,7 +1,7 @@
-"""python -m search.kv: choose how many tokens each KV head keeps, for a total, and write that into an artifact.
+"""headwise kv: choose how many tokens each KV head keeps, for a total, and write that into an artifact.
 
-python -m search.kv cfg.yaml --model smollm2 --out cfg.yaml --target-share 0.2
-python -m search.kv cfg.yaml --model smollm2 --out cfg.yaml --target-bytes 64MiB --context 8192
+headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-share 0.2
+headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-bytes 64MiB --context 8192
 
 Heads that find what they need in few tokens give their room to those that do not. Each head's curve of error against
 budget is measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared with the
@@ -17,8 +17,8 @@ from search.decode.kv_search import KVSearch, record, report, run
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m search.kv."""
-    p = ArgumentParser(prog="python -m search.kv", description=__doc__)
+    """The command line of headwise kv."""
+    p = ArgumentParser(prog="headwise kv", description=__doc__)
     add_arguments(p, KVSearch)
     arguments.add_json(p)
     return p
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     options, command = vars(parser().parse_args(argv)), arguments.as_typed("search.kv", argv)
     config = config_of(KVSearch, options)
     _, found = run(config)
-    then = f"python -m profiling.evaluate {config.out} --model {config.model} --out report/"
+    then = f"headwise evaluate {config.out} --model {config.model} --out report/"
     said = f"{report(found)}\nwrote {config.out} ({command})\nnext, beside other caches: {then}"
     arguments.deliver(said, {"command": command, **record(found)}, options["json"])
     return 0

@@ -10,10 +10,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from artifacts import arguments, command_line
+from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import atomic_write
-from search.__main__ import GROUPS, NAMES, SHARED
+from search.__main__ import GROUPS, SHARED
 
 _INTRO = """\
 # Commands
@@ -32,16 +32,6 @@ _COMMON = frozenset(("help", "quiet", "verbose", "version"))
 
 def page() -> str:
     """The page as Markdown."""
-    before = dict(command_line.called_as)
-    command_line.called_as.update(NAMES)
-    try:
-        return _page()
-    finally:
-        command_line.called_as.clear()
-        command_line.called_as.update(before)
-
-
-def _page() -> str:
     parts = [_INTRO]
     for group, verbs in GROUPS.items():
         rows = [f"| [`headwise {verb}`](#headwise-{verb}) | {says} |" for verb, (_, says) in verbs.items()]
@@ -80,7 +70,7 @@ def _row(parser: ArgumentParser, action: argparse.Action) -> str:
     value = takes._format_args(action, metavar) if action.nargs != 0 else ""
     name = f"{names} {value}".strip().replace("|", "\\|")
     required = " (required)" if action.required and action.option_strings else ""
-    says = command_line.in_words_of_the_user(takes._expand_help(action)) if action.help else ""
+    says = takes._expand_help(action) if action.help else ""
     # Angle brackets and bars would be the page's own.
     says = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", says).replace("|", "\\|").replace("*", "\\*")
     return f"| `{name}` | {says}{required} |"
@@ -88,7 +78,7 @@ def _row(parser: ArgumentParser, action: argparse.Action) -> str:
 
 def _text(text: str) -> Iterator[str]:
     """A description or an epilog: paragraphs as they are, what is set off as code."""
-    text = re.sub(r"^headwise [\w-]+: ", "", command_line.in_words_of_the_user(text).strip("\n"))
+    text = re.sub(r"^headwise [\w-]+: ", "", text.strip("\n"))
     text = text[:1].upper() + text[1:] if text[:9] != "headwise " else text
     for part in re.split(r"\n\s*\n", text):
         rows = part.strip("\n").split("\n")

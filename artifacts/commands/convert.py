@@ -34,13 +34,13 @@ The model's shape comes from the file, its config.json (--config) or flags; what
 such as the weights, is left open and not compared when the artifact is applied.
 
 examples:
-  python -m artifacts convert best_pattern.json --config Llama-3-8B/config.json --out cfg.yaml
-  python -m artifacts convert best_pattern.json --kv-heads 8 --head-dim 128 --max-positions 262144 \\
+  headwise convert best_pattern.json --config Llama-3-8B/config.json --out cfg.yaml
+  headwise convert best_pattern.json --kv-heads 8 --head-dim 128 --max-positions 262144 \\
       --model my/Llama-3-8B --out cfg.yaml
-  python -m artifacts convert cfg.yaml --to sparse_attention_config --out sparse_attention_config.json
-  python -m artifacts convert full_attention_heads.tsv --config Llama-3-8B --sparsity 0.5 --out kv.yaml
-  python -m artifacts convert cfg.yaml --to index_topk_pattern --out overrides.json
-  python -m artifacts merge --prefill cfg.yaml --kv-cache kv.yaml --out both.yaml
+  headwise convert cfg.yaml --to sparse_attention_config --out sparse_attention_config.json
+  headwise convert full_attention_heads.tsv --config Llama-3-8B --sparsity 0.5 --out kv.yaml
+  headwise convert cfg.yaml --to index_topk_pattern --out overrides.json
+  headwise merge --prefill cfg.yaml --kv-cache kv.yaml --out both.yaml
 """
 _MODEL = "the model, for imports (what the file does not say)"
 _HOW = "how an import is read"
@@ -158,9 +158,9 @@ def _measure(config: Config, form: Format, artifact: Path, flags: str | None) ->
     if not form.patterns:
         return ""
     model = shlex.quote(config.model) if config.model else "MODEL"
-    run = f"python -m profiling.evaluate {shlex.quote(str(artifact))}"
+    run = f"headwise evaluate {shlex.quote(str(artifact))}"
     options = f"--model {model} --fidelity --no-speed --out report/"
     if flags is None:
         return f"measure it with: {run} {options}"
-    back = f"python -m artifacts convert {shlex.quote(str(config.out))} --from {config.target} {flags} --out back.yaml"
+    back = f"headwise convert {shlex.quote(str(config.out))} --from {config.target} {flags} --out back.yaml"
     return f"measure what it costs with: {one_line(back)} && {run} back.yaml {options}"

@@ -20,10 +20,10 @@ are left out, as in the content hash. Density is counted from the patterns' size
 the searches' own. A sidecar that is missing is said and left out.
 
 examples:
-  python -m artifacts diff old.yaml new.yaml
-  python -m artifacts diff old.yaml new.yaml --length 131072     density at 131,072 tokens
-  python -m artifacts diff old.yaml new.yaml --heads             every head, not the first of each change
-  python -m artifacts diff old.yaml new.yaml --json | jq .density
+  headwise diff old.yaml new.yaml
+  headwise diff old.yaml new.yaml --length 131072     density at 131,072 tokens
+  headwise diff old.yaml new.yaml --heads             every head, not the first of each change
+  headwise diff old.yaml new.yaml --json | jq .density
 """
 _SHOWN = 12
 

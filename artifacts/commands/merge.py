@@ -25,9 +25,9 @@ refused by the first field that differs. Evidence is kept as it was measured, on
 whole again.
 
 examples:
-  python -m artifacts merge cfg.yaml --decode filters.yaml --out both.yaml
-  python -m artifacts merge cfg.yaml --decode filters.yaml --kv-cache duo.yaml --out all.yaml
-  python -m artifacts merge cfg.yaml --decode none --out prefill.yaml
+  headwise merge cfg.yaml --decode filters.yaml --out both.yaml
+  headwise merge cfg.yaml --decode filters.yaml --kv-cache duo.yaml --out all.yaml
+  headwise merge cfg.yaml --decode none --out prefill.yaml
 """
 _NONE = "none"
 _SECTIONS = ("decode", "kv_cache")

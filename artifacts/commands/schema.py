@@ -25,9 +25,9 @@ is the subset that artifacts use, only `validate` knows. An artifact's first lin
 what every field means and complete names.
 
 examples:
-  python -m artifacts schema --out .                  writes ./{SCHEMA_FILE}
-  python -m artifacts schema | jq '."$defs".VerticalSlash.properties'
-  python -m artifacts schema --markdown               the tables of docs/artifact.md
+  headwise schema --out .                  writes ./{SCHEMA_FILE}
+  headwise schema | jq '."$defs".VerticalSlash.properties'
+  headwise schema --markdown               the tables of docs/artifact.md
 """
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "object": "mapping"}

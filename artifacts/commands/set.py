@@ -26,9 +26,9 @@ A FIELD is named by its path, as `show --json` and the errors have it; a VALUE i
 and what was measured stays and is of the artifact as it was: measure again what matters, `validate` says so.
 
 examples:
-  python -m artifacts set cfg.yaml prefill.dense_below=4096 --out new.yaml
-  python -m artifacts set cfg.yaml decode.omnikv.budget=0.1 'prefill.layers[3][0]=dense' --out cfg.yaml
-  python -m artifacts set cfg.yaml patterns.vs_100_1800.slash=2000 --out new.yaml
+  headwise set cfg.yaml prefill.dense_below=4096 --out new.yaml
+  headwise set cfg.yaml decode.omnikv.budget=0.1 'prefill.layers[3][0]=dense' --out cfg.yaml
+  headwise set cfg.yaml patterns.vs_100_1800.slash=2000 --out new.yaml
 """
 # What is not a person's to say.
 _OWN = ("schema_version", "created_at", "edits", "sidecar", "content_sha256")

@@ -18,9 +18,9 @@ EXAMPLES = """\
 The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line `sidecar`.
 
 examples:
-  python -m artifacts show cfg.yaml
-  python -m artifacts show cfg.yaml --json | jq .search.summary
-  python -m artifacts show cfg.yaml --head 12.3     what was tried for a head, its neighbours, its picture
+  headwise show cfg.yaml
+  headwise show cfg.yaml --json | jq .search.summary
+  headwise show cfg.yaml --head 12.3     what was tried for a head, its neighbours, its picture
 """
 
 

@@ -22,9 +22,9 @@ KEY is an Ed25519 key in PEM, readable by you alone: keep it. KEY.pub is the pub
 use your artifacts, by a way that they trust.
 
 examples:
-  python -m artifacts sign cfg.yaml --key me.key --new-key       once: makes me.key and me.key.pub, and signs
-  python -m artifacts sign cfg.yaml --key me.key                 writes cfg.yaml.sig
-  python -m artifacts sign cfg.yaml --key me.key --new-key --encrypt      asks for a passphrase, and so does sign
+  headwise sign cfg.yaml --key me.key --new-key       once: makes me.key and me.key.pub, and signs
+  headwise sign cfg.yaml --key me.key                 writes cfg.yaml.sig
+  headwise sign cfg.yaml --key me.key --new-key --encrypt      asks for a passphrase, and so does sign
 """
 
 

@@ -26,10 +26,10 @@ code, where; what is odd, why it matters, what to do.
 The exit status is 3 if there is a finding of --level or above (warning).
 
 examples:
-  python -m artifacts validate cfg.yaml
-  python -m artifacts validate cfg.yaml --level error && scp cfg.yaml cfg.*.safetensors server:
-  python -m artifacts validate cfg.yaml --ignore no-evidence one-prompt
-  python -m artifacts validate cfg.yaml --json     hash, sidecar, findings, every array with dtype and shape
+  headwise validate cfg.yaml
+  headwise validate cfg.yaml --level error && scp cfg.yaml cfg.*.safetensors server:
+  headwise validate cfg.yaml --ignore no-evidence one-prompt
+  headwise validate cfg.yaml --json     hash, sidecar, findings, every array with dtype and shape
 """
 
 

@@ -15,7 +15,7 @@ Get the public key from its holder by a way that you trust; the fingerprint is w
 When a model is served: runtime.load("cfg.yaml", verify="me.key.pub").
 
 examples:
-  python -m artifacts verify cfg.yaml --key me.key.pub
+  headwise verify cfg.yaml --key me.key.pub
   head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed && tail -n 1 cfg.yaml.sig | base64 -d > signature
   openssl pkeyutl -verify -pubin -inkey me.key.pub -rawin -in signed -sigfile signature
 """

@@ -2,7 +2,7 @@
 
 python -m profiling.memory_use.peak_memory cfg.yaml --model smollm2 --length 8192
 
-`python -m profiling.memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
+`headwise memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
 at most. On Linux it is the growth of the resident set's high-water mark, which is set back once model and kernels are
 loaded; elsewhere the mark cannot be set back, and what loading took hides as much.
 """

@@ -47,7 +47,7 @@ class Heatmaps:
         default=None,
     )
     out: Path = shared(arguments.add_out, "folder for the pictures", metavar="FOLDER")
-    profile: Path | None = option("folder that python -m profiling.similarity wrote", default=None)
+    profile: Path | None = option("folder that headwise similarity wrote", default=None)
     model: str | None = shared(arguments.add_model, required=False, default=None)
     pictures: tuple[str, ...] | None = arg(
         "--picture",

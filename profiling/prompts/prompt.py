@@ -45,7 +45,7 @@ DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
 CALIBRATED_TASKS = ("line_asked", "chain", "prose")
 # What a search is judged on by default: all kinds of answers in one prefill.
 GATE_TASKS = ("facts", "prose")
-TASKS = ", ".join(KINDS) + " (python -m profiling.tasks explains them)"
+TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def load_profile(path: str | Path) -> Profile:
     file = file / FILE if file.is_dir() else file
     shown = shorten(str(file), 200)
     if not file.is_file():
-        raise HeadwiseError(f"there is no similarity profile {shown}: python -m profiling.similarity writes one")
+        raise HeadwiseError(f"there is no similarity profile {shown}: headwise similarity writes one")
     try:
         with safe_open(file, framework="numpy") as stored:
             about = json.loads((stored.metadata() or {}).get("headwise", "null"))
@@ -149,8 +149,7 @@ def load_profile(path: str | Path) -> Profile:
         raise HeadwiseError(f"{shown} is not a similarity profile: {error}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise HeadwiseError(
-            f"{shown} is not a similarity profile that this release reads: write it again with "
-            "python -m profiling.similarity"
+            f"{shown} is not a similarity profile that this release reads: write it again with headwise similarity"
         )
     profile = Profile(arrays=arrays, about=about)
     _check(profile, shown)

@@ -133,7 +133,7 @@ def load(path: str | Path) -> CostTable:
             about: dict[str, Any] = json.loads((file.metadata() or {})["headwise"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise HeadwiseError(f"{path} is not a cost table: write one with python -m profiling.bench --costs") from error
+        raise HeadwiseError(f"{path} is not a cost table: write one with headwise bench --costs") from error
     if about.get("format") != FORMAT:
         raise HeadwiseError(f"{path} is a cost table of format {about.get('format')}, this headwise reads {FORMAT}")
     costs = _rows({name: about[name] for name in _NAMED}, arrays, str(path))

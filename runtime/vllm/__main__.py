@@ -1,4 +1,4 @@
-"""python -m runtime.vllm check: would this artifact serve that model inside vLLM, and if not, why not?"""
+"""headwise check: would this artifact serve that model inside vLLM, and if not, why not?"""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ exit status:
   3  it would not serve, with every reason
 
 examples:
-  python -m runtime.vllm check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
-  python -m runtime.vllm check cfg.yaml --model ./model --tensor-parallel-size 4
+  headwise check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
+  headwise check cfg.yaml --model ./model --tensor-parallel-size 4
 """
 _WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
@@ -48,10 +48,8 @@ class Point:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m runtime.vllm."""
-    made = ArgumentParser(
-        prog="python -m runtime.vllm", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG
-    )
+    """The command line of headwise."""
+    made = ArgumentParser(prog="headwise", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG)
     verbs = made.add_subparsers(dest="verb", metavar="VERB", required=True)
     check = verbs.add_parser("check", help=_WHAT, description=f"{_WHAT[0].upper()}{_WHAT[1:]}")
     arguments.add_artifact(check, dest="file")

@@ -126,7 +126,7 @@ def ranges(numbers: Iterable[int]) -> str:
 def _unkept(artifact: Artifact) -> Iterator[str]:
     """What of a kv_cache section vLLM's pages cannot do: they hold all heads of a layer, and go as a whole."""
     section = artifact.kv_cache
-    out = "leave the section out (python -m artifacts merge CFG --kv-cache none --out NEW)"
+    out = "leave the section out (headwise merge CFG --kv-cache none --out NEW)"
     for name, policy in ({} if section is None else section.policies).items():
         if policy.kind == "h2o":
             yield (

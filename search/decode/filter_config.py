@@ -28,9 +28,9 @@ class FilterSearch:
     measured: SimilarityConfig
     rules: Rules
     model: str = shared(arguments.add_model)
-    config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it", old="--config")
+    config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it")
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
-    profile: Path | None = option("folder of python -m profiling.similarity, instead of measuring", default=None)
+    profile: Path | None = option("folder of headwise similarity, instead of measuring", default=None)
     worst: float = option(
         "weight of the worst steps", default=0.25, within=(lambda value: 0 <= value <= 1, "from 0 to 1")
     )

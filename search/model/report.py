@@ -44,7 +44,7 @@ def report(artifact: Artifact, out: Path, model: str) -> str:
     if prefill.front is not None:
         lines.append(f"{len(prefill.front.points)} points to choose from when it is loaded: {prefill.front.offers()}")
     lines.append(f"wrote {out}, {artifact.sidecar.file if artifact.sidecar else ''}")
-    lines.append(f"next, on text like yours: python -m search.gate {out} --model {model} --task text:FILE")
+    lines.append(f"next, on text like yours: headwise gate {out} --model {model} --task text:FILE")
     return "\n".join(lines)
 
 

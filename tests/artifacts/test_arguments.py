@@ -1,4 +1,4 @@
-"""The arguments that commands share: one spelling, old ones for a release, --json, -q, -v and --version."""
+"""The arguments that commands share: one spelling, --json, -q, -v and --version."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from artifacts.command_line import ArgumentParser, run_command
 
 @pytest.fixture
 def parser() -> ArgumentParser:
-    p = ArgumentParser(prog="python -m search.gate", description="as python -m search.heads, python -m nothing.")
-    arguments.add_artifact(p, old="--config")
+    p = ArgumentParser(prog="headwise gate", description="what an artifact loses")
+    arguments.add_artifact(p)
     arguments.add_model(p)
-    arguments.add_length(p, several=True, old="--lengths")
-    arguments.add_task(p, "what is asked", old="--tasks")
+    arguments.add_length(p, several=True)
+    arguments.add_task(p, "what is asked")
     arguments.add_dtype(p)
     arguments.add_seed(p, 7)
     arguments.add_json(p)
     return p
 
 
-def test_the_new_spelling(parser, capsys):
+def test_the_spelling(parser, capsys):
     words = ["cfg.yaml", "--model", "M", "--length", "1", "2", "--task", "a", "--task", "b", "--dtype", "bf16"]
     options = parser.parse_args(words)
     assert vars(options) == {
@@ -36,36 +36,6 @@ def test_the_new_spelling(parser, capsys):
         **{"dtype": "bfloat16", "seed": 7, "json": None},
     }
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--model", "M", "--config", "cfg.yaml", "--lengths", "1", "2", "--tasks", "a", "b"],
-        ["--lengths", "1", "2", "--config=cfg.yaml", "--tasks", "a", "b", "--model", "M"],
-        ["--tasks=a", "--tasks", "b", "--config", "cfg.yaml", "--model", "M", "--lengths", "1", "2"],
-    ],
-)
-def test_old_spellings_are_read_as_the_new_ones_and_told(parser, capsys, words):
-    options = parser.parse_args(words)
-    assert (options.config, options.length, options.tasks) == (Path("cfg.yaml"), [1, 2], ["a", "b"])
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == sum(word.split("=")[0] in ("--config", "--lengths", "--tasks") for word in words)
-    assert "note: --lengths is now --length; the old spelling works for one release" in told
-    assert "note: --config is now ARTIFACT alone, without an option; the old spelling works for one release" in told
-
-
-def test_help_names_the_new_ones_only(parser):
-    text = parser.format_help()
-    assert "--length" in text and "--lengths" not in text and "--tasks" not in text and "--config" not in text
-
-
-@pytest.mark.parametrize("words", [["--config"], ["cfg.yaml", "--tasks"], ["cfg.yaml", "--lengths", "x"]])
-def test_an_old_spelling_without_its_value_is_a_line(parser, capsys, words):
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_args([*words, "--model", "M"])
-    assert ended.value.code == 2
-    assert [line[:6] for line in capsys.readouterr().err.splitlines()] == ["note: ", "error:"]
 
 
 def test_json_takes_no_artifact_for_its_file(parser, tmp_path, monkeypatch):
@@ -123,13 +93,6 @@ def test_a_finding_has_its_own_status(capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(fails, [])
     assert ended.value.code == 3 and capsys.readouterr().err == "error: nothing passes\n"
-
-
-def test_a_command_is_named_as_it_was_called(monkeypatch):
-    monkeypatch.setattr(command_line, "called_as", {"search.gate": "headwise gate", "search.heads": "headwise search"})
-    p = ArgumentParser(prog="python -m search.gate", description="as python -m search.heads, python -m nothing.")
-    assert p.prog == "headwise gate"
-    assert "as headwise search, python -m nothing." in p.format_help()
 
 
 def test_an_error_tells_more_where_that_is_asked_for(tmp_path):

@@ -34,7 +34,7 @@ def test_every_field_is_described_and_has_its_line():
 
 
 def test_the_page_has_these_tables():
-    assert tables() in PAGE.read_text(), "docs/artifact.md: put in what `python -m artifacts schema --markdown` prints"
+    assert tables() in PAGE.read_text(), "docs/artifact.md: put in what `headwise schema --markdown` prints"
 
 
 def test_every_property_of_the_schema_has_its_description(capsys):
@@ -65,4 +65,4 @@ def test_help_teaches_by_examples(verb, capsys):
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])
     text = capsys.readouterr().out
-    assert caught.value.code == 0 and f"examples:\n  python -m artifacts {verb} " in text and "--json" in text
+    assert caught.value.code == 0 and f"examples:\n  headwise {verb} " in text and "--json" in text

@@ -170,7 +170,7 @@ def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatc
     artifacts.save(build(), tmp_path / "cfg.yaml")
     for target in ("minference", "sparse_attention_config", "modelopt"):
         command = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=target)["measure"]
-        words = command.partition("python -m artifacts ")[2].partition(" && ")[0].split()
+        words = command.partition("headwise ")[2].partition(" && ")[0].split()
         assert main(words) == 0
         back = load_pair(tmp_path / "back.yaml")[0].model
         assert (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions) == (3, 4, 2, 8192), target

@@ -1,4 +1,4 @@
-"""python -m profiling.decode on a tiny model: what it counts, and what it refuses."""
+"""headwise decode on a tiny model: what it counts, and what it refuses."""
 
 from __future__ import annotations
 

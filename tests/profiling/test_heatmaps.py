@@ -69,7 +69,7 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
             "kv_heads": 2,
             "model": "some-model",
             "num_layers": layers,
-            "command": "python -m profiling.similarity --x",
+            "command": "headwise similarity --x",
         },
         **{"layers": np.flatnonzero(~left_out).tolist(), "sliding_layers": np.flatnonzero(left_out).tolist()},
         **{"tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks], "weights_sha256": "f" * 64},
@@ -138,7 +138,7 @@ def test_the_same_profile_gives_the_same_files(tmp_path: Path) -> None:
     first, second = (tmp_path / name for name in "ab")
     for folder in (first, second):
         folder.mkdir()
-        draw_layers(profile(8), folder, "python -m profiling.heatmaps", OmniKV(filter_layers=(2, 4)))
+        draw_layers(profile(8), folder, "headwise heatmaps", OmniKV(filter_layers=(2, 4)))
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
@@ -180,7 +180,7 @@ def test_pictures_can_be_read(layers: int) -> None:
 
 
 def test_a_caption_is_below_the_picture_and_within_its_width() -> None:
-    figure = new_figure(6.0, 3.0, "model\n" + "python -m profiling.heatmaps --task x " * 12)
+    figure = new_figure(6.0, 3.0, "model\n" + "headwise heatmaps --task x " * 12)
     axes = figure.subplots()
     axes.set_xlabel("layer")
     labels(figure)

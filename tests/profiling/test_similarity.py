@@ -260,7 +260,7 @@ def small() -> Profile:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=r"there is no similarity profile .*: python -m profiling.similarity"):
+    with pytest.raises(HeadwiseError, match=r"there is no similarity profile .*: headwise similarity"):
         load(tmp_path)
     file = tmp_path / FILE
     file.write_bytes(b"nothing of the sort")

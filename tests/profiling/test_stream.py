@@ -250,7 +250,7 @@ def test_files_say_what_made_them(
     loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_run, "draw", draw)
-    given = config(command="python -m profiling.stream --out x")
+    given = config(command="headwise stream --out x")
     run(given, loaded)
     record = json.loads((given.out / "stream.json").read_text())
     assert record["command"] == given.command and record["environment"]["torch"] == torch.__version__

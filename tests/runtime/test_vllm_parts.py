@@ -665,7 +665,7 @@ def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], buil
     policies = artifacts.KVCache(policies=given, layers=("s", "c", ("f",) * (heads - 1) + ("c",), "f", "f", "f"))
     model, cfg = files(kv_cache=policies)
     assert main(["check", cfg, "--model", model]) == 3
-    out = "leave the section out (python -m artifacts merge CFG --kv-cache none --out NEW)"
+    out = "leave the section out (headwise merge CFG --kv-cache none --out NEW)"
     assert capsys.readouterr().out == (
         "no: kv_cache.policies.s is h2o: it drops other tokens in each head at every step, and vLLM frees whole pages "
         f"of all heads; streaming and snapkv are served: {out}\n"

@@ -33,7 +33,7 @@ def test_the_report_says_what_was_found_and_what_to_type_next(searched: Path) ->
     for task in artifact.evidence.tasks:
         assert task.task in said
     assert "answers lost" in said and "counted; not timed here" in said
-    assert said.endswith(f"python -m search.gate {searched} --model tiny --task text:FILE")
+    assert said.endswith(f"headwise gate {searched} --model tiny --task text:FILE")
 
 
 def test_times_are_quoted_against_the_better_dense(searched: Path) -> None:

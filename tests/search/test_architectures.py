@@ -1,4 +1,4 @@
-"""python -m search.heads on every architecture that the runtime serves."""
+"""headwise search on every architecture that the runtime serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m search.demo on a tiny model: search, gate, apply, compare."""
+"""headwise demo on a tiny model: search, gate, apply, compare."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_command_searches_as_heads_does(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("search.demo.run", lambda config, repeats: asked.append(config))
     assert main(["--out", str(tmp_path)]) == 0
     default = ModelSearch(model="smollm2", out=tmp_path / "cfg.yaml", lengths=(8192,), command=asked[0].command)
-    assert asked == [default] and asked[0].command.startswith("python -m search.heads --model smollm2 --length 8192")
+    assert asked == [default] and asked[0].command.startswith("headwise search --model smollm2 --length 8192")
     monkeypatch.undo()
     with pytest.raises(HeadwiseError, match="--repeats must be at least 1, got 0"):
         main(["--out", str(tmp_path), "--repeats", "0"])

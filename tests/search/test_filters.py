@@ -1,4 +1,4 @@
-"""python -m search.filters as its users run it, on a tiny model."""
+"""headwise filters as its users run it, on a tiny model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     assert section.similarity is not None and section.similarity.tasks == ("passkey", "kv_retrieval")
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
     printed = capsys.readouterr().out
-    assert printed.endswith(f"next: python -m profiling.decode {out} --model {command[1]}\n")
+    assert printed.endswith(f"next: headwise decode {out} --model {command[1]}\n")
     assert "held-out prompts" in printed and "evenly spaced" in printed
     artifacts.load(by_head)
 

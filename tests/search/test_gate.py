@@ -1,4 +1,4 @@
-"""python -m search.gate: what passes, what does not, and how that is told."""
+"""headwise gate: what passes, what does not, and how that is told."""
 
 from __future__ import annotations
 

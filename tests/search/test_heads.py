@@ -1,4 +1,4 @@
-"""python -m search.heads as its users run it, on a tiny model."""
+"""headwise search as its users run it, on a tiny model."""
 
 from __future__ import annotations
 

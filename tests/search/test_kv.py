@@ -1,4 +1,4 @@
-"""python -m search.kv as its users run it, on a tiny model."""
+"""headwise kv as its users run it, on a tiny model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_writes_budgets_that_the_runtime_keeps(
     kv.main(_command(tiny_model, by_head, out, "--target-share", "0.25", f"--json={file}"))
     said = capsys.readouterr().out
     assert "searched   KL" in said and "even       KL" in said
-    assert said.endswith(f"python -m profiling.evaluate {out} --model {tiny_model} --out report/\n")
+    assert said.endswith(f"headwise evaluate {out} --model {tiny_model} --out report/\n")
     figures = json.loads(file.read_text())
     assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
     # What one prompt says may be chance.

@@ -1,4 +1,4 @@
-"""python -m search.heads with one budget for the model, as its users run it, on a tiny model."""
+"""headwise search with one budget for the model, as its users run it, on a tiny model."""
 
 from __future__ import annotations
 
