@@ -203,7 +203,7 @@ def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) 
     """Time one sequence by each method, and with --memory the largest batch; nothing without repeats."""
     if not config.repeats:
         return Timed(seconds={}, held={}, batches={}, batch_seconds={})
-    how = {"context": config.context, "steps": config.steps, "repeats": config.repeats}
+    how: dict[str, Any] = {"context": config.context, "steps": config.steps, "repeats": config.repeats}
     caches = filled(loaded, compared, context=config.context, seed=config.seed)
     held = {name: cache_bytes(cache) for name, cache in caches.items()}
     seconds = step_seconds(loaded, compared, caches, **how)

@@ -26,10 +26,7 @@ class Setting:
 
     dense, low, high: of dense attention with its 95% interval.
     chance: what guessing gives.
-    seconds: processor time of a prompt, or context, under dense attention, with one thread or many as it was run.
-    difference and its bounds: of sinks and half a window; None where a task was given up.
-    prompts: how many tell a loss of 5 points in 80% of runs, by the spread of that difference.
-    telling: how many tell the very loss of half a window; None where it loses nothing.
+    difference: of sinks and half a window; None where a task was given up.
     """
 
     task: str
@@ -39,13 +36,8 @@ class Setting:
     dense: float
     low: float
     high: float
-    seconds: float
     chance: float = 0.0
     difference: float | None = None
-    difference_low: float | None = None
-    difference_high: float | None = None
-    prompts: int | None = None
-    telling: int | None = None
 
     @property
     def shows(self) -> bool:

@@ -52,7 +52,7 @@ class Method:
         """The artifact in memory that does it; None is dense attention."""
         return self.make()
 
-    def apply(self, model: Any) -> AbstractContextManager[object]:
+    def apply(self, model: Any) -> AbstractContextManager[Any]:
         """The method at work on the model, until it is left."""
         if self.applied is not None:
             return self.applied(model)

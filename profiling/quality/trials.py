@@ -33,15 +33,13 @@ _COPIES = 8
 VERSION = 5
 
 
-def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """What the method, which has to be applied to the model, makes of a prompt: plain data for a ledger."""
-    return next(trials(model, tokenizer, [prompt], method))[1]
-
-
 def trials(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], method: Method
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The same of many prompts, with the number of each; contexts that prompts share are prefilled once."""
+    """What the method, which has to be applied to the model, makes of prompts: the number of each, and plain data.
+
+    Contexts that prompts share are prefilled once.
+    """
     asked = [number for number, prompt in enumerate(prompts) if _asks(prompt)]
     some = [prompts[number] for number in asked]
     for one in prefilled(model, some, cache=lambda: method.cache(model)):

@@ -186,7 +186,7 @@ def test_fidelity_is_beside_dense_attention_and_kept(
 
 
 def test_a_model_with_settings_is_asked_those_tasks(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Setting(task="vt", length=LENGTH, measure="score", count=9, dense=0.5, low=0.2, high=0.8, seconds=1.0)
+    row = Setting(task="vt", length=LENGTH, measure="score", count=9, dense=0.5, low=0.2, high=0.8)
     some = [row, replace(row, task="chain", dense=0.1), replace(row, task="cwe"), replace(row, task="fwe", length=1800)]
     monkeypatch.setattr(evaluate, "settings", lambda model: some if model == "tiny" else [])
 

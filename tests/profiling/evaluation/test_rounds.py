@@ -90,7 +90,7 @@ def test_what_fits_is_measured_and_the_rest_is_named(
 
 def test_tasks_and_lengths_are_the_models_settings(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact = load(searched / "cfg.yaml")
-    base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9, seconds=1.0)
+    base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9)
     some = (
         base,
         replace(base, task="short", length=20),

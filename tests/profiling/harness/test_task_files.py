@@ -14,8 +14,8 @@ from profiling.models.loading import load_model
 from profiling.prompts.metrics import METRICS, score
 from profiling.prompts.prompt import Find, Prompt, make_prompts, parse_task
 from profiling.quality.answers import negative_log_likelihood
-from profiling.quality.trials import trial
 from profiling.tasks import main
+from tests.profiling.quality.forcing import trial
 from tests.profiling.quality.test_trials import DENSE
 from tests.profiling.tokenizers import MAKERS
 from tests.search.conftest import save_tiny

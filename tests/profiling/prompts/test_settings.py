@@ -11,9 +11,7 @@ from profiling.models.packages import PACKAGES
 from profiling.prompts.prompt import parse_name, parse_task
 from profiling.prompts.settings import Setting, settings
 
-ROW = Setting(
-    task="vt", length=1024, measure="score", count=12, dense=0.5, low=0.2, high=0.8, seconds=2.0, telling=30, prompts=90
-)
+ROW = Setting(task="vt", length=1024, measure="score", count=12, dense=0.5, low=0.2, high=0.8)
 
 
 def changed(**fields: Any) -> Setting:

@@ -10,6 +10,8 @@ import torch
 from profiling.prompts.prompt import Prompt
 from profiling.quality.contexts import fed, prefilled
 from profiling.quality.forced import ForcedAnswer, answer_ids, asks, forced, scored_answers
+from profiling.quality.method import Method
+from profiling.quality.trials import trials
 
 
 @torch.no_grad()
@@ -24,3 +26,8 @@ def forced_answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> lis
             after = [fed(model, right[:-1], one.cache)] if right[1:] else []
             found[one.number] += (forced(torch.cat([one.last[None], *after]), right),)
     return [found[number] for number in range(len(prompts))]
+
+
+def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
+    """What the method, which has to be applied to the model, makes of a prompt."""
+    return next(trials(model, tokenizer, [prompt], method))[1]

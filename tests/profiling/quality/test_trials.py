@@ -11,9 +11,9 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import answer, negative_log_likelihood
 from profiling.quality.method import Method
-from profiling.quality.trials import BLOCK, trial
+from profiling.quality.trials import BLOCK
 from runtime.fingerprint import fingerprint
-from tests.profiling.quality.forcing import forced_answers
+from tests.profiling.quality.forcing import forced_answers, trial
 from tests.search.conftest import save_tiny
 
 
