@@ -323,7 +323,7 @@ class OffloadedTensor(StandIn):
     @staticmethod
     def __new__(cls, offload: Offload, which: int) -> OffloadedTensor:
         row, (new, batch, _) = offload.bank.row, offload.rows.shape
-        shape = (batch, row.heads, offload.past + new, row[1 + which])
+        shape = (batch, row.heads, offload.past + new, (row.k_dim, row.v_dim)[which])
         tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
         tensor.offload, tensor._which = offload, which
         return tensor

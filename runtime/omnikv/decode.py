@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class OmniKV:
             tokens = step[role.filter][1].to(q.device, non_blocking=True)
         how |= {"starts": starts, "backend": self.backend}
         # A key's score is its largest probability (OmniKV, 4.1).
-        scores = "max" if role.filters else "none"
+        scores: Literal["max", "none"] = "max" if role.filters else "none"
         done = decode_attention(q, fetched(k), fetched(v), tokens=tokens, scores=scores, **how)
         if done.scores is not None:
             chosen = self._choose(self._of_all_heads(done.scores), q.shape[2], starts, k)
