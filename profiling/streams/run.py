@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, arguments
 from artifacts.errors import shorten
 from artifacts.files import atomic_write, check_writable, out_folder
+from artifacts.options import arg, at_least, check_ranges, option, shared
 from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
@@ -33,30 +34,31 @@ _BLOCK, _BLOCKS = 1024, 200
 class Streamed:
     """What to stream and how; `timed`: tokens of each round that are timed one by one, 0 for none."""
 
-    model: str
-    out: Path
-    tokens: int
-    text: Path | None = None
-    task: str = "text"
-    sinks: int = 4
-    window: int = 1020
-    methods: tuple[str, ...] = METHODS
-    chunk: int = 256
-    block: int | None = None
-    stride: int = 16
-    timed: int = 0
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    revision: str | None = None
-    fresh: bool = False
+    model: str = shared(arguments.add_model)
+    out: Path = shared(arguments.add_out, "folder for stream.json, .csv, .png and .svg", metavar="FOLDER")
+    tokens: int = arg("--tokens", help="length of the stream", within=at_least(2))
+    text: Path | None = option("text file; begun again where it is shorter than the stream", default=None)
+    task: str = shared(arguments.add_task, f"one of {', '.join(TASKS)} (default text)", several=False, default="text")
+    sinks: int = option("first tokens that are kept", default=4, within=at_least(0))
+    window: int = option("last tokens that are kept", default=1020, within=at_least(1))
+    methods: tuple[str, ...] = arg(
+        "--methods", nargs="+", default=METHODS, help=f"any of {', '.join(METHODS)}, streaming:SINKS"
+    )
+    chunk: int = option("tokens fed at a time", default=256, within=at_least(1))
+    block: int | None = option(
+        "tokens of a mean and of a unit of the ledger (default 1024 or more)", default=None, within=at_least(1)
+    )
+    stride: int = option("recomputed at every so many tokens", default=16, within=at_least(1))
+    timed: int = option("tokens of a round timed one by one", default=0, within=at_least(0))
+    seed: int = shared(arguments.add_seed, help="of stream_eval", default=0)
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+    revision: str | None = shared(arguments.add_revision, default=None)
+    fresh: bool = shared(arguments.add_fresh, default=False)
     command: str = ""
 
     def __post_init__(self) -> None:
-        least = {"tokens": 2, "sinks": 0, "window": 1, "chunk": 1, "block": 1, "stride": 1, "timed": 0}
-        for name, low in least.items():
-            if (value := getattr(self, name)) is not None and value < low:
-                raise HeadwiseError(f"--{name} must be at least {low}, got {value}")
+        check_ranges(self)
         if self.timed and self.tokens < self.sinks + self.window:
             raise HeadwiseError(
                 f"--timed needs a full cache: give at least {self.sinks + self.window} --tokens, got {self.tokens}"
